@@ -1,0 +1,225 @@
+"""The contracts between the rooms. Parts are built from these and never see the loop that wires them.
+
+A *method* (`crl/methods`) fills the extension points of the second half; plain RL is a null `Retriever` and an all-free
+`RolloutPlanner`, not an `if`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from crl.types import (
+    Completion,
+    ExperienceUse,
+    Minibatch,
+    Observation,
+    RolloutPlan,
+    Sampling,
+    Segment,
+    StepResult,
+    StepStats,
+    Task,
+    TokenTrace,
+    Trajectory,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+State = dict[str, Any]
+"""JSON-serialisable state of one part; what `state()` returns `load_state()` takes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Names, dtypes and shapes of published tensors, in sending order."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class PublishHandle(Protocol):
+    """Weights on their way to an engine. Gather `engine.update_weights(handle)` and `handle.done()` under one deadline."""
+
+    version: int
+    checksum: int
+    transport: str
+    manifest: WeightManifest
+
+    async def done(self) -> None:
+        """Returns when the sending side has nothing left to do. Raises `LearnerError`."""
+        ...
+
+
+class Engine(Protocol):
+    """Generates with one model at one policy version."""
+
+    version: int
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.
+
+        Raises `RolloutError` when this request cannot be served, `EngineError` when the engine is gone.
+        """
+        ...
+
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        """log p(ids[i] | ids[:i]) at temperature 1 for i ≥ 1: one value fewer than ids."""
+        ...
+
+    async def update_weights(self, handle: PublishHandle) -> None:
+        """Swaps weights between decode steps, when no request is decoding. Raises `EngineError` on a checksum mismatch."""
+        ...
+
+    async def health(self) -> None:
+        """Raises `EngineError` when the engine can no longer serve."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Owns one model's trained weights and its optimizer. One `step` is one batch: one update per minibatch."""
+
+    async def step(self, minibatches: Sequence[Minibatch]) -> StepStats: ...
+    async def publish(self) -> PublishHandle: ...
+    async def save(self, directory: Path) -> None:
+        """Writes the model in Hugging Face format, and the optimizer's state beside it."""
+        ...
+
+    async def load(self, directory: Path) -> None: ...
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Environment(Protocol):
+    """One text game at a time. Errors become `RolloutError`s of kind env at the host's boundary."""
+
+    async def reset(self, task: Task) -> Observation: ...
+    async def step(self, text: str) -> StepResult: ...
+    async def aclose(self) -> None: ...
+
+
+class EnvironmentPool(Protocol):
+    """Lends environments to episodes; a lent one is private until it is given back."""
+
+    async def acquire(self, task: Task) -> Environment: ...
+    async def release(self, environment: Environment) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Embedder(Protocol):
+    name: str
+    dim: int
+
+    async def embed(self, texts: Sequence[str]) -> Any:
+        """float32 [len(texts), dim], unit norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A retrieved experience: its text and the use that the episode must record."""
+
+    text: str
+    use: ExperienceUse
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    query: str
+    task: Task
+    group: int
+    member: int
+
+
+class Retriever(Protocol):
+    async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]: ...
+
+
+# ── the extension points that a method assembles ────────────────────────────────────────────────────────────────────
+
+
+class TaskSource(Protocol):
+    """Where the next groups come from. `observe` sees train trajectories only."""
+
+    def draw(self, n: int) -> Sequence[Task]: ...
+    def observe(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
+
+class RolloutPlanner(Protocol):
+    def plan(self, task: Task, members: int) -> Sequence[RolloutPlan]:
+        """One plan per member: its condition, and with it what it may see."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A parsed completion: the text that goes to the environment, and whatever else was found in it."""
+
+    action: str
+    extras: Mapping[str, str]
+
+
+class ContextProvider(Protocol):
+    """Writes the prompts of an episode and reads its completions."""
+
+    def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]: ...
+    def following(self, result: StepResult) -> Sequence[Segment]: ...
+    def parse(self, completion: str) -> Response: ...
+
+
+class RewardShaper(Protocol):
+    def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
+        """Named reward channels, with the whole trajectory in view; their sum is the training reward."""
+        ...
+
+
+class AdvantageTerm(Protocol):
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """One advantage per trajectory [n]; a method's terms are summed."""
+        ...
+
+
+class TrainView(Protocol):
+    def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
+        """The samples that the trainer sees of a trajectory; empty: it is not trained."""
+        ...
+
+
+class Loss(Protocol):
+    def __call__(
+        self,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        advantage: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        weights: torch.Tensor,
+        total_tokens: int,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of one micro-batch: summed over the micro-batches of a minibatch it is the minibatch's loss.
+
+        logp, old_logp, mask: [b, t]; advantage: [b] or [b, t]; weights: [b] of the whole minibatch's; total_tokens: its
+        trained tokens.
+        """
+        ...
+
+
+class Monitor(Protocol):
+    """Where figures and trajectories go. Every line is durable when the call returns."""
+
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None: ...
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def note(self, text: str) -> None:
+        """A line for people: the log and the screen."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,266 @@
+"""The data that travels between the rooms. Frozen, and checked when it is made: a bad record fails where it was born.
+
+Task → Trajectory (segments for people, token traces for training) → TrainSample → Minibatch → PublishHandle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+Role = Literal["system", "user", "assistant", "tool"]
+Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
+Condition = Literal["guided", "free"]
+Split = Literal["train", "known", "new"]
+Finish = Literal["stop", "length"]
+ExperienceStatus = Literal["active", "evicted", "merged"]
+UseKind = Literal["start", "ask", "ask_unrefined"]
+Param = int | float | str | bool
+
+TOOL_ORIGINS = frozenset({"tool_spec", "tool_call", "tool_result"})
+
+
+def _one_of(name: str, value: object, literal: Any) -> None:
+    if value not in get_args(literal):
+        raise ValueError(f"{name} must be one of {get_args(literal)}, not {value!r}")
+
+
+def _same_length(**columns: tuple[Any, ...]) -> None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns differ in length: {lengths}")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One episode's definition: layout *and* dynamics. `reset(task)` twice is the same episode.
+
+    `params` carries what one seed cannot, such as NetHack's `lgen` (layout) and `core` (dynamics).
+    """
+
+    name: str
+    seed: int
+    split: Split
+    goal: str
+    params: Mapping[str, Param] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("split", self.split, Split)
+        if not self.name:
+            raise ValueError("a task needs a name")
+        object.__setattr__(self, "params", dict(self.params))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a conversation and where it came from. Prompts are lists of segments (see `crl.tokens`)."""
+
+    role: Role
+    text: str
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        _one_of("role", self.role, Role)
+        _one_of("origin", self.origin, Origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one completion. Temperature only: truncation (top-p, top-k) would make importance ratios wrong.
+
+    `temperature` 0 is greedy. `max_tokens` counts sampled tokens, the stop token included.
+    """
+
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled: token ids, the log-prob of each under the sampling distribution, and the policy version of each."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        _same_length(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
+        _one_of("finish", self.finish, Finish)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """Append-only token record of one training sample: what was sampled is trained as it was sampled.
+
+    Columns of equal length: `ids`; `mask` (1 on sampled tokens only); `logprobs` of the behaviour policy and the
+    `versions` that sampled (0.0 and -1 where the mask is 0).
+    """
+
+    ids: tuple[int, ...] = ()
+    mask: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _same_length(ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions)
+        if not set(self.mask) <= {0, 1}:
+            raise ValueError("the mask holds only 0 and 1")
+
+    def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
+        """This trace and then `ids`, which nobody sampled."""
+        n = len(ids)
+        return TokenTrace(self.ids + ids, self.mask + (0,) * n, self.logprobs + (0.0,) * n, self.versions + (-1,) * n)
+
+    def with_sampled(self, completion: Completion) -> TokenTrace:
+        """This trace and then what the policy sampled."""
+        return TokenTrace(
+            self.ids + completion.ids,
+            self.mask + (1,) * len(completion.ids),
+            self.logprobs + completion.logprobs,
+            self.versions + completion.versions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A bank entry at one version. `span` is its tokens' range in the generation that wrote it; `parents` its lineage."""
+
+    uid: str
+    version: int
+    text: str
+    task: str
+    generation: str
+    span: tuple[int, int]
+    parents: tuple[str, ...] = ()
+    status: ExperienceStatus = "active"
+    retrieved: int = 0
+    credited: int = 0
+    credit: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("status", self.status, ExperienceStatus)
+        if self.version < 1 or self.span[0] > self.span[1]:
+            raise ValueError(f"bad version or span: {self.version}, {self.span}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceUse:
+    """That an episode was guided by one version of one experience, and how it got there."""
+
+    uid: str
+    version: int
+    generation: str
+    how: UseKind
+    verdict: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("how", self.how, UseKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the environment shows at the start of an episode."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one action did. An invalid action does not advance the game: `valid` is False and `text` tells the agent."""
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    success: bool = False
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """What one member of a group may see."""
+
+    condition: Condition
+
+    def __post_init__(self) -> None:
+        _one_of("condition", self.condition, Condition)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode. `segments` is the conversation as the agent saw it; `traces` are its training samples.
+
+    `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict.
+    `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
+    such a trajectory is never trained on.
+    """
+
+    task: Task
+    step: int
+    group: int
+    member: int
+    condition: Condition
+    segments: tuple[Segment, ...] = ()
+    traces: tuple[TokenTrace, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    success: bool = False
+    turns: int = 0
+    invalid_actions: int = 0
+    used: tuple[ExperienceUse, ...] = ()
+    truncated: bool = False
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("condition", self.condition, Condition)
+        if not math.isfinite(self.reward):
+            raise ValueError(f"reward must be finite, not {self.reward}")
+        if self.condition == "free" and (self.used or any(s.origin == "experience" for s in self.segments)):
+            raise ValueError("an experience-free trajectory must not have seen an experience")
+        object.__setattr__(self, "rewards", dict(self.rewards))
+
+    def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:
+        """This trajectory with other reward channels; its reward is their sum."""
+        return replace(self, rewards=rewards, reward=sum(rewards.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One sequence for a learner: a trace, its advantage (one number, or one per token) and its weight in the minibatch."""
+
+    trace: TokenTrace
+    advantage: float | tuple[float, ...]
+    weight: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.advantage, tuple) and len(self.advantage) != len(self.trace.ids):
+            raise ValueError("a per-token advantage needs one value per token")
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The samples of one optimizer update. `total_tokens` counts trained tokens before samples without signal were dropped."""
+
+    samples: tuple[TrainSample, ...]
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What a learner's step did: `updates` optimizer updates applied, `skipped` refused by the NaN guard."""
+
+    updates: int
+    skipped: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", dict(self.metrics))
