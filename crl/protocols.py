@@ -213,6 +213,26 @@ class Loss(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One trained model of a method: how its samples come about, and the loss. A method without roles trains nothing."""
+
+    name: str
+    terms: tuple[AdvantageTerm, ...]
+    view: TrainView
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a method is made of. `crl/methods/NAME.py` builds it from the run's config."""
+
+    planner: RolloutPlanner
+    context: ContextProvider
+    shaper: RewardShaper
+    actor: Role
+
+
 class Monitor(Protocol):
     """Where figures and trajectories go. Every line is durable when the call returns."""
 

@@ -1,0 +1,68 @@
+"""The algorithms, as pure functions: advantages, losses, batching, and the experience formulas (eq. 6, 7, 8).
+
+Names are loaded on first use, so that `import crl.algo`, or taking a formula that needs no torch, does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crl.algo.advantages import (
+        batch_advantages,
+        discounted_returns,
+        group_advantages,
+        sequence_weights,
+        split_group_advantages,
+        step_advantages,
+    )
+    from crl.algo.batching import build_minibatches, micro_batches, optimizer_minibatches
+    from crl.algo.experience import critic_reward, diversity_score, training_weight
+    from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
+
+__all__ = [
+    "batch_advantages",
+    "build_minibatches",
+    "cispo",
+    "clipped_surrogate",
+    "critic_reward",
+    "discounted_returns",
+    "diversity_score",
+    "group_advantages",
+    "micro_batches",
+    "nll",
+    "optimizer_minibatches",
+    "sequence_weights",
+    "split_group_advantages",
+    "step_advantages",
+    "training_weight",
+    "truncated_importance_weights",
+]
+
+_NAMES = {
+    "advantages": (
+        "batch_advantages",
+        "discounted_returns",
+        "group_advantages",
+        "sequence_weights",
+        "split_group_advantages",
+        "step_advantages",
+    ),
+    "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches"),
+    "experience": ("critic_reward", "diversity_score", "training_weight"),
+    "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

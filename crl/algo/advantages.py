@@ -1,0 +1,175 @@
+"""Advantages, returns and the weights of sequences in a loss.
+
+Statistics are computed in float64 and returned in the rewards' own float type. A cell (a group, a subgroup, an anchor) whose
+values are all equal gets exactly 0, so that samples without signal can be told apart and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scale = Literal["std", "none"]
+Values = Tensor | Sequence[float]
+Keys = Tensor | Sequence[Hashable]
+
+# ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def group_advantages(rewards: Values, groups: Keys, *, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
+    """Â_i = (r_i − mean_g) / (std_g + eps) over i's group g: CRL eq. 4 (GRPO).
+
+    rewards: [n], finite; groups: [n], one label per reward. `scale="none"` leaves the division out. std is the sample's
+    (ddof 1). A group of one, and a group of equal rewards, get 0. Returns [n]; raises `ValueError` on wrong shapes,
+    an unknown scale, a negative eps.
+    """
+    values = _vector("rewards", rewards)
+    return _normalise(values, _cells(values, groups=groups), scale=scale, eps=eps)
+
+
+def split_group_advantages(
+    rewards: Values, groups: Keys, guided: Tensor | Sequence[bool], *, scale: Scale = "std", eps: float = 1e-6
+) -> Tensor:
+    """Â_c = (r(τ_c) − mean_c) / (std_c + eps) within each subgroup c ∈ {guided, free} of a group: CRL eq. 5.
+
+    rewards, groups, guided: [n]. Everything else is `group_advantages` with subgroups for groups: a subgroup of one gets 0.
+    """
+    values = _vector("rewards", rewards)
+    return _normalise(values, _cells(values, groups=groups, guided=guided), scale=scale, eps=eps)
+
+
+def batch_advantages(rewards: Values) -> Tensor:
+    """Â_i = r_i − mean of the batch: CRL eq. 3. rewards: [n], finite. Returns [n]."""
+    values = _vector("rewards", rewards)
+    return _normalise(values, torch.zeros_like(values, dtype=torch.long), scale="none", eps=0.0)
+
+
+def step_advantages(returns: Values, groups: Keys, anchors: Sequence[Hashable], *, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
+    """Â_j = (R_j − mean_c) / (std_c + eps) over the cell c = (group, anchor) of step j: the step term of GiGPO (arXiv 2505.10978).
+
+    returns: [m], the discounted return of every step of every trajectory; groups: [m]; anchors: [m] hashable, the state in
+    which the step was taken. Steps of one group that met the same state are compared; a state met once gets 0.
+    `scale`, `eps` and the errors are those of `group_advantages`.
+    """
+    values = _vector("returns", returns)
+    return _normalise(values, _cells(values, groups=groups, anchors=anchors), scale=scale, eps=eps)
+
+
+def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
+    """R_t = Σ_{k ≥ t} γ^{k − t} r_k of one episode. step_rewards: [T]; gamma in [0, 1], else `ValueError`. Returns [T]."""
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be in [0, 1], not {gamma}")
+    rewards = _vector("step_rewards", step_rewards)
+    returns, following = [], 0.0
+    for reward in reversed(rewards.tolist()):
+        following = reward + gamma * following
+        returns.append(following)
+    return torch.tensor(returns[::-1], dtype=rewards.dtype, device=rewards.device)
+
+
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sequence_weights(
+    groups: Keys, guided: Tensor | Sequence[bool], trajectories: Keys | None = None, lengths: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """The weight of every sample in its optimizer minibatch: the ½ Σ_c 1/K_c of CRL eq. 5, averaged over groups.
+
+        w_i = 1/G · 1/C_g · 1/K_gc · length_i / Σ lengths of i's trajectory
+
+    G groups are present; C_g conditions (1 or 2) are present in the sample's group; K_gc trajectories are in its group
+    and condition. groups, guided: [n]; trajectories: [n] labels, unique within a group and condition (None: every sample is
+    a trajectory of its own); lengths: [n] trained tokens (None, or all 0 in a trajectory: its samples share equally).
+    Returns float32 [n] that sums to 1; raises `ValueError` on wrong shapes or a negative length.
+    """
+    n = len(groups)
+    ones = torch.ones(n, dtype=torch.float64, device=groups.device if isinstance(groups, Tensor) else None)
+    trajectories = range(n) if trajectories is None else trajectories
+    group = _cells(ones, groups=groups)
+    condition = _cells(ones, groups=groups, guided=guided)
+    trajectory = _cells(ones, groups=groups, guided=guided, trajectories=trajectories)
+    share = _length_shares(trajectory, ones if lengths is None else _vector("lengths", lengths).to(ones))
+    rivals = _children(torch.zeros_like(group), group) * _children(group, condition) * _children(condition, trajectory)
+    return (share / rivals).to(torch.float32)
+
+
+def _children(parent: Tensor, child: Tensor) -> Tensor:
+    """[n]: how many distinct children the parent of each sample has."""
+    pairs = torch.unique(torch.stack([parent, child]), dim=1)
+    return torch.bincount(pairs[0])[parent]
+
+
+def _length_shares(trajectory: Tensor, lengths: Tensor) -> Tensor:
+    """[n]: each sample's part of its trajectory, by length."""
+    if lengths.shape != trajectory.shape:
+        raise ValueError(f"lengths must be [{len(trajectory)}] like groups, not {list(lengths.shape)}")
+    if bool((lengths < 0).any()):
+        raise ValueError("lengths must not be negative")
+    empty = _sums(trajectory, lengths)[trajectory] == 0
+    lengths = torch.where(empty, torch.ones_like(lengths), lengths)
+    return lengths / _sums(trajectory, lengths)[trajectory]
+
+
+# ── cells and their statistics ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _vector(name: str, values: Values) -> Tensor:
+    """`values` as a finite 1-d float tensor."""
+    vector = torch.as_tensor(values)
+    if vector.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not {list(vector.shape)}")
+    vector = vector if vector.is_floating_point() else vector.to(torch.get_default_dtype())
+    if not bool(torch.isfinite(vector).all()):
+        raise ValueError(f"{name} must be finite")
+    return vector
+
+
+def _cells(values: Tensor, **keys: Keys) -> Tensor:
+    """[n] integers 0, 1, …: samples that agree on all keys are in the same cell."""
+    columns = {name: _labels(name, column) for name, column in keys.items()}
+    for name, column in columns.items():
+        if len(column) != len(values):
+            raise ValueError(f"{name} must have one entry per sample: {len(values)}, not {len(column)}")
+    numbers: dict[tuple[Hashable, ...], int] = {}
+    cells = [numbers.setdefault(key, len(numbers)) for key in zip(*columns.values(), strict=True)]
+    return torch.tensor(cells, dtype=torch.long, device=values.device)
+
+
+def _labels(name: str, column: Iterable[Hashable]) -> list[Hashable]:
+    if isinstance(column, Tensor) and column.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not {list(column.shape)}")
+    return column.tolist() if isinstance(column, Tensor) else list(column)
+
+
+def _sums(cells: Tensor, values: Tensor) -> Tensor:
+    """[number of cells]: the sum of `values` in each cell."""
+    count = int(cells.max()) + 1 if cells.numel() else 0
+    return values.new_zeros(count).index_add_(0, cells, values)
+
+
+def _normalise(values: Tensor, cells: Tensor, *, scale: Scale, eps: float) -> Tensor:
+    """(value − mean) / (std + eps) within each cell, or value − mean; exactly 0 where a cell holds one value only."""
+    if scale not in ("std", "none"):
+        raise ValueError(f"scale must be 'std' or 'none', not {scale!r}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, not {eps}")
+    exact = values.to(torch.float64)
+    counts = _sums(cells, torch.ones_like(exact))
+    deviations = exact - (_sums(cells, exact) / counts)[cells]
+    if scale == "std":
+        variance = _sums(cells, deviations.square()) / (counts - 1).clamp(min=1)
+        deviations = deviations / (variance.sqrt() + eps)[cells]
+    # The mean of equal numbers can be off by a rounding error, which the division would blow up.
+    return torch.where(_constant(cells, exact), torch.zeros_like(exact), deviations).to(values.dtype)
+
+
+def _constant(cells: Tensor, values: Tensor) -> Tensor:
+    """bool [n]: whether all values in the sample's cell are equal."""
+    count = int(cells.max()) + 1 if cells.numel() else 0
+    empty = values.new_zeros(count)
+    high = empty.scatter_reduce(0, cells, values, "amax", include_self=False)
+    low = empty.scatter_reduce(0, cells, values, "amin", include_self=False)
+    return (high == low)[cells]

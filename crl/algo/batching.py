@@ -1,0 +1,95 @@
+"""How samples become optimizer minibatches and micro-batches. No gradient depends on it: see `crl.algo.losses`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of `lengths`, each exactly once, packed so that rows × longest row ≤ budget in every micro-batch.
+
+    lengths: tokens of each sample, ≥ 1; budget: padded tokens, ≥ 1, else `ValueError`. A sample longer than the budget gets a
+    micro-batch of its own. Longest first, ties by index: neighbours in length share a micro-batch, so padding is small, and a step
+    that does not fit in memory fails at its start.
+    """
+    if budget < 1:
+        raise ValueError(f"budget must be at least 1 token, not {budget}")
+    if any(length < 1 for length in lengths):
+        raise ValueError("every length must be at least 1 token")
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def optimizer_minibatches(groups: Sequence[int], count: int, rng: random.Random) -> list[list[int]]:
+    """Indices of `groups` (the group of each item) in at most `count` minibatches, every group whole.
+
+    The groups are shuffled with `rng` and dealt in turn, so minibatches differ by one group at most and none is empty: with fewer
+    groups than `count` there are fewer minibatches. Within a minibatch indices ascend. Raises `ValueError` on count < 1.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1 minibatch, not {count}")
+    order = list(dict.fromkeys(groups))  # not a set: its order would not be reproducible
+    rng.shuffle(order)
+    hands = {group: position % count for position, group in enumerate(order)}
+    dealt: list[list[int]] = [[] for _ in range(min(count, len(order)))]
+    for index, group in enumerate(groups):
+        dealt[hands[group]].append(index)
+    return dealt
+
+
+def build_minibatches(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float] | Tensor,
+    views: Sequence[Sequence[TokenTrace]],
+    *,
+    count: int,
+    rng: random.Random,
+) -> tuple[Minibatch, ...]:
+    """The optimizer minibatches of one batch of trajectories.
+
+    advantages: one per trajectory, finite; views: the train samples of each trajectory, possibly none (then it takes no part in the
+    weights). Whole groups are dealt with `optimizer_minibatches`; `sequence_weights` (CRL eq. 5) and the total of trained
+    tokens are computed over all samples of a minibatch, and only then are samples without signal dropped: those whose advantage is
+    exactly 0 or whose mask is all 0. A minibatch with no sample left is omitted. Raises `ValueError` on wrong lengths.
+    """
+    if not len(trajectories) == len(advantages) == len(views):
+        raise ValueError(f"trajectories, advantages and views differ in length: {len(trajectories)}, {len(advantages)}, {len(views)}")
+    signals = [float(advantage) for advantage in advantages]
+    if not all(math.isfinite(signal) for signal in signals):
+        raise ValueError("advantages must be finite")
+    dealt = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
+    minibatches = (_minibatch(members, trajectories, signals, views) for members in dealt)
+    return tuple(minibatch for minibatch in minibatches if minibatch.samples)
+
+
+def _minibatch(
+    members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float], views: Sequence[Sequence[TokenTrace]]
+) -> Minibatch:
+    """The minibatch of the trajectories at `members`."""
+    from crl.algo.advantages import sequence_weights  # here, so that the packing above needs no torch
+
+    rows = [(index, trace) for index in members for trace in views[index]]
+    owners = [index for index, _ in rows]
+    lengths = [sum(trace.mask) for _, trace in rows]
+    groups = [trajectories[index].group for index in owners]
+    guided = [trajectories[index].condition == "guided" for index in owners]
+    weights = sequence_weights(groups, guided, owners, lengths).tolist()
+    samples = tuple(
+        TrainSample(trace, signals[index], weight)
+        for (index, trace), length, weight in zip(rows, lengths, weights, strict=True)
+        if signals[index] != 0 and length > 0
+    )
+    return Minibatch(samples, sum(lengths))

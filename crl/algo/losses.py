@@ -1,0 +1,190 @@
+"""The losses: inputs in, (loss, metrics) out.
+
+Shapes are [b, t]: b sequences padded to t tokens; log-probs are natural logarithms; a token is trained where `mask` (bool, int or
+float) is not 0. What lies under the mask may be anything, infinities and NaN too: it is replaced before it is used, so it reaches
+neither loss nor metrics nor gradients. `weights` and `total_tokens` belong to the whole optimizer minibatch, so the losses
+of its micro-batches sum to its loss, however it is cut.
+
+Metrics are detached scalars over the trained tokens of the call (0 if there are none): `ratio_mean`, `ratio_max` (of the ratio that
+the loss used), `clip_fraction`, `approx_kl` = mean(ρ − 1 − log ρ) of the token ratios (the k3 estimator of KL(old ‖ new), Schulman
+2020), and `masked_fraction`, the share of the b·t positions that the mask hides.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, Tensor]
+Ratio = Literal["token", "sequence"]
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are bounded to ±20 (ρ ≤ 4.9e8) before exp: a freak token must not turn the loss or its gradient into inf or NaN."""
+
+
+def clipped_surrogate(
+    logp: Tensor,
+    old_logp: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio: Ratio = "token",
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """The clipped surrogate of CRL eq. 4 and 5, with token ratios and a mean per sequence (**ours**; DESIGN §4, "Ratio").
+
+        loss = −Σ_i w_i · mean over i's unmasked tokens t of min(ρ_it Â_it, clip(ρ_it, 1 − clip_low, 1 + clip_high) Â_it)
+
+    ρ_it = exp(logp_it − old_logp_it); with `ratio="sequence"` every token of i has the length-normalised
+    ρ_i = exp(mean over i's unmasked tokens of logp − old_logp) (GSPO, arXiv 2507.18071).
+    logp, old_logp, mask: [b, t]; adv: [b] or [b, t]; weights: [b], default 1/b. A sequence without unmasked tokens adds 0.
+    `clip_fraction` counts the tokens at which the clipped branch is the smaller one, so no gradient flows.
+    Raises `ValueError` on wrong shapes, an unknown ratio, a negative clip.
+    """
+    _not_negative(clip_low=clip_low, clip_high=clip_high)
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio must be 'token' or 'sequence', not {ratio!r}")
+    keep = _kept(mask, logp=logp, old_logp=old_logp)
+    advantage = _advantage(adv, keep)
+    log_ratio = _select(logp, keep) - _select(old_logp, keep).detach()
+    used = _bounded(log_ratio if ratio == "token" else _mean(log_ratio, keep, dim=1)[:, None].expand_as(log_ratio)).exp()
+    free, clipped = used * advantage, used.clamp(1 - clip_low, 1 + clip_high) * advantage
+    loss = -(_weights(weights, logp) * _mean(torch.minimum(free, clipped), keep, dim=1)).sum()
+    return loss, _ratio_metrics(log_ratio, used, clipped < free, keep)
+
+
+def cispo(
+    logp: Tensor,
+    old_logp: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    total_tokens: int | None = None,
+) -> tuple[Tensor, Metrics]:
+    """CISPO, CRL eq. 3: a policy gradient whose importance ratio is clipped but whose tokens all keep their gradient.
+
+        loss = −Σ_it sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) Â_it logp_it / total_tokens,    ρ_it = exp(logp_it − old_logp_it)
+
+    logp, old_logp, mask: [b, t]; adv: [b] or [b, t]; total_tokens: the trained tokens of the whole minibatch, default the mask's
+    count (0 trained tokens: the loss is 0). `clip_fraction` counts the tokens whose ratio lies outside the bounds.
+    Raises `ValueError` on wrong shapes, a negative eps, total_tokens < 1.
+    """
+    _not_negative(eps_low=eps_low, eps_high=eps_high)
+    if total_tokens is not None and not total_tokens >= 1:
+        raise ValueError(f"total_tokens must be at least 1, not {total_tokens}")
+    keep = _kept(mask, logp=logp, old_logp=old_logp)
+    kept_logp = _select(logp, keep)
+    log_ratio = kept_logp.detach() - _select(old_logp, keep).detach()
+    rho = _bounded(log_ratio).exp()
+    clipped = rho.clamp(1 - eps_low, 1 + eps_high)
+    total = _count(keep) if total_tokens is None else total_tokens
+    loss = -(clipped * _advantage(adv, keep) * kept_logp).sum() / total
+    return loss, _ratio_metrics(log_ratio, rho, clipped != rho, keep)
+
+
+def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood: loss = −Σ_i w_i · mean over i's unmasked tokens of logp.
+
+    logp, mask: [b, t]; weights: [b], default 1/b. Metrics: `nll`, the mean over all unmasked tokens in nats, and
+    `masked_fraction`. Raises `ValueError` on wrong shapes.
+    """
+    keep = _kept(mask, logp=logp)
+    kept_logp = _select(logp, keep)
+    loss = -(_weights(weights, logp) * _mean(kept_logp, keep, dim=1)).sum()
+    return loss, {"nll": -_mean(kept_logp.detach(), keep), "masked_fraction": _masked_fraction(keep)}
+
+
+def truncated_importance_weights(trainer_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """min(exp(trainer_logp − engine_logp), cap) at unmasked tokens, 0 elsewhere: truncated importance sampling (Ionides 2008).
+
+    Corrects for an engine whose log-probs differ from the trainer's at the same weights; multiplies a per-token advantage, and is
+    legal only with recomputed old log-probs (DESIGN §4). All [b, t]; detached. Raises `ValueError` on wrong shapes, cap ≤ 0.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap must be positive, not {cap}")
+    keep = _kept(mask, trainer_logp=trainer_logp, engine_logp=engine_logp)
+    log_ratio = _select(trainer_logp, keep).detach() - _select(engine_logp, keep).detach()
+    return _select(log_ratio.exp().clamp(max=cap), keep)
+
+
+# ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, not {value}")
+
+
+def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
+    """bool [b, t]: the unmasked tokens, after a check that every column has the mask's shape."""
+    if mask.ndim != 2 or mask.numel() == 0:
+        raise ValueError(f"mask must be [b, t] with b, t ≥ 1, not {list(mask.shape)}")
+    for name, column in columns.items():
+        if column.shape != mask.shape:
+            raise ValueError(f"{name} must be {list(mask.shape)} like the mask, not {list(column.shape)}")
+    return mask != 0
+
+
+def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
+    """`adv`, [b] or [b, t], at every unmasked token."""
+    if adv.shape == keep.shape[:1]:
+        adv = adv[:, None].expand(keep.shape)
+    if adv.shape != keep.shape:
+        raise ValueError(f"adv must be [{keep.shape[0]}] or {list(keep.shape)}, not {list(adv.shape)}")
+    return _select(adv, keep).detach()
+
+
+def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
+    """`weights`, [b], or 1/b for each sequence."""
+    if weights is None:
+        return logp.new_full(logp.shape[:1], 1 / len(logp))
+    if weights.shape != logp.shape[:1]:
+        raise ValueError(f"weights must be [{len(logp)}], not {list(weights.shape)}")
+    return weights.detach()
+
+
+# ── masked arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _select(values: Tensor, keep: Tensor) -> Tensor:
+    """`values` where kept, else 0, in float32 or better. Not a product with the mask: 0 · inf is NaN."""
+    kept = torch.where(keep, values, torch.zeros_like(values))
+    return kept.to(torch.promote_types(kept.dtype, torch.float32))
+
+
+def _count(keep: Tensor, dim: int | None = None) -> Tensor:
+    """How many are kept, along `dim` or in all; at least 1, for use as a divisor."""
+    return keep.sum(dim).clamp(min=1)
+
+
+def _mean(values: Tensor, keep: Tensor, dim: int | None = None) -> Tensor:
+    """The mean of the kept values, along `dim` or of all; 0 where none is kept."""
+    return _select(values, keep).sum(dim) / _count(keep, dim)
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _masked_fraction(keep: Tensor) -> Tensor:
+    return 1 - keep.to(torch.float32).mean()
+
+
+@torch.no_grad()
+def _ratio_metrics(log_ratio: Tensor, used: Tensor, clipped: Tensor, keep: Tensor) -> Metrics:
+    """The metrics of the module's docstring, from the token log-ratios, the ratios that the loss used, and whether it clipped."""
+    bounded = _bounded(log_ratio)
+    return {
+        "ratio_mean": _mean(used, keep),
+        "ratio_max": _select(used, keep).max(),
+        "clip_fraction": _mean(clipped.to(used.dtype), keep),
+        "approx_kl": _mean(bounded.expm1() - bounded, keep),
+        "masked_fraction": _masked_fraction(keep),
+    }

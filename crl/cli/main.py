@@ -1,0 +1,119 @@
+"""The command line. Commands are thin; what imports torch is imported inside them, so that `crl --help` is instant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import crl
+from crl.errors import CrlError
+
+app = typer.Typer(
+    name="crl",
+    help="Train LLM agents in text environments with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # help and usage errors as plain text
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The entry point `crl`. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    app(prog_name="crl")
+
+
+def _command(run: Callable[..., int | None]) -> Callable[..., None]:
+    """Turns what a command raises or returns into the process's exit code; a `CrlError` is one line on stderr."""
+
+    @functools.wraps(run)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = run(*args, **kwargs)
+        except CrlError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            code = 130
+        raise typer.Exit(code or 0)
+
+    return command
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"crl {crl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_command
+def train(
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")],
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="Training method (default: grpo).")] = None,
+    preset: Annotated[str, typer.Option(metavar="NAME", help="Settings to start from: a name, or a TOML file.")] = "cpu",
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps (default: the preset's).")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every random draw (default: 0).")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME).")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the plan, then exit.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")] = False,
+) -> int:
+    """Train on one or several tasks."""
+    from crl.config.load import load
+    from crl.monitor.run_dir import require_free
+
+    given = {"method": method, "run.steps": steps, "run.seed": seed}
+    options = {key: value for key, value in given.items() if value is not None}
+    config = load(tasks.split(","), preset=preset, options=options, sets=sets or ())
+    run_dir = run_dir or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
+    require_free(run_dir)
+    if dry_run:
+        from crl.run.plan import plan
+
+        typer.echo(plan(config))
+        return 0
+    from crl.run.main import train as run
+
+    return run(config, run_dir, plain=plain)
+
+
+@app.command("eval")
+@_command
+def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")]) -> int:
+    """Repeat the evaluation of a run's last checkpoint."""
+    from crl.config.load import load_saved
+
+    load_saved(run)  # a wrong path is an error at once, before torch is imported
+    from crl.run.main import evaluate_run
+
+    return evaluate_run(run)
+
+
+@app.command("make-models")
+@_command
+def make_models(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the models' directories go.")] = Path("models"),
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of every random draw.")] = 0,
+) -> None:
+    """Make the tiny bundled models from scratch."""
+    from crl.models.recipe import make
+
+    make(out, seed)

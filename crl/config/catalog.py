@@ -1,0 +1,68 @@
+"""What the installation offers by name: tasks, presets, methods. Listed from the file system, so nothing heavy is imported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from crl.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def tasks_dir() -> Path:
+    """The shipped TOML files: `crl/_tasks` in a wheel, the repository's `tasks/` in a source checkout."""
+    installed = PACKAGE / "_tasks"
+    return installed if installed.is_dir() else PACKAGE.parent / "tasks"
+
+
+def tasks() -> list[str]:
+    return sorted(path.stem for path in tasks_dir().glob("*.toml"))
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in (tasks_dir() / "presets").glob("*.toml"))
+
+
+def methods() -> list[str]:
+    """The modules of crl/methods that define `build`; the others there are parts of methods."""
+    modules = (PACKAGE / "methods").glob("*.py")
+    return sorted(path.stem for path in modules if "\ndef build(" in path.read_text("utf-8"))
+
+
+def task_file(name: str) -> Path:
+    """The file of a shipped task, or `name` itself when it is the path of a TOML file. Raises `ConfigError`."""
+    return _file("tasks", name, tasks_dir(), tasks())
+
+
+def preset_file(name: str) -> Path:
+    """The same for a preset."""
+    return _file("preset", name, tasks_dir() / "presets", presets())
+
+
+def require_method(name: str) -> None:
+    """Raises `ConfigError` when there is no such method."""
+    if name not in methods():
+        raise ConfigError("method", name, "is not a method", did_you_mean(name, methods()))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A remedy for a misspelt word: the closest known one when there is one, and all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    listing = f"Available: {', '.join(known) or 'none'}"
+    return f"Did you mean {close[0]}? {listing}" if close else listing
+
+
+def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
+    if name in known:
+        return folder / f"{name}.toml"
+    if not name.endswith(".toml"):
+        raise ConfigError(
+            key, name, f"is not a {key.removesuffix('s')} that crl knows", f"{did_you_mean(name, known)}; or give the path of a .toml file"
+        )
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(key, name, "there is no such file", f"Give an existing .toml file or one of: {', '.join(known)}")
+    return path

@@ -1,0 +1,101 @@
+"""Layers of settings before they are checked: TOML files, options and `--set`, merged so that the later one wins.
+
+Every value's origin is kept, so that an error can say where the value came from.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crl.errors import ConfigError
+
+Tree = dict[str, Any]
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings from one place; `origin` names it for people."""
+
+    origin: str
+    data: Mapping[str, Any]
+
+
+def merge(layers: Iterable[Layer]) -> tuple[Tree, dict[str, str]]:
+    """One tree from all layers, the later one winning, and the origin of each of its dotted keys."""
+    tree: Tree = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for key, value in _leaves(layer.data):
+            put(tree, key, value)
+            origins[key] = layer.origin
+    return tree, origins
+
+
+def put(tree: Tree, key: str, value: Any) -> None:
+    """Sets a dotted key. Raises `ConfigError` when an earlier layer put a value where a table is needed."""
+    *parents, leaf = key.split(".")
+    for depth, parent in enumerate(parents):
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            above = ".".join(parents[: depth + 1])
+            raise ConfigError(above, tree, f"is a value, so there can be no {key}", "Remove one of the two")
+    tree[leaf] = value
+
+
+def nested(key: str, value: Any) -> Tree:
+    """The tree with one dotted key."""
+    tree: Tree = {}
+    put(tree, key, value)
+    return tree
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def read_toml(path: Path, key: str) -> Tree:
+    """The file's tables. Raises `ConfigError` under `key`, with file and line where the TOML is broken."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(key, str(path), f"cannot be read ({error})", "Give a readable TOML file in UTF-8") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = int(found.group(1)) if found else max(1, len(text.splitlines()))
+        raise ConfigError(key, f"{path}:{line}", f"is not valid TOML: {error}", f"Correct line {line}") from error
+
+
+def parse_set(text: str) -> Layer:
+    """`key=value` of the command line: the value is a TOML value, and a bare word is a string. Raises `ConfigError`."""
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip()
+    if not equals or not _KEY.fullmatch(key):
+        raise ConfigError("--set", text, "is not of the form key=value", "Write for example --set rollout.groups=8")
+    return Layer(f"--set {key}", nested(key, _parse_value(text, value)))
+
+
+def _parse_value(text: str, value: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        if value[:1] in ("[", "{", '"', "'"):  # meant as TOML, so not a bare word
+            raise ConfigError("--set", text, f"its value is not valid TOML: {error}", "Correct it, or quote the whole value") from error
+        return float(value) if _SHORT_FLOAT.fullmatch(value) else value
+    if len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time):
+        return value  # several lines, or a date: no setting is one, a name may look like one
+    return parsed["value"]

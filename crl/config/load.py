@@ -1,0 +1,143 @@
+"""From the command line to a checked `RunConfig`, and to a saved run's and back.
+
+Order, the later one winning: defaults of the schema, the preset, the tasks' files, options, `--set`. Only `ConfigError` leaves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import crl
+from crl.config.catalog import did_you_mean, preset_file, require_method, task_file
+from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
+from crl.config.models import Profile, bundled_models, model_profile, resolve_model
+from crl.config.schema import ActorSection, RunConfig, TaskConfig
+from crl.config.validate import validated
+from crl.errors import ConfigError
+
+VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack")
+
+
+def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> RunConfig:
+    """The resolved config of a run. `tasks`: names or paths of TOML files; `options`: values by dotted key; `sets`: key=value.
+
+    The model must exist, since its profile decides which rendering, and with it which numbers, a task uses.
+    """
+    start = Layer(str(preset_file(preset)), read_toml(preset_file(preset), "preset"))
+    chosen = [Layer(f"--{key.rpartition('.')[2]}", nested(key, value)) for key, value in (options or {}).items()]
+    chosen += [parse_set(text) for text in sets]
+    settings, _ = merge([start, *chosen])
+    model = _model_name(settings)
+    path = resolve_model(model) if model is not None else None
+    games = _task_layers(tasks, model_profile(path) if path else "full")
+    tree, origins = merge([start, *games.values(), *chosen])
+    origins.update({f"tasks.{name}": layer.origin for name, layer in games.items()})
+    _refuse_misplaced(tree, list(games))
+    tree["preset"] = preset
+    if path and model not in bundled_models():
+        put(tree, "actor.model", str(path))  # a saved run must find it from any working directory
+    config = validated(RunConfig, tree, origins=origins)
+    require_method(config.method)
+    return config
+
+
+def _model_name(settings: Tree) -> str | None:
+    """The actor's model as the layers set it; None when that is no name at all, which the schema will refuse."""
+    actor = settings.get("actor", {})
+    name = actor.get("model", ActorSection().model) if isinstance(actor, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
+    named = [task.strip() for task in tasks if task.strip()]
+    if not named:
+        raise ConfigError("tasks", ",".join(tasks), "names no task", "Give at least one: --tasks room")
+    layers: dict[str, Layer] = {}
+    for task in named:
+        path = task_file(task)
+        data = task_settings(path, profile)
+        if data["name"] in layers:
+            raise ConfigError("tasks", ",".join(named), f"{data['name']} is there twice", "Name each task once")
+        layers[data["name"]] = Layer(str(path), {"tasks": {data["name"]: data}})
+    return layers
+
+
+def task_settings(path: Path, profile: Profile) -> Tree:
+    """The settings in a task's file for a model of this profile: `[compact]` overrides the rest for the compact one.
+
+    Both variants are checked, whichever is used, so that a mistake shows on every machine.
+    """
+    data = {"name": path.stem, **read_toml(path, "tasks")}
+    compact = data.pop("compact", {})
+    key = f"tasks.{data['name']}"
+    if not isinstance(compact, dict):
+        raise ConfigError(f"{key}.compact", compact, "is not a table", f"Write [compact] and its settings in {path}")
+    validated(TaskConfig, data, prefix=key, origins={key: str(path)})
+    tiny, _ = merge([Layer("", data), Layer("", compact)])
+    validated(TaskConfig, tiny, prefix=f"{key}.compact", origins={key: str(path)})
+    return tiny if profile == "compact" else data
+
+
+def _refuse_misplaced(tree: Tree, names: Sequence[str]) -> None:
+    """What files and `--set` must not touch: the choice of preset and of tasks."""
+    if "preset" in tree:
+        raise ConfigError("preset", tree["preset"], "cannot be set here, other settings start from it", "Use --preset NAME")
+    tasks = tree.get("tasks")
+    if not isinstance(tasks, dict):
+        raise ConfigError("tasks", tasks, "cannot be set here", "Use --tasks A,B")
+    for name in tasks:
+        if name not in names:
+            raise ConfigError(f"tasks.{name}", tasks[name], "is not a task of this run", did_you_mean(name, names))
+
+
+# ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What RUN/config.json holds: the resolved config, the prompts' SHA-256 by name, and the versions that ran."""
+
+    config: RunConfig
+    prompts: Mapping[str, str]
+    versions: Mapping[str, str | None]
+
+
+def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = None) -> None:
+    """Writes config.json at `path`, at once or not at all."""
+    saved = {"config": config.model_dump(mode="json"), "prompts": dict(prompts or {}), "versions": versions()}
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
+    os.replace(draft, path)
+
+
+def load_saved(run: Path) -> SavedRun:
+    """The config of an earlier run. Raises `ConfigError` when `run` is none, or is one that this version cannot read."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise ConfigError("run", str(run), "is not a run directory, it holds no config.json", "Give the RUN that crl train printed")
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+        data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"cannot be read ({type(error).__name__}: {error})"
+        raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error
+    return SavedRun(validated(RunConfig, data, origins={"": str(path)}), prompts, recorded)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a run's result depends on; None for a package that is not installed."""
+    return {"python": platform.python_version(), "crl": crl.__version__} | {name: _version(name) for name in VERSIONED}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

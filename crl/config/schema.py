@@ -1,0 +1,280 @@
+"""The run's configuration: one frozen tree. Defaults are the paper's values (CRL C.2); a preset overrides them.
+
+Each fact has one place. The docstring under a field says what it is and in which unit; it feeds error texts. Checks of one
+field are its annotation; checks between sections stand at the end, in `RunConfig`, and raise `ConfigError` themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from crl.errors import ConfigError
+
+SEQUENCE_CLIP = 3e-4
+"""Clip width of the length-normalised sequence ratio (GSPO's order of magnitude)."""
+
+SEQUENCE_CLIP_LIMIT = 1e-2
+"""Wider than this, the clip of a sequence ratio never acts: averaged over an episode's tokens, the ratio stays that close to 1."""
+
+_WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Section(BaseModel):
+    """Frozen and strict: no unknown key, no silent conversion ("2" is not 2), no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    seed: Natural = 0
+    """root of every named random generator"""
+    steps: Natural = 128
+    """actor steps of the run; 0 only evaluates"""
+    deterministic: bool = False
+    """the same seed gives the same run on the same machine; needs rollout.max_staleness = 0"""
+    checkpoint_every: Natural = 0
+    """steps between checkpoints; 0 = only at the end"""
+    eval_every: Natural = 0
+    """steps between evaluations; 0 = only before and after the run"""
+
+
+class RolloutSection(Section):
+    groups: Count = 16
+    """groups of one step, over all tasks (the paper's batch of 128 rollouts / 8)"""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """K: rollouts of one identical task in a group; at least 2, since advantages compare them"""
+    max_staleness: Natural = 1
+    """steps that a rollout may start ahead of the last finished one; 0 = synchronous"""
+    env_threads: Count = 4
+    """threads that step environments"""
+    env_deadline: Annotated[float, Field(gt=0)] = 60.0
+    """seconds that one environment reset or step may take before its episode is given up"""
+
+
+class OptimizerSection(Section):
+    """AdamW with a constant learning rate after the warm-up."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """step size of AdamW; 0 trains nothing (a control)"""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """decay of AdamW's mean of gradients"""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """decay of AdamW's mean of squared gradients"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """decoupled weight decay per update, times the learning rate"""
+    warmup_steps: Natural = 0
+    """optimizer updates over which the learning rate rises linearly from 0"""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """global gradient norm (L2) above which gradients are scaled down"""
+
+
+class ActorSection(Section):
+    model: Annotated[str, Field(min_length=1)] = "tiny-actor"
+    """the actor: a bundled model's name, or a directory with a Hugging Face causal LM and its tokenizer"""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """softmax temperature of sampling and training, above 0"""
+    max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
+    """tokens of an episode's prompt and responses; an episode that would exceed it ends there as truncated"""
+    mask_truncated: bool = False
+    """leave truncated episodes out of the loss"""
+    minibatches: Count = 1
+    """optimizer updates of one step: the batch is cut into so many parts"""
+    advantage_scale: Literal["std", "none"] = "std"
+    """divide group advantages by the group's standard deviation, or not"""
+    ratio: Literal["token", "sequence"] = "token"
+    """importance ratio per token, or length-normalised per sequence (its clip is 3e-4 unless given)"""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """clip of the importance ratio below 1: 1 - clip_low"""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """clip of the importance ratio above 1: 1 + clip_high"""
+    old_logp: Literal["behaviour", "recompute"] = "behaviour"
+    """old log-probs: what the engine returned when it sampled, or the trainer's own before the step"""
+    importance_cap: Annotated[float, Field(gt=0)] | None = None
+    """upper bound of truncated importance weights, trainer over engine; only with old_logp = "recompute"; unset = off"""
+    optimizer: OptimizerSection = OptimizerSection()
+    """the actor's optimizer"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_follows_ratio(cls, data: Any) -> Any:
+        """The sequence ratio has its own default clip; a clip that was given is left for `RunConfig` to judge."""
+        if isinstance(data, Mapping) and data.get("ratio") == "sequence":
+            return {"clip_low": SEQUENCE_CLIP, "clip_high": SEQUENCE_CLIP, **data}
+        return data
+
+
+class EngineSection(Section):
+    kind: Literal["torch"] = "torch"
+    """inference engine: torch = in-process continuous batching"""
+    device: Device = "auto"
+    """device of the engine; auto = cuda when present, else cpu"""
+    threads: Count = 1
+    """CPU threads of the engine's compute (tiny matrices are slower on two)"""
+    max_batch: Count = 256
+    """requests decoded together"""
+
+
+class LearnerSection(Section):
+    kind: Literal["local"] = "local"
+    """training engine: local = a worker thread of this process"""
+    device: Device = "auto"
+    """device of the learner; auto = cuda when present, else cpu"""
+    threads: Count = 1
+    """CPU threads of the learner's compute"""
+    micro_batch_tokens: Count = 8192
+    """padded tokens of one forward and backward pass; gradients do not depend on it"""
+
+
+class EvalSection(Section):
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """softmax temperature in evaluations; 0 = greedy"""
+
+
+class MonitorSection(Section):
+    tensorboard: bool = False
+    """also write the figures for TensorBoard, to RUN/tensorboard"""
+    wandb: str = ""
+    """also send the figures to this Weights & Biases project; empty = off"""
+
+
+def _context(value: str) -> str:
+    if value != "full" and not _WINDOW.fullmatch(value):
+        raise ValueError('should be "full" or "window(n)" with n at least 1')
+    return value
+
+
+class StreamSection(Section):
+    """Where training episodes take place: named places that persist over visits and are replaced after them."""
+
+    places: Count = 32
+    """places in the stream at any time"""
+    permanent: Natural = 8
+    """places of these that stay for the whole run; the `known` eval set plays in them"""
+    visits: Count = 5
+    """groups played in a place before it is replaced by a new one"""
+
+
+class EvalSets(Section):
+    """Sizes of the fixed eval sets."""
+
+    known: Natural = 256
+    """episodes in places that stay in the train stream, under held-out dynamics"""
+    new: Natural = 256
+    """episodes in places never trained on"""
+
+
+class TaskConfig(Section):
+    """One task; a file in tasks/."""
+
+    name: Name
+    """the task's name, as in --tasks and in the names of figures; the file's own unless given"""
+    env: str
+    """environment: a name in crl.envs, or package.module:ATTRIBUTE for one of your own"""
+    rendering: Literal["full", "compact"]
+    """observations for language models (full), or in few tokens for tiny ones (compact)"""
+    turns: Count
+    """actions after which an episode ends as truncated"""
+    max_response_tokens: Count
+    """sampled tokens of one response, the stop token included"""
+    context: Annotated[str, AfterValidator(_context)] = "full"
+    """what the actor sees: "full" = the episode is one sequence; "window(n)" = the last n turns, each turn a sample"""
+    stream: StreamSection = StreamSection()
+    """the stream of training episodes"""
+    eval: EvalSets = EvalSets()
+    """the eval sets"""
+
+    @property
+    def window(self) -> int | None:
+        """n of "window(n)", None for "full"."""
+        match = _WINDOW.fullmatch(self.context)
+        return int(match.group(1)) if match else None
+
+
+class RunConfig(Section):
+    """Everything that defines a run. Raises `ConfigError` where two sections contradict each other."""
+
+    method: str = "grpo"
+    """training method: a module of crl/methods"""
+    preset: str = "cpu"
+    """the preset that the values started from (chosen by --preset)"""
+    run: RunSection = RunSection()
+    """length, seed and rhythm of the run"""
+    rollout: RolloutSection = RolloutSection()
+    """episodes of a step"""
+    actor: ActorSection = ActorSection()
+    """the model that plays, and how it is trained"""
+    engine: EngineSection = EngineSection()
+    """how the actor samples"""
+    learner: LearnerSection = LearnerSection()
+    """how the actor is trained"""
+    eval: EvalSection = EvalSection()
+    """how evaluations sample"""
+    monitor: MonitorSection = MonitorSection()
+    """where figures go besides the run directory"""
+    tasks: dict[Name, TaskConfig] = Field(min_length=1)
+    """the tasks of the run by name (chosen by --tasks)"""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        _check_run(self)
+        _check_actor(self.actor)
+        for name, task in self.tasks.items():
+            _check_task(f"tasks.{name}", name, task)
+        return self
+
+
+def _check_run(config: RunConfig) -> None:
+    if config.run.deterministic and config.rollout.max_staleness:
+        raise ConfigError(
+            "run.deterministic",
+            True,
+            f"needs rollout.max_staleness = 0, which is {config.rollout.max_staleness}: with rollouts that run ahead, the policy "
+            "that samples depends on timing",
+            "Add --set rollout.max_staleness=0",
+        )
+    rollouts = config.rollout.groups * config.rollout.group_size
+    if config.actor.minibatches > rollouts:
+        reason = f"is more than the {rollouts} rollouts of a step"
+        raise ConfigError("actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}")
+
+
+def _check_actor(actor: ActorSection) -> None:
+    if actor.ratio == "sequence":
+        for key in ("clip_low", "clip_high"):
+            if getattr(actor, key) > SEQUENCE_CLIP_LIMIT:
+                raise ConfigError(
+                    f"actor.{key}",
+                    getattr(actor, key),
+                    'is a clip for token ratios, but actor.ratio is "sequence": a length-normalised sequence ratio never gets '
+                    "that far from 1, so nothing would be clipped",
+                    f"Leave the clip out (it is then {SEQUENCE_CLIP:g}) or use --set actor.ratio=token",
+                )
+    if actor.importance_cap is not None and actor.old_logp != "recompute":
+        raise ConfigError(
+            "actor.importance_cap",
+            actor.importance_cap,
+            f'is legal only with actor.old_logp = "recompute", which is "{actor.old_logp}": ratios against the behaviour\'s '
+            "log-probs already correct the mismatch, and it would be corrected twice",
+            "Remove it or add --set actor.old_logp=recompute",
+        )
+
+
+def _check_task(key: str, name: str, task: TaskConfig) -> None:
+    if task.name != name:
+        raise ConfigError(f"{key}.name", task.name, f'differs from the name that the run knows the task by, "{name}"', "Make them equal")
+    stream = task.stream
+    if stream.permanent > stream.places:
+        reason = f"is more than {key}.stream.places, which is {stream.places}"
+        raise ConfigError(f"{key}.stream.permanent", stream.permanent, reason, f"Choose at most {stream.places}")
+    if task.eval.known and not stream.permanent:
+        reason = f"needs places that stay, but {key}.stream.permanent is 0"
+        raise ConfigError(f"{key}.eval.known", task.eval.known, reason, f"Set it to 0 or raise {key}.stream.permanent")

@@ -1,0 +1,38 @@
+"""An engine without a model: its completions are a function of the prompt. For tests of everything that is not about models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from crl.protocols import PublishHandle
+from crl.tokens import ChatRenderer
+from crl.types import Completion, Sampling
+
+
+class ScriptedEngine:
+    """`crl.protocols.Engine`: answers a prompt's text with `answer(text)`. `requests` keeps (session, prompt ids) in order."""
+
+    def __init__(self, renderer: ChatRenderer, answer: Callable[[str], str]) -> None:
+        self.version = 0
+        self.requests: list[tuple[str | None, tuple[int, ...]]] = []
+        self._renderer, self._answer = renderer, answer
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None
+    ) -> Completion:
+        self.requests.append((session, tuple(ids)))
+        sampled = (*self._renderer.encode(self._answer(self._renderer.decode(ids))), sampling.stop_ids[0])[: sampling.max_tokens]
+        finish = "stop" if sampled[-1] in sampling.stop_ids else "length"
+        return Completion(sampled, (-1.0,) * len(sampled), (self.version,) * len(sampled), finish)
+
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        return [-1.0] * (len(ids) - 1)
+
+    async def update_weights(self, handle: PublishHandle) -> None:
+        self.version = handle.version
+
+    async def health(self) -> None:
+        """A script does not fail."""
+
+    async def aclose(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,364 @@
+"""The in-process engine: continuous batching of one Hugging Face causal LM on the CPU or one GPU.
+
+Cast. `TorchEngine` lives on the event loop: it queues requests, decides what the next slice of work is and resolves
+futures. `Decoder` lives on the engine's one compute thread: it owns the model and the key-value cache, and each of its
+calls is one forward pass. `SlotCache` holds keys and values; running sequences occupy its first rows, so that every pass
+works on views.
+
+A swap of weights waits until no request is decoding; requests that arrive meanwhile wait for the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from crl.errors import EngineError, RolloutError
+from crl.modeling import InProcessWeights, checksum, head_logits, named_weights, token_logprobs
+from crl.protocols import PublishHandle
+from crl.types import Completion, Finish, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens (padded) of one prefill pass: bounds how long running requests wait for new ones."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion under way."""
+
+    ids: tuple[int, ...]
+    sampling: Sampling
+    draw: random.Random
+    future: asyncio.Future[Completion]
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def finish(self) -> Finish | None:
+        if self.sampled and self.sampled[-1] in self.sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.sampled) == self.sampling.max_tokens else None
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(tuple(self.sampled), tuple(self.logprobs), tuple(self.versions), finish)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values [slots, heads, capacity, head_dim]; sequence i fills its row from position 0."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = self._empty(key_states), self._empty(value_states)
+        self.is_initialized = True
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self._cache.slots, like.shape[1], self._cache.capacity, like.shape[3])
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the pass's new keys and values at its positions; returns those of its rows up to its longest sequence."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        first, positions, longest = self._cache.view
+        rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        block = slice(first, first + positions.shape[0])
+        return self.keys[block, :, :longest], self.values[block, :, :longest]
+
+    def move(self, source: int, target: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys[target], self.values[target] = self.keys[source], self.values[source]
+
+    def grow(self, capacity: int) -> None:
+        if self.keys is not None and self.values is not None:
+            more = capacity - self.keys.shape[2]
+            self.keys, self.values = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.view[2], 0
+
+
+class SlotCache(Cache):
+    """A cache of `slots` rows whose capacity (tokens a row) doubles as needed. `view` says which rows a pass is for."""
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self.slots, self.capacity = slots, 128
+        self.view: tuple[int, torch.Tensor, int] = (0, torch.zeros(0, 0, dtype=torch.long), 0)
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+
+    def reserve(self, tokens: int) -> None:
+        while self.capacity < tokens:
+            self.capacity *= 2
+            for layer in self.layers:
+                layer.grow(self.capacity)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def move(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer.move(source, target)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Decoder:
+    """The model, its cache and the requests that run. Every method is called on the compute thread only."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, version: int) -> None:
+        self.model = model
+        self.version = version
+        self.running: list[Request] = []  # request i owns cache row i
+        self._cache = SlotCache(model.config.num_hidden_layers, slots)
+
+    @torch.inference_mode()
+    def prefill(self, requests: Sequence[Request]) -> list[Request]:
+        """Starts `requests` and samples their first token; returns those already finished."""
+        first = len(self.running)
+        self.running.extend(requests)
+        logits = self._forward(first, [r.ids for r in requests], [0] * len(requests))
+        return self._advance(first, logits)
+
+    @torch.inference_mode()
+    def decode(self) -> list[Request]:
+        """Samples one more token for every running request; returns the finished ones."""
+        last = [(r.sampled[-1],) for r in self.running]
+        lengths = [len(r.ids) + len(r.sampled) - 1 for r in self.running]
+        return self._advance(0, self._forward(0, last, lengths))
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int]) -> list[float]:
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        mask[:, 0] = False
+        logp, _ = token_logprobs(self.model, tokens, mask)
+        return logp[0, 1:].tolist()
+
+    def load(self, weights: InProcessWeights) -> None:
+        """Copies new weights in. Raises `EngineError` when what arrived is not what was sent."""
+        own = named_weights(self.model)
+        if list(own) != list(weights.tensors):
+            raise EngineError("the published weights are not this model's: their names differ")
+        for name, tensor in weights.tensors.items():
+            own[name].copy_(tensor)
+        if checksum(own) != weights.checksum:
+            raise EngineError(f"the weights of version {weights.version} arrived with another checksum")
+        self.version = weights.version
+
+    @torch.inference_mode()
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Frees the rows of requests that nobody waits for any more."""
+        for request in requests:
+            self._release(self.running.index(request))
+
+    def _forward(self, first: int, new: Sequence[Sequence[int]], starts: Sequence[int]) -> torch.Tensor:
+        """One pass over rows first … first + b − 1: their new tokens, each from its start. Returns the last ones' logits [b, V]."""
+        device, width = self.model.device, max(map(len, new))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in new], device=device)
+        start = torch.tensor(starts, device=device)
+        positions = start[:, None] + torch.arange(width, device=device)
+        longest = max(starts) + width
+        self._cache.reserve(longest)
+        self._cache.view = (first, positions, longest)
+        # A key is seen from its own position on. Padding sits behind the real tokens, so none of them sees it, and the
+        # next token of the sequence overwrites it.
+        mask = torch.arange(longest, device=device) <= positions[:, :, None]
+        hidden = self.model.base_model(
+            input_ids=ids, attention_mask=mask[:, None], position_ids=positions, past_key_values=self._cache, use_cache=True
+        ).last_hidden_state
+        ends = torch.tensor([len(row) - 1 for row in new], device=device)
+        return head_logits(self.model, hidden[torch.arange(len(new), device=device), ends]).float()
+
+    def _advance(self, first: int, logits: torch.Tensor) -> list[Request]:
+        requests = self.running[first:]
+        tokens, logprobs = sample(logits, requests)
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            request.sampled.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+        finished = [r for r in requests if r.finish]
+        self.forget(finished)
+        return finished
+
+    def _release(self, row: int) -> None:
+        last = len(self.running) - 1
+        if row != last:
+            self._cache.move(last, row)
+            self.running[row] = self.running[last]
+        self.running.pop()
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
+    """One token per row of logits [b, V] (float32), and its log-prob at the request's temperature.
+
+    Each request draws one uniform number from its own generator, put through the inverse of the cumulated
+    probabilities: a row's token does not depend on the other rows. Temperature 0 is greedy, with log-probs at
+    temperature 1.
+    """
+    temperature = torch.tensor([r.sampling.temperature for r in requests], device=logits.device)
+    greedy = temperature == 0
+    log_p = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    tokens = logits.argmax(-1)
+    if not bool(greedy.all()):
+        cumulated = log_p.double().exp().cumsum(-1)
+        draws = torch.tensor([r.draw.random() for r in requests], dtype=torch.double, device=logits.device)
+        drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)[:, 0]
+        tokens = torch.where(greedy, tokens, drawn.clamp(max=logits.shape[1] - 1))
+    return tokens.tolist(), log_p.gather(-1, tokens[:, None])[:, 0].tolist()
+
+
+class TorchEngine:
+    """`crl.protocols.Engine` in this process. Must be used from one event loop; `aclose` it there.
+
+    max_batch: requests decoded together; max_context: prompt and completion tokens of one request; threads: CPU threads of
+    a forward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_batch: int, max_context: int, threads: int = 1, version: int = 0) -> None:
+        self._decoder = Decoder(model, max_batch, version)
+        self._max_batch, self._max_context = max_batch, max_context
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
+        self._waiting: deque[Request] = deque()
+        self._swap: tuple[InProcessWeights, asyncio.Future[None]] | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._dead: EngineError | None = None
+        self.sampled_tokens = 0
+
+    @property
+    def version(self) -> int:
+        return self._decoder.version
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0."""
+        await self.health()
+        if not ids or len(ids) + sampling.max_tokens > self._max_context:
+            raise RolloutError("engine", f"{len(ids)} prompt + {sampling.max_tokens} new tokens do not fit {self._max_context}")
+        if rng is None and sampling.temperature > 0:
+            raise ValueError("sampling needs a seed: pass rng")
+        request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._start()
+        return await request.future
+
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        """See `crl.protocols.Engine`."""
+        await self.health()
+        return await self._compute(self._decoder.score, ids)
+
+    async def update_weights(self, handle: PublishHandle) -> None:
+        """See `crl.protocols.Engine`. Requests in flight finish on the old weights; new ones wait for the swap."""
+        await self.health()
+        if not isinstance(handle, InProcessWeights):
+            raise EngineError(f"the torch engine cannot receive weights over {handle.transport}")
+        if self._swap is not None:
+            raise EngineError("a swap of weights is already under way")
+        done = asyncio.get_running_loop().create_future()
+        self._swap = (handle, done)
+        self._start()
+        await done
+
+    async def health(self) -> None:
+        """Raises the `EngineError` that ended the engine, if one did."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def aclose(self) -> None:
+        """Fails what is still waiting with `EngineError` and ends the compute thread."""
+        closed = self._dead = self._dead or EngineError("the engine is closed")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown()
+        self._die(closed)
+
+    def _start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve(), name="torch engine")
+        self._wake.set()
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting or self._decoder.running or self._swap:
+                    await self._slice()
+        except EngineError as error:
+            self._die(error)
+        except (RuntimeError, ValueError, IndexError) as error:  # what torch raises: out of memory, a bad id, a bad shape
+            death = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            death.__cause__ = error
+            self._die(death)
+
+    async def _slice(self) -> None:
+        """One piece of work on the compute thread: free what was cancelled, then swap, prefill or decode."""
+        running = self._decoder.running
+        if abandoned := [r for r in running if r.future.cancelled()]:
+            await self._compute(self._decoder.forget, abandoned)
+        if self._swap is not None and not running:
+            handle, done = self._swap
+            await self._compute(self._decoder.load, handle)
+            self._swap = None
+            _resolve(done, None)
+        elif batch := self._admitted():
+            self._deliver(await self._compute(self._decoder.prefill, batch))
+        elif running:
+            self._deliver(await self._compute(self._decoder.decode))
+
+    def _admitted(self) -> list[Request]:
+        """Waiting requests that may start now: none while a swap is due; as many as there is room for in one prefill."""
+        batch: list[Request] = []
+        longest = 0
+        while self._waiting and self._swap is None and len(self._decoder.running) + len(batch) < self._max_batch:
+            longest = max(longest, len(self._waiting[0].ids))
+            if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
+                break
+            request = self._waiting.popleft()
+            if not request.future.cancelled():
+                batch.append(request)
+        return batch
+
+    def _deliver(self, finished: Sequence[Request]) -> None:
+        for request in finished:
+            assert request.finish is not None
+            self.sampled_tokens += len(request.sampled)
+            _resolve(request.future, request.completion(request.finish))
+
+    async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    def _die(self, error: EngineError) -> None:
+        self._dead = self._dead or error
+        futures = [r.future for r in (*self._waiting, *self._decoder.running)]
+        if self._swap is not None:
+            futures.append(self._swap[1])  # pyright: ignore[reportArgumentType]
+        for future in futures:
+            if not future.done():
+                future.set_exception(self._dead)
+        self._waiting.clear()
+
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)

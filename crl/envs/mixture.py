@@ -1,0 +1,38 @@
+"""Several task streams as one: every batch takes equal shares of them (CRL C.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from crl.protocols import State, TaskSource
+from crl.types import Task, Trajectory
+
+
+class Mixture:
+    """A `TaskSource` that goes round its sources, group by group; where a batch cannot be shared equally, the next one makes up for it.
+
+    sources: by the run's name of each task, which the drawn tasks take.
+    """
+
+    def __init__(self, sources: Mapping[str, TaskSource]) -> None:
+        self._sources = dict(sources)
+        self._drawn = 0
+
+    def draw(self, n: int) -> Sequence[Task]:
+        names = list(self._sources)
+        turns = [names[(self._drawn + i) % len(names)] for i in range(n)]
+        self._drawn += n
+        return [replace(self._sources[name].draw(1)[0], name=name) for name in turns]
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        for name, source in self._sources.items():
+            source.observe([t for t in trajectories if t.task.name == name])
+
+    def state(self) -> State:
+        return {"drawn": self._drawn, "sources": {name: source.state() for name, source in self._sources.items()}}
+
+    def load_state(self, state: State) -> None:
+        self._drawn = state["drawn"]
+        for name, source in self._sources.items():
+            source.load_state(state["sources"][name])

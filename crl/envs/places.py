@@ -1,0 +1,131 @@
+"""Streams of named places whose layout persists over visits, for environments that are fixed by a layout and a dynamics
+seed (the MiniHack tasks).
+
+A run has `places` places. They are visited in shuffled rounds; the `permanent` ones keep their layout for the whole run,
+each of the others gets a new layout (and keeps its name) after `visits` visits, staggered so that they do not all change
+at once. Dynamics are new on every visit.
+
+Every draw is addressed by (run seed, name, place, number), so task k of a stream is a pure function of k: the stream's
+state is one cursor, and evals, which use other names, cannot disturb it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crl.envs.base import StreamSettings
+from crl.protocols import State
+from crl.seeds import derive_seed, generator
+from crl.types import Split, Task, Trajectory
+
+# Layout seeds (NetHack's `lgen`): disjoint by use. A layout of one range is never drawn for another use.
+NEW_LAYOUTS = range(100_000, 200_000)
+"""The `new` eval: places never trained on."""
+DEMONSTRATION_LAYOUTS = range(200_000, 300_000)
+"""Warm-start demonstrations of the bundled models."""
+PROBE_LAYOUTS = range(300_000, 400_000)
+"""The advice probe, and reserve."""
+TRAIN_LAYOUTS = range(1_000_000_000, 2_000_000_000)
+"""Places of train streams, the permanent ones (`known`) included."""
+
+# Dynamics seeds (NetHack's `core`): what varies between visits of a place.
+TRAIN_DYNAMICS = range(0, 1 << 30)
+HELD_OUT_DYNAMICS = range(1 << 30, 1 << 31)
+"""Every eval, probe and demonstration."""
+
+_ADJECTIVES = ["amber", "azure", "black", "brass", "coral", "ivory", "jade", "olive", "pearl", "rusty", "silver", "stone"]
+_NOUNS = ["attic", "cellar", "crypt", "den", "hall", "lodge", "nook", "shrine", "tower", "vault", "well", "yard"]
+PLACE_NAMES = tuple(f"{adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS)
+
+
+class PlaceStream:
+    """A `TaskSource` of the places of one environment. `goal` is a template with a `{place}`.
+
+    The params of its tasks are `lgen` (the layout), `core` (the dynamics) and `place` (the name).
+    """
+
+    def __init__(self, env: str, goal: str, seed: int, settings: StreamSettings) -> None:
+        if settings.places > len(PLACE_NAMES):
+            raise ValueError(f"there are names for {len(PLACE_NAMES)} places, not for {settings.places}")
+        self._env, self._goal, self._seed, self._settings = env, goal, seed, settings
+        self._names, self._ages = _place_names(env, seed), _ages(env, seed, settings)
+        self._drawn = 0
+        self._round: tuple[int, list[int]] = (-1, [])
+
+    def draw(self, n: int) -> Sequence[Task]:
+        """The next n tasks of the stream, one for each group."""
+        tasks = [self.task_at(self._drawn + i) for i in range(n)]
+        self._drawn += n
+        return tasks
+
+    def task_at(self, k: int) -> Task:
+        """Task k of the stream (from 0), without drawing it."""
+        number, position = divmod(k, self._settings.places)
+        place = self._order(number)[position]
+        # every place is visited once a round, so its past follows from the round's number
+        layout = (self._ages[place] + number) // self._settings.visits if place >= self._settings.permanent else 0
+        lgen = _layout(self._env, self._seed, place, layout)
+        core = _pick(TRAIN_DYNAMICS, self._seed, f"{self._env}/dynamics", k)
+        return _task(self._env, self._goal, "train", self._names[place], lgen, core)
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        """The stream does not depend on what came of its tasks."""
+
+    def state(self) -> State:
+        return {"drawn": self._drawn}
+
+    def load_state(self, state: State) -> None:
+        self._drawn = int(state["drawn"])
+
+    def _order(self, number: int) -> list[int]:
+        if self._round[0] != number:
+            order = list(range(self._settings.places))
+            generator(self._seed, f"{self._env}/round", number).shuffle(order)
+            self._round = (number, order)
+        return self._round[1]
+
+
+def known_tasks(env: str, goal: str, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+    """n tasks in the permanent places of the run with `seed`, in turn, each under held-out dynamics of its own."""
+    if settings.permanent == 0 and n > 0:
+        raise ValueError("without permanent places there is no `known` eval: set permanent to 1 or more")
+    names, tasks = _place_names(env, seed), []
+    for i in range(n):
+        place = i % settings.permanent
+        core = _pick(HELD_OUT_DYNAMICS, seed, f"{env}/known", i)
+        tasks.append(_task(env, goal, "known", names[place], _layout(env, seed, place, 0), core))
+    return tuple(tasks)
+
+
+def fixed_tasks(env: str, goal: str, layouts: range, n: int, split: Split = "new") -> tuple[Task, ...]:
+    """n tasks in the first n layouts of a range, the same in every run: the `new` eval, demonstrations, the probe."""
+    if n > len(layouts):
+        raise ValueError(f"{layouts} holds {len(layouts)} layouts, not {n}")
+    tasks = []
+    for lgen in layouts[:n]:
+        name = PLACE_NAMES[derive_seed(0, f"{env}/fixed/name", lgen) % len(PLACE_NAMES)]
+        tasks.append(_task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen)))
+    return tuple(tasks)
+
+
+def _task(env: str, goal: str, split: Split, place: str, lgen: int, core: int) -> Task:
+    return Task(env, core, split, goal.format(place=place), {"lgen": lgen, "core": core, "place": place})
+
+
+def _pick(values: range, seed: int, name: str, *key: int) -> int:
+    return values[derive_seed(seed, name, *key) % len(values)]
+
+
+def _layout(env: str, seed: int, place: int, number: int) -> int:
+    return _pick(TRAIN_LAYOUTS, seed, f"{env}/layout", place, number)
+
+
+def _place_names(env: str, seed: int) -> list[str]:
+    names = list(PLACE_NAMES)
+    generator(seed, f"{env}/names").shuffle(names)
+    return names
+
+
+def _ages(env: str, seed: int, settings: StreamSettings) -> list[int]:
+    rng = generator(seed, f"{env}/ages")
+    return [rng.randrange(settings.visits) for _ in range(settings.places)]

@@ -1,0 +1,85 @@
+"""The in-process learner: one model, one AdamW, one worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from crl.config.schema import OptimizerSection
+from crl.errors import LearnerError
+from crl.learners.step import Trainer, TrainSettings
+from crl.modeling import InProcessWeights
+from crl.protocols import Loss, State
+from crl.types import Minibatch, StepStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+class LocalLearner:
+    """`crl.protocols.Learner` in this process. `version` counts the steps that changed the weights."""
+
+    def __init__(
+        self, model: PreTrainedModel, loss: Loss, optimizer: OptimizerSection, settings: TrainSettings, *, threads: int = 1
+    ) -> None:
+        self.model = model
+        self.version = 0
+        adamw = torch.optim.AdamW(
+            model.parameters(),
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+        )
+        warmup = max(optimizer.warmup_steps, 1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda update: min(1.0, (update + 1) / warmup))
+        self._trainer = Trainer(model, adamw, schedule, loss, settings)
+        self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+
+    async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
+        """See `crl.protocols.Learner`. Raises `LearnerError`."""
+        stats = await self._compute(self._trainer.step, minibatches, self.version)
+        self.version += stats.updates > 0
+        return stats
+
+    async def publish(self) -> InProcessWeights:
+        return await self._compute(InProcessWeights.snapshot, self.model, self.version)
+
+    async def save(self, directory: Path) -> None:
+        await self._compute(self._save, directory)
+
+    async def load(self, directory: Path) -> None:
+        await self._compute(self._load, directory)
+
+    def state(self) -> State:
+        return {"version": self.version}
+
+    def load_state(self, state: State) -> None:
+        self.version = state["version"]
+
+    async def aclose(self) -> None:
+        self._thread.shutdown()
+
+    def _save(self, directory: Path) -> None:
+        self.model.save_pretrained(directory)
+        optimizer = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
+        torch.save(optimizer, directory / "optimizer.pt")
+
+    def _load(self, directory: Path) -> None:
+        weights = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
+        self.model.load_state_dict(weights.state_dict())
+        saved = torch.load(directory / "optimizer.pt", map_location=self.model.device, weights_only=True)
+        self._trainer.optimizer.load_state_dict(saved["optimizer"])
+        self._trainer.schedule.load_state_dict(saved["schedule"])
+
+    async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        except RuntimeError as error:  # what torch raises: out of memory, a bad shape
+            raise LearnerError(f"the learner failed: {error}") from error

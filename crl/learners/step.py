@@ -1,0 +1,173 @@
+"""One training step in plain torch, shared by every learner: minibatches in, optimizer updates out.
+
+The gradient does not depend on how a minibatch is cut: weights and token totals belong to the whole minibatch, losses of
+micro-batches are summed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from crl.algo import micro_batches, truncated_importance_weights
+from crl.modeling import token_logprobs
+from crl.protocols import Loss
+from crl.types import Minibatch, StepStats, TrainSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What a training step needs to know.
+
+    temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: padded tokens of one forward pass;
+    max_grad_norm: gradient clipping; recompute: old log-probs are the trainer's at the start of the step instead of the
+    engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute).
+    """
+
+    temperature: float
+    micro_batch_tokens: int
+    max_grad_norm: float
+    recompute: bool = False
+    importance_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A micro-batch, right-padded to [b, t]; adv is [b, t] too, weights [b]."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    old_logp: torch.Tensor
+    versions: torch.Tensor
+    advantage: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample], device: torch.device) -> Tensors:
+        width = max(len(s.trace.ids) for s in samples)
+
+        def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+
+        advantages = [s.advantage if isinstance(s.advantage, tuple) else (s.advantage,) * len(s.trace.ids) for s in samples]
+        return cls(
+            ids=pad([s.trace.ids for s in samples], torch.long),
+            mask=pad([s.trace.mask for s in samples], torch.bool),
+            old_logp=pad([s.trace.logprobs for s in samples], torch.float32),
+            versions=pad([s.trace.versions for s in samples], torch.long),
+            advantage=pad(advantages, torch.float32),
+            weights=torch.tensor([s.weight for s in samples], device=device),
+        )
+
+
+class Figures:
+    """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._tokens: dict[str, float] = defaultdict(float)
+        self._maxima: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, torch.Tensor], tokens: float) -> None:
+        for name, value in metrics.items():
+            if name.endswith("_max"):
+                self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
+            elif tokens:
+                self._sums[name] += float(value) * tokens
+                self._tokens[name] += tokens
+
+    def result(self) -> dict[str, float]:
+        return {name: total / self._tokens[name] for name, total in self._sums.items()} | self._maxima
+
+
+class Trainer:
+    """Applies minibatches to one model. Not thread-safe: a learner calls it from its one worker."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler,
+        loss: Loss, settings: TrainSettings,
+    ) -> None:  # fmt: skip
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.loss, self.settings = loss, settings
+
+    def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
+        """One optimizer update per minibatch. `version` is the trainer's policy version at the start of the step."""
+        figures = Figures()
+        if self.settings.recompute:
+            minibatches = [self._recomputed(m) for m in minibatches]
+        updates = skipped = 0
+        grad_norms = []
+        for minibatch in minibatches:
+            # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
+            # against the engine's.
+            grad_norm = self._accumulate(minibatch, figures, probe=version if updates == 0 else None)
+            if grad_norm is None:
+                skipped += 1
+                continue
+            self.optimizer.step()
+            self.schedule.step()
+            updates += 1
+            grad_norms.append(grad_norm)
+        metrics = figures.result()
+        if grad_norms:
+            metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics["samples"] = sum(len(m.samples) for m in minibatches)
+        metrics["learning_rate"] = self.schedule.get_last_lr()[0]
+        return StepStats(updates, skipped, metrics)
+
+    def _accumulate(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float | None:
+        """Leaves the minibatch's clipped gradient in the parameters; returns its norm, None when it or the loss is not finite."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for batch in self._micro_batches(minibatch):
+            logp, entropy = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature)
+            loss, metrics = self.loss(
+                logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=minibatch.total_tokens
+            )
+            loss.backward()
+            total += loss.item()
+            tokens = int(batch.mask.sum())
+            figures.add(metrics, tokens)
+            figures.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
+            if probe is not None and not self.settings.recompute:
+                self._add_mismatch(figures, logp.detach(), batch, probe)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
+        if not (torch.isfinite(torch.tensor([total, norm])).all()):
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+        figures.add({"loss": torch.tensor(total)}, 1)
+        return norm
+
+    def _add_mismatch(self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int) -> None:
+        """KL of the trainer against the engine (k3 estimator), on tokens of the trainer's own version."""
+        same = batch.mask & (batch.versions == version)
+        tokens = int(same.sum())
+        if tokens:
+            gap = (logp - batch.old_logp)[same]
+            figures.add({"mismatch_kl": (gap.exp() - 1 - gap).mean()}, tokens)
+
+    def _micro_batches(self, minibatch: Minibatch) -> list[Tensors]:
+        samples = minibatch.samples
+        cut = micro_batches([len(s.trace.ids) for s in samples], self.settings.micro_batch_tokens)
+        return [Tensors.of([samples[i] for i in indices], self.model.device) for indices in cut]
+
+    @torch.no_grad()
+    def _recomputed(self, minibatch: Minibatch) -> Minibatch:
+        """The minibatch with the trainer's own log-probs as the old ones, importance weights folded into the advantages."""
+        samples = []
+        for sample in minibatch.samples:
+            batch = Tensors.of([sample], self.model.device)
+            logp, _ = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature)
+            advantage = batch.advantage
+            if self.settings.importance_cap is not None:
+                advantage = advantage * truncated_importance_weights(logp, batch.old_logp, batch.mask, cap=self.settings.importance_cap)
+            trace = replace(sample.trace, logprobs=tuple(logp[0].tolist()))
+            samples.append(replace(sample, trace=trace, advantage=tuple(advantage[0].tolist())))
+        return replace(minibatch, samples=tuple(samples))

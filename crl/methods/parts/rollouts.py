@@ -1,0 +1,52 @@
+"""Parts that shape rollouts: who sees what, how prompts are written and read, what is rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from crl.protocols import Hit, Response
+from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class AllFree:
+    """`RolloutPlanner`: nobody sees an experience. Plain RL."""
+
+    def plan(self, task: Task, members: int) -> Sequence[RolloutPlan]:
+        return [RolloutPlan("free")] * members
+
+
+@dataclass(frozen=True)
+class ChatContext:
+    """`ContextProvider` of a plain conversation: instructions and goal, then one observation a turn.
+
+    `instructions` (by task name) come first, as the system's message; empty ones are left out.
+    """
+
+    instructions: Mapping[str, str]
+
+    def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]:
+        instructions = self.instructions[task.name]
+        return [
+            *([Segment("system", instructions, "task")] if instructions else []),
+            Segment("user", task.goal, "task"),
+            *([Segment("user", experience.text, "experience")] if experience else []),
+            Segment("user", observation.text, "env"),
+        ]
+
+    def following(self, result: StepResult) -> Sequence[Segment]:
+        return [Segment("user", result.text, "env")]
+
+    def parse(self, completion: str) -> Response:
+        """The action is what follows the thinking, if there was any."""
+        thinking, closed, answer = completion.rpartition("</think>")
+        return Response(answer.strip(), {"thinking": thinking} if closed else {})
+
+
+@dataclass(frozen=True)
+class OutcomeReward:
+    """`RewardShaper`: the environment's own reward is the only channel."""
+
+    def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
+        return dict(trajectory.rewards)

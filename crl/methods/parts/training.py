@@ -1,0 +1,51 @@
+"""Parts that shape training: advantages, what the trainer sees, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from crl.algo import clipped_surrogate, group_advantages
+from crl.types import TokenTrace, Trajectory
+
+
+@dataclass(frozen=True)
+class GroupAdvantage:
+    """`AdvantageTerm`: GRPO's advantage within each group (CRL eq. 4)."""
+
+    scale: Literal["std", "none"]
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+        return group_advantages(rewards, torch.tensor([t.group for t in trajectories]), scale=self.scale)
+
+
+@dataclass(frozen=True)
+class FullView:
+    """`TrainView`: every sampled token, as it was sampled. `mask_truncated` leaves truncated trajectories out."""
+
+    mask_truncated: bool
+
+    def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
+        return () if self.mask_truncated and trajectory.truncated else trajectory.traces
+
+
+@dataclass(frozen=True)
+class SurrogateLoss:
+    """`Loss`: the clipped surrogate (CRL eq. 4, 5), weighted over the whole minibatch."""
+
+    clip_low: float
+    clip_high: float
+    ratio: Literal["token", "sequence"]
+
+    def __call__(
+        self, logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor,
+        *, weights: torch.Tensor, total_tokens: int,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        return clipped_surrogate(
+            logp, old_logp, advantage, mask,
+            clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio, weights=weights,
+        )  # fmt: skip

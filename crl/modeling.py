@@ -1,0 +1,152 @@
+"""Hugging Face causal language models as engines and learners use them: loading, weights by name, log-probs of given tokens."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from crl.errors import ConfigError
+from crl.protocols import WeightManifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises `ConfigError` when CUDA is asked for and absent."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device", device, "torch finds no CUDA device", "use auto or cpu")
+    return torch.device(device)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model. Raises `ConfigError` when it has no chat template or no end-of-turn token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "actor.model", str(path), f"its tokenizer cannot be loaded ({error})", "put the tokenizer's files there"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError("actor.model", str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("actor.model", str(path), "its tokenizer has no eos_token", "set eos_token to the end-of-turn token")
+    return tokenizer
+
+
+def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM for sampling and training.
+
+    Raises `ConfigError` for a model that cannot be loaded, that keeps no full-attention cache in every layer (the
+    in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError("actor.model", str(path), f"it cannot be loaded ({error})", "give a directory with a causal LM") from error
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError("actor.model", str(path), f"its layers are {sorted(kinds)}", "the torch engine serves full attention only")
+    model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    _require_plain_head(model, path)
+    return model
+
+
+def _require_plain_head(model: PreTrainedModel, path: Path) -> None:
+    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
+    with torch.no_grad():
+        plain = head_logits(model, hidden_states(model, ids))
+        full = model(input_ids=ids, use_cache=False).logits
+    if not torch.equal(plain, full):
+        raise ConfigError("actor.model", str(path), "it post-processes the logits of its output head", "use a model with a plain head")
+
+
+def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a turn: the tokenizer's and those of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if (model_path / "generation_config.json").is_file():
+        listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        ids |= set(listed) if isinstance(listed, list) else {listed}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Last hidden states [b, t, h] of right-padded ids [b, t]; causality alone keeps padding away from real tokens."""
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    head = model.get_output_embeddings()
+    assert head is not None
+    return head(hidden)
+
+
+def token_logprobs(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the tokens that `mask` selects and the entropies of their distributions, at `temperature`.
+
+    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). Returns (logp, entropy), both float32 [b, t] and 0
+    where the mask is False; entropy carries no gradient. Logits are computed at selected positions only.
+    """
+    hidden = hidden_states(model, ids)
+    select = mask[:, 1:]
+    logits = head_logits(model, hidden[:, :-1][select]).float() / temperature
+    log_p = logits.log_softmax(-1)
+    chosen = log_p.gather(-1, ids[:, 1:][select][:, None])[:, 0]
+    logp = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    entropy = torch.zeros_like(logp)
+    logp[mask] = chosen
+    with torch.no_grad():
+        entropy[mask] = -(log_p.exp() * log_p).sum(-1)
+    return logp, entropy
+
+
+def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's parameters by name; tied ones once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def checksum(weights: Mapping[str, torch.Tensor]) -> int:
+    """CRC-32 over names and bytes, in order: equal weights, equal number."""
+    crc = 0
+    for name, tensor in weights.items():
+        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+@dataclass(frozen=True)
+class InProcessWeights:
+    """A `PublishHandle` within one process: a snapshot that engines copy from."""
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    checksum: int
+    transport: str = "in-process"
+
+    @classmethod
+    def snapshot(cls, model: PreTrainedModel, version: int) -> InProcessWeights:
+        tensors = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+        return cls(version, tensors, checksum(tensors))
+
+    @property
+    def manifest(self) -> WeightManifest:
+        named = self.tensors.items()
+        return WeightManifest(tuple(self.tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
+
+    async def done(self) -> None:
+        """The snapshot was complete when it was made."""

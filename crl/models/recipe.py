@@ -1,0 +1,64 @@
+"""`crl make-models`: makes the bundled models from scratch, with everything seeded.
+
+A model directory holds the weights and the tokenizer in Hugging Face format, crl.json (its profile) and recipe.json (how it was
+made and what came of it).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from crl.config.load import versions
+from crl.errors import ConfigError
+from crl.models.drills import ACTOR_DRILLS
+from crl.models.warm_start import Schooling, Shape, demonstrated_trace, new_model, school, train_tokenizer
+from crl.seeds import derive_seed, generator
+from crl.tokens import ChatRenderer
+
+TOKENIZER_SAMPLE = 2000
+"""Demonstrations of each drill that the tokenizer is trained on."""
+
+SHAPE = Shape()
+SCHOOLING = Schooling(epochs=4)
+
+
+def make(out: Path, seed: int) -> None:
+    """Makes every bundled model under `out`. Takes some minutes on one core. Raises `ConfigError` when `out` holds one already."""
+    make_actor(out / "tiny-actor", seed)
+
+
+def make_actor(directory: Path, seed: int) -> None:
+    """The tiny actor: plays the tasks' compact renderings like the drills' demonstrators."""
+    if directory.exists():
+        raise ConfigError("--out", str(directory), "it exists already", "give another directory, or remove it first")
+    begin = time.monotonic()
+    torch.set_num_threads(1)  # two are slower on matrices this small, and one is the same everywhere
+    print(f"{directory.name}: demonstrations")
+    drills = {d.name: list(d.make(generator(seed, "drill", d.name), d.count)) for d in ACTOR_DRILLS}
+    tokenizer = train_tokenizer([x for drill in drills.values() for x in drill[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
+    renderer = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))])
+    traces = [demonstrated_trace(x, renderer) for drill in drills.values() for x in drill]
+    model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
+    print(
+        f"{directory.name}: {len(traces)} demonstrations, {sum(len(t.ids) for t in traces):,} tokens, {model.num_parameters():,} parameters"
+    )
+    loss = school(model, traces, SCHOOLING, generator(seed, "school"), print)
+    directory.mkdir(parents=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "crl.json").write_text(json.dumps({"profile": "compact"}) + "\n", "utf-8")
+    recipe = {
+        "command": f"crl make-models --seed {seed}",
+        "shape": asdict(SHAPE),
+        "schooling": asdict(SCHOOLING),
+        "drills": {d.name: d.count for d in ACTOR_DRILLS},
+        "nats_a_token": round(loss, 4),
+        "versions": versions(),
+    }
+    (directory / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", "utf-8")
+    print(f"{directory.name}: done in {time.monotonic() - begin:.0f} s: {directory}")

@@ -1,0 +1,161 @@
+"""The supervised warm start: a tokenizer and a small model from scratch, taught by demonstrations.
+
+A demonstration is a conversation in segments; what the demonstrator said (origin policy) is trained. It becomes tokens on
+the same path as a rollout (`crl.tokens.Conversation`), so the model meets in RL exactly what it was taught on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from crl.algo import micro_batches, nll
+from crl.modeling import token_logprobs
+from crl.tokens import ChatRenderer, Conversation
+from crl.types import Completion, Segment, TokenTrace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Demonstration = Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 of this size; tied embeddings, float32."""
+
+    vocabulary: int = 512
+    hidden: int = 64
+    layers: int = 3
+    heads: int = 4
+    intermediate: int = 192
+    context: int = 1024
+
+
+@dataclass(frozen=True)
+class Schooling:
+    """AdamW with linear warm-up and decay. batch_tokens: padded tokens of an update."""
+
+    epochs: int
+    learning_rate: float = 3e-3
+    warmup_updates: int = 20
+    batch_tokens: int = 8192
+    weight_decay: float = 0.01
+    floor: float = 0.05
+
+
+def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE on the demonstrations' text, with a ChatML template; every string can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    roles = ["system\n", "user\n", "assistant\n"]
+    texts = [s.text for d in demonstrations for s in d]
+    tokenizer.train_from_iterator([*roles * (len(texts) // 2), *texts], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[START])
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+    """A freshly initialised model. Torch's global generator is put back afterwards."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> TokenTrace:
+    """The demonstration as one training sample: the mask is on what the demonstrator said and its stop token."""
+    conversation = Conversation(renderer)
+    for segment in demonstration:
+        if segment.origin != "policy":
+            conversation.add([segment])
+            continue
+        conversation.prompt()
+        ids = (*renderer.encode(segment.text), renderer.stop_ids[0])
+        conversation.sampled(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))
+    (trace,) = conversation.traces
+    return trace
+
+
+def school(
+    model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], schooling: Schooling, draw: random.Random, report: Callable[[str], None]
+) -> float:
+    """Teaches the model the traces. Returns the mean negative log-likelihood (nats a token) over the last tenth of the updates."""
+    batches = [b for _ in range(schooling.epochs) for b in _shuffled_batches(traces, schooling.batch_tokens, draw)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schooling.learning_rate, weight_decay=schooling.weight_decay, betas=(0.9, 0.98))
+
+    def rate(update: int) -> float:
+        return min(1.0, (update + 1) / schooling.warmup_updates) * max(schooling.floor, 1 - update / len(batches))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    model.train()
+    losses: list[float] = []
+    for update, batch in enumerate(batches, start=1):
+        losses.append(_update(model, [traces[i] for i in batch], optimizer))
+        schedule.step()
+        if update % 50 == 0 or update == len(batches):
+            report(f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token")
+    model.eval()
+    last = losses[-max(len(losses) // 10, 1) :]
+    return sum(last) / len(last)
+
+
+def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: torch.optim.Optimizer) -> float:
+    width = max(len(t.ids) for t in traces)
+    ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
+    mask = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
+    logp, _ = token_logprobs(model, ids, mask)
+    loss, _ = nll(logp, mask, weights=mask.sum(-1) / mask.sum())  # a mean over tokens
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+def _shuffled_batches(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) -> list[list[int]]:
+    """One epoch of batches of similar length, in random order; who shares a batch differs between epochs."""
+    order = list(range(len(traces)))
+    draw.shuffle(order)
+    # Lengths are blurred so that samples of neighbouring lengths mix.
+    blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
+    batches = [[order[i] for i in batch] for batch in micro_batches(blurred, batch_tokens)]
+    draw.shuffle(batches)
+    return batches

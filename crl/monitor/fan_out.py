@@ -1,0 +1,33 @@
+"""One monitor that is several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from crl.protocols import Monitor
+from crl.types import Trajectory
+
+
+class FanOut:
+    """Hands everything to each of its monitors, in order. `close` closes all of them, also when one fails to."""
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self._monitors = tuple(monitors)
+
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+        for monitor in self._monitors:
+            monitor.log(step, kind, figures)
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        for monitor in self._monitors:
+            monitor.trajectories(trajectories)
+
+    def note(self, text: str) -> None:
+        for monitor in self._monitors:
+            monitor.note(text)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for monitor in self._monitors:
+                stack.callback(monitor.close)

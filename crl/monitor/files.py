@@ -1,0 +1,98 @@
+"""metrics.jsonl, trajectories.jsonl and log.txt: one line a call, flushed, so that a crashed run can be read with jq."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, TextIO
+
+from crl.monitor.run_dir import RunDir
+from crl.types import TokenTrace, Trajectory
+
+Figure = float | int | str | None
+
+RESERVED = frozenset({"step", "kind", "time"})
+
+
+class FileMonitor:
+    """The `Monitor` of every run. deterministic: time is written as null, since only figures under time/ and perf/ may differ."""
+
+    def __init__(self, run: RunDir, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+        self._start = time.monotonic()
+        self._metrics = run.metrics.open("a", encoding="utf-8")
+        self._trajectories = run.trajectories.open("a", encoding="utf-8")
+        self._log = run.log.open("a", encoding="utf-8")
+
+    def log(self, step: int, kind: str, figures: Mapping[str, Figure]) -> None:
+        """Raises `ValueError` for a figure named like one of the line's own fields."""
+        if clash := RESERVED & figures.keys():
+            raise ValueError(f"figures may not be named {sorted(clash)}")
+        seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
+        _write(self._metrics, {"step": step, "kind": kind, "time": seconds} | {name: plain(value) for name, value in figures.items()})
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            _write(self._trajectories, trajectory_record(trajectory))
+
+    def note(self, text: str) -> None:
+        self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        for stream in (self._metrics, self._trajectories, self._log):
+            stream.close()
+
+
+def _write(stream: TextIO, record: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    stream.flush()
+
+
+def plain(value: Any) -> Figure:
+    """A figure as JSON has it: numbers of numpy or torch become Python's, and what is not finite becomes null."""
+    if value is None or isinstance(value, str | int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A line of trajectories.jsonl. The columns of a trajectory cut into several samples are lists of lists."""
+    return {
+        "step": trajectory.step,
+        "task": trajectory.task.name,
+        "seed": trajectory.task.seed,
+        "split": trajectory.task.split,
+        "group": trajectory.group,
+        "member": trajectory.member,
+        "condition": trajectory.condition,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "turns": trajectory.turns,
+        "segments": [{"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments],
+        **_columns(trajectory.traces),
+        "used": [dataclasses.asdict(use) for use in trajectory.used],
+        "truncated": trajectory.truncated,
+        "error": trajectory.error,
+    }
+
+
+def _columns(traces: Sequence[TokenTrace]) -> dict[str, list[Any]]:
+    if len(traces) == 1:
+        return _trace_columns(traces[0])
+    columns = [_trace_columns(trace) for trace in traces]
+    return {name: [column[name] for column in columns] for name in ("ids", "mask", "logprobs", "versions")}
+
+
+def _trace_columns(trace: TokenTrace) -> dict[str, list[Any]]:
+    return {
+        "ids": list(trace.ids),
+        "mask": list(trace.mask),
+        "logprobs": [plain(value) for value in trace.logprobs],
+        "versions": list(trace.versions),
+    }

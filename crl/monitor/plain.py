@@ -1,0 +1,74 @@
+"""Log lines for a terminal, or for a pipe: one readable line for each line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from crl.types import Trajectory
+
+Figures = Mapping[str, float | int | str | None]
+
+TRAIN_COLUMNS = (
+    ("success", "rollout/success", ".3f"),
+    ("loss", "actor/loss", "+.4f"),
+    ("lr", "actor/learning_rate", ".1e"),
+    ("kl", "actor/approx_kl", ".4f"),
+    ("clip", "actor/clip_fraction", ".3f"),
+    ("stale", "staleness/mean", ".2f"),
+)
+"""(label, figure, format) of a train line; a figure that is absent is left out."""
+
+SECONDS = {"train": ("time/wait", "time/train", "time/sync"), "eval": ("time/eval",)}
+"""The parts of a line's duration: they follow one another."""
+
+_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
+
+
+def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = None) -> str:
+    """A metrics line for people. steps: the run's length, shown beside the step."""
+    of = f"/{steps}" if steps is not None else ""
+    head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
+    if kind == "train":
+        cells = [f"{label} {_number(figures[name], form)}" for label, name, form in TRAIN_COLUMNS if name in figures]
+    elif kind == "eval":
+        cells = [_success(match, figures) for name in figures if (match := _SUCCESS.fullmatch(name))]
+    else:
+        cells = [f"{name} {_number(value, '.4g')}" for name, value in figures.items()]
+    parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
+    return "  ".join([head, *cells, *([f"{sum(parts):.1f} s"] if parts else [])])
+
+
+def _success(match: re.Match[str], figures: Figures) -> str:
+    """One eval set's success rate, with its interval when the figures hold one."""
+    task, split, condition = match.groups()
+    name = match.group()
+    cell = f"{task}/{split}{'' if condition == 'free' else ' ' + condition} {_number(figures[name], '.3f')}"
+    if f"{name}/low" not in figures:
+        return cell
+    return f"{cell} [{_number(figures[f'{name}/low'], '.3f')}, {_number(figures[f'{name}/high'], '.3f')}]"
+
+
+def _number(value: float | int | str | None, form: str) -> str:
+    return "–" if value is None else value if isinstance(value, str) else format(value, form)
+
+
+class PlainMonitor:
+    """Prints log lines and notes; trajectories go to the file alone."""
+
+    def __init__(self, *, steps: int | None = None, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
+
+    def log(self, step: int, kind: str, figures: Figures) -> None:
+        self.note(render_line(step, kind, figures, steps=self._steps))
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,41 @@
+"""The figures as TensorBoard scalars, through TensorBoard's own event writer (torch is not needed for it)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from crl.errors import ConfigError
+from crl.monitor.files import plain
+from crl.types import Trajectory
+
+
+class TensorBoardMonitor:
+    """Writes event files under `folder`. Raises `ConfigError` when TensorBoard is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            reason, remedy = f"TensorBoard cannot be imported ({error})", "Install it with pip install 'crl[tensorboard]'"
+            raise ConfigError("monitor.tensorboard", True, reason, remedy) from error
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+        numbers = {name: plain(value) for name, value in figures.items()}
+        scalars = [self._summary.Value(tag=n, simple_value=v) for n, v in numbers.items() if isinstance(v, int | float)]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+        self._writer.flush()
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()

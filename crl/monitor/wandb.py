@@ -1,0 +1,37 @@
+"""The figures in a Weights & Biases project."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crl.errors import ConfigError
+from crl.monitor.files import plain
+from crl.types import Trajectory
+
+
+class WandbMonitor:
+    """Starts a W&B run named like the run directory. Raises `ConfigError` when wandb is not installed."""
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            reason, remedy = f"wandb cannot be imported ({error})", "Install it with pip install 'crl[wandb]'"
+            raise ConfigError("monitor.wandb", project, reason, remedy) from error
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
+        self._run.define_metric("*", step_metric="step")  # W&B's own step refuses a second line for the same step
+
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+        self._run.log({"step": step} | {name: plain(value) for name, value in figures.items()})
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()

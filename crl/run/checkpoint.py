@@ -1,0 +1,43 @@
+"""Checkpoints: RUN/checkpoints/STEP with the models, the state of every part, and a manifest that makes it real.
+
+Everything is written under a temporary name and renamed once complete, the manifest inside: a directory without it is none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from crl.errors import ConfigError
+from crl.protocols import Learner, State
+
+MANIFEST = "manifest.json"
+
+
+async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner], companions: Mapping[str, Path], state: State) -> Path:
+    """Writes RUN/checkpoints/STEP. companions: by role, the model directory whose tokenizer and profile belong beside the weights."""
+    target, draft = root / str(step), root / f".{step}.part"
+    if (target / MANIFEST).is_file():
+        return target
+    shutil.rmtree(draft, ignore_errors=True)
+    for role, learner in learners.items():
+        directory = draft / role
+        directory.mkdir(parents=True)
+        await learner.save(directory)
+        for file in companions[role].iterdir():
+            if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not (directory / file.name).exists():
+                shutil.copy2(file, directory / file.name)
+    manifest = {"step": step, "models": sorted(learners), "state": state}
+    (draft / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    draft.rename(target)
+    return target
+
+
+def latest_checkpoint(root: Path) -> Path:
+    """The newest complete checkpoint under RUN/checkpoints. Raises `ConfigError` when there is none."""
+    complete = [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]
+    if not complete:
+        raise ConfigError("run", str(root.parent), "it holds no complete checkpoint", "Give a run that reached its first checkpoint")
+    return max(complete, key=lambda path: int(path.name))

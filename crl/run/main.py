@@ -1,0 +1,129 @@
+"""The commands behind `crl train` and `crl eval`: a run from its directory to its summary, and what happens when it is cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crl.config.load import dump, load_saved
+from crl.config.schema import RunConfig
+from crl.errors import LearnerError
+from crl.monitor.fan_out import FanOut
+from crl.monitor.files import FileMonitor
+from crl.monitor.plain import PlainMonitor
+from crl.monitor.run_dir import RunDir
+from crl.prompts import hashes
+from crl.protocols import Monitor
+from crl.run.assemble import evaluation, training
+from crl.run.checkpoint import latest_checkpoint
+from crl.run.evaluate import Evaluation
+from crl.run.loop import Loop
+from crl.run.summary import Summary, success_lines
+
+INTERRUPTED = 130
+
+
+def train(config: RunConfig, run_dir: Path, *, plain: bool) -> int:
+    """Trains, prints the summary and returns the exit code.
+
+    plain: log lines; they are the only form of output until there is a dashboard. Raises `CrlError`, whose traceback is in
+    RUN/log.txt.
+    """
+    begin = time.monotonic()
+    run = RunDir.create(run_dir)
+    dump(config, run.config, prompts=hashes())
+    monitor = _monitor(config, run)
+    try:
+        return asyncio.run(_train(config, run, monitor, begin))
+    except BaseException as error:
+        with run.log.open("a", encoding="utf-8") as stream:
+            stream.write("".join(traceback.format_exception(error)))
+        raise
+    finally:
+        monitor.close()
+
+
+def evaluate_run(run_dir: Path) -> int:
+    """Repeats the evaluation of the run's last checkpoint and prints it; the run's own files stay as they are."""
+    config = load_saved(run_dir).config
+    checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
+    result = asyncio.run(_evaluate(config, checkpoint / "actor"))
+    print(f"{checkpoint}, after {checkpoint.name} steps")
+    print("\n".join(success_lines(config.eval.temperature, result)))
+    return 0
+
+
+async def _evaluate(config: RunConfig, model: Path) -> Evaluation:
+    async with evaluation(config, model) as evaluator:
+        return await evaluator.evaluate()
+
+
+async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float) -> int:
+    async with training(config, run.checkpoints, monitor) as loop:
+        with _interruptible(loop):
+            try:
+                await loop.run()
+            except BaseExceptionGroup as group:
+                cause = _first_cause(group)
+                if not isinstance(cause, LearnerError):
+                    await loop.checkpoint()
+                raise cause from group
+        summary = Summary(
+            run=run.path,
+            checkpoint=run.checkpoint(loop.completed),
+            tasks=tuple(config.tasks),
+            method=config.method,
+            steps=loop.completed,
+            seconds=time.monotonic() - begin,
+            temperature=config.eval.temperature,
+            before=loop.evaluations[0],
+            after=loop.evaluations.get(loop.completed) if loop.completed else None,
+            skipped_updates=loop.skipped_updates,
+        )
+        monitor.note(summary.text())
+        return INTERRUPTED if loop.stop.is_set() else 0
+
+
+@contextmanager
+def _interruptible(loop: Loop) -> Iterator[None]:
+    """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second ends the process at once."""
+    events = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if loop.stop.is_set():
+            os._exit(INTERRUPTED)
+        loop.monitor.note("interrupted: writing a checkpoint (Ctrl-C again to exit at once)")
+        loop.stop.set()
+
+    events.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        events.remove_signal_handler(signal.SIGINT)
+
+
+def _first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The first error that is not itself a group: what a part died of."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _monitor(config: RunConfig, run: RunDir) -> Monitor:
+    monitors: list[Monitor] = [FileMonitor(run, deterministic=config.run.deterministic), PlainMonitor(steps=config.run.steps)]
+    if config.monitor.tensorboard:
+        from crl.monitor.tensorboard import TensorBoardMonitor
+
+        monitors.append(TensorBoardMonitor(run.path / "tensorboard"))
+    if config.monitor.wandb:
+        from crl.monitor.wandb import WandbMonitor
+
+        monitors.append(WandbMonitor(config.monitor.wandb, run.path, config.model_dump()))
+    return FanOut(monitors)

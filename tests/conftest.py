@@ -1,0 +1,53 @@
+"""What tests share: a tiny random model with its tokenizer, made once per session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on matrices this small
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("crl", deadline=None, derandomize=True)
+settings.load_profile("crl")
+
+
+@pytest.fixture(scope="session")
+def tiny_actor() -> Path:
+    """The bundled actor's directory."""
+    from crl.config.models import resolve_model
+
+    return resolve_model("tiny-actor")
+
+
+@pytest.fixture(scope="session")
+def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
+    """A two-layer Qwen3 with random weights, grouped-query attention and a template of its own that drops earlier thoughts."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
+    tokenizer.chat_template = QWEN3_LIKE_TEMPLATE
+    tokenizer.save_pretrained(path)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=64, max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+QWEN3_LIKE_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)

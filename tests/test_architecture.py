@@ -1,0 +1,187 @@
+"""Imports go downward only (DESIGN §2), concrete classes are named in one place, and the command line starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RANKS = {
+    **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds"], 0),
+    **dict.fromkeys(["crl.protocols", "crl.config"], 1),
+    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
+    **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
+    "crl.rollout": 4,
+    "crl.methods": 5,
+    "crl.run": 6,
+    "crl.models": 7,
+    "crl.cli": 8,
+}
+"""Every room of the package. A room imports itself and strictly lower ranks; a new room is placed here."""
+
+SIDEWAYS = {("crl.tokens", "crl.modeling")}
+"""Imports allowed between rooms of one rank, beside those of rank 0."""
+
+SHARED = {
+    "crl.engines": frozenset[str](),
+    "crl.learners": frozenset[str](),
+    "crl.methods": frozenset[str](),
+    "crl.envs": frozenset({"base", "host", "registry"}),
+}
+"""Rooms of concrete classes, and their modules that others may import all the same."""
+
+ASSEMBLERS = {"crl.run.assemble", "crl.models"}
+"""The modules, and rooms, that may name concrete engines, learners, methods and environments."""
+
+
+# ── the rule ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = sorted((ROOT / "crl").rglob("*.py"))
+MODULES = {module_name(path) for path in PATHS}
+PACKAGES = {module_name(path) for path in PATHS if path.name == "__init__.py"}
+
+
+def room(module: str) -> str:
+    """The top-level part of the package that `module` belongs to: crl.run.loop → crl.run."""
+    return ".".join(module.split(".")[:2])
+
+
+def imported(module: str, source: str) -> Iterator[str]:
+    """Every crl module that `source`, the text of `module`, imports: at any depth, for type checking too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = list(from_import(module, node))
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "crl")
+
+
+def from_import(module: str, node: ast.ImportFrom) -> Iterator[str]:
+    """`from A import b` imports A.b where that is a module, else A. Relative imports are resolved from `module`."""
+    package = module if module in PACKAGES else module.rpartition(".")[0]
+    parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+    origin = ".".join([*parents, *([node.module] if node.module else [])])
+    for alias in node.names:
+        submodule = f"{origin}.{alias.name}"
+        yield submodule if submodule in MODULES or submodule in RANKS else origin
+
+
+def fault(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`; None when it may."""
+    source_room, target_room = room(module), room(target)
+    for name in (source_room, target_room):
+        if name not in RANKS:
+            return f"{name} has no rank: place it in RANKS"
+    if source_room == target_room:
+        return None
+    ranks = RANKS[source_room], RANKS[target_room]
+    sideways = ranks == (0, 0) or (source_room, target_room) in SIDEWAYS
+    if ranks[0] <= ranks[1] and not sideways:
+        return f"{source_room} (rank {ranks[0]}) may not import {target_room} (rank {ranks[1]})"
+    if is_concrete(target) and not {module, source_room} & ASSEMBLERS:
+        return f"only crl.run.assemble names concrete classes, such as those of {target}"
+    return None
+
+
+def is_concrete(module: str) -> bool:
+    parts = module.split(".")
+    return len(parts) > 2 and room(module) in SHARED and parts[2] not in SHARED[room(module)]
+
+
+def faults(module: str, source: str) -> list[str]:
+    found = ((target, fault(module, target)) for target in imported(module, source))
+    return [f"{module} → {target}: {reason}" for target, reason in found if reason]
+
+
+def test_imports_go_downward_only():
+    assert [text for path in PATHS for text in faults(module_name(path), path.read_text())] == []
+
+
+def test_every_room_has_a_rank():
+    assert {room(module) for module in MODULES} - set(RANKS) == set()
+
+
+# ── the rule's own tests ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("crl.run.loop", "from crl.rollout.collector import Collector"),
+        ("crl.run.loop", "from crl.envs.registry import load"),
+        ("crl.run.assemble", "from crl.engines import torch"),
+        ("crl.run.assemble", "import crl.methods.complementary"),
+        ("crl.models.recipe", "from crl.learners.local import LocalLearner"),
+        ("crl.methods.grpo", "from crl.methods.parts import AllFree"),
+        ("crl.tokens", "from crl import modeling"),
+        ("crl.types", "from crl.errors import CrlError"),
+        ("crl.protocols", "import crl.types"),
+        ("crl.cli.main", "import crl\nfrom crl import __version__\nfrom . import dashboard\nimport torch"),
+    ],
+)
+def test_the_rule_allows(module, source):
+    assert faults(module, source) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "reason"),
+    [
+        ("crl.types", "from crl.protocols import Engine", "crl.types (rank 0) may not import crl.protocols (rank 1)"),
+        ("crl.config.schema", "from crl.protocols import Engine", "crl.config (rank 1) may not import crl.protocols (rank 1)"),
+        ("crl.modeling", "from crl.tokens import Conversation", "crl.modeling (rank 2) may not import crl.tokens (rank 2)"),
+        ("crl.envs.host", "def late():\n    import crl.algo.losses", "crl.envs (rank 2) may not import crl.algo (rank 2)"),
+        ("crl.manager.store", "import crl.engines.torch", "crl.manager (rank 3) may not import crl.engines (rank 3)"),
+        ("crl.algo.losses", "if TYPE_CHECKING:\n    from crl import run", "crl.algo (rank 2) may not import crl.run (rank 6)"),
+        ("crl.algo", "from ..engines import torch", "crl.algo (rank 2) may not import crl.engines (rank 3)"),
+        ("crl.algo.losses", "from ..rollout.gate import Gate", "crl.algo (rank 2) may not import crl.rollout (rank 4)"),
+        ("crl.run.loop", "from crl.cli import main", "crl.run (rank 6) may not import crl.cli (rank 8)"),
+        ("crl.run.loop", "from crl.learners.local import LocalLearner", "only crl.run.assemble names concrete classes"),
+        ("crl.cli.main", "from crl.methods.grpo import build", "only crl.run.assemble names concrete classes"),
+        ("crl.rollout.episode", "from crl.envs.room import Room", "only crl.run.assemble names concrete classes"),
+        ("crl.attic.box", "import crl.types", "crl.attic has no rank"),
+        ("crl.cli.main", "import crl.attic", "crl.attic has no rank"),
+    ],
+)
+def test_the_rule_refuses(module, source, reason):
+    (text,) = faults(module, source)
+    assert reason in text
+
+
+# ── what starts without torch ───────────────────────────────────────────────────────────────────────────────────────
+
+HEAVY = ("torch", "transformers", "vllm")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import crl.manager",
+        "import crl.cli.main",
+        "import crl.config",
+        "import crl.envs.host",
+        "import crl.algo",
+        "from crl.algo import critic_reward, diversity_score, training_weight",
+        "from crl.algo import micro_batches, optimizer_minibatches",
+    ],
+)
+def test_it_imports_without_torch(statement):
+    if "crl.manager" in statement and "crl.manager" not in PACKAGES:
+        pytest.skip("crl.manager is not there yet")
+    report = f"import sys\n{statement}\nprint(*sorted(set(sys.modules) & {set(HEAVY)!r}))"
+    done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

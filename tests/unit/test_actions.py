@@ -1,0 +1,79 @@
+"""An agent's text is an action only when it says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from crl.envs.actions import COMPASS, parse_choice
+
+DIRECTIONS = tuple(COMPASS)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("<answer>north</answer>", "north"),
+        ("I think east is best.\n<answer> North </answer> Good luck!", "north"),
+        ("<ANSWER>SouthWest.</ANSWER>", "southwest"),
+        ("<answer>north</answer> no, wait: <answer>south</answer>", "south"),
+        ("<answer>south</answer> or <answer>up</answer>", "south"),  # the last tag that holds an action
+        ("<answer>I say <answer>west</answer>", "west"),
+        ("<answer>\nnorth\n</answer>", "north"),
+        ("<answer>north east</answer>", "northeast"),
+        ("north", "north"),
+        ("  NORTH!\n", "north"),
+        ("The stairs are south of me.\n\nsouth.", "south"),
+        ("north\n\n  ", "north"),
+        ("`north`", None),
+        ('north."', "north"),
+    ],
+)
+def test_reads_what_was_chosen(text: str, action: str | None) -> None:
+    assert parse_choice(text, DIRECTIONS) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "   \n ",
+        "<answer></answer>",
+        "<answer>up</answer>",
+        "<answer>up</answer>\nnorth",  # with a tag, nothing outside of it counts
+        "<answer>north",
+        "<answer>north\nsouth",
+        "north</answer> or",
+        "go north",
+        "I could go north or south",
+        "north\neast\nperhaps",
+        "north, then south",
+        "northnorth",
+        "<answer>north or south</answer>",
+        "<answer>north\neast</answer>",
+        "1",
+    ],
+)
+def test_reads_nothing_into_the_rest(text: str) -> None:
+    assert parse_choice(text, DIRECTIONS) is None
+
+
+def test_digits_are_not_picked_out_of_reasoning() -> None:
+    numbers = tuple("01234567")
+    assert parse_choice("The secret is between 3 and 5", numbers) is None
+    assert parse_choice("It must be\n4", numbers) == "4"
+
+
+def test_actions_keep_their_spelling_and_their_punctuation() -> None:
+    actions = ("Pick Up", "search[...]", "what?")
+    assert parse_choice("pick   up", actions) == "Pick Up"
+    assert parse_choice("SEARCH[...]", actions) == "search[...]"
+    assert parse_choice("what?", actions) == "what?"
+
+
+def test_aliases_map_to_actions_and_never_shadow_them() -> None:
+    aliases = {"n": "north", "go north": "north", "south": "north"}
+    assert parse_choice("<answer>N</answer>", DIRECTIONS, aliases) == "north"
+    assert parse_choice("go  north.", DIRECTIONS, aliases) == "north"
+    assert parse_choice("south", DIRECTIONS, aliases) == "south"
+    with pytest.raises(ValueError, match="do not exist"):
+        parse_choice("up", DIRECTIONS, {"u": "up"})

@@ -1,0 +1,152 @@
+"""Micro-batches, minibatches, and the weights that samples get before any of them is dropped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.algo import build_minibatches, micro_batches, optimizer_minibatches
+from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
+
+# ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_neighbours_in_length_share_a_micro_batch():
+    # By length: 9 | 4, 3 | 2, 1. 9 fills the budget; 2 rows of 4 are 8, a third would be 12; 2 rows of 2 are 4.
+    assert micro_batches([3, 9, 4, 1, 2], 9) == [[1], [2, 0], [4, 3]]
+
+
+def test_a_sample_longer_than_the_budget_goes_alone():
+    assert micro_batches([20, 2, 30, 2], 9) == [[2], [0], [1, 3]]
+
+
+def test_equal_lengths_stay_in_order():
+    assert micro_batches([5, 5, 5, 5, 5], 10) == [[0, 1], [2, 3], [4]]
+
+
+def test_nothing_gives_no_micro_batch():
+    assert micro_batches([], 10) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200))
+def test_every_index_once_and_within_the_budget(lengths, budget):
+    batches = micro_batches(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+    assert micro_batches(lengths, budget) == batches
+
+
+# ── optimizer minibatches ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 6), st.integers(0, 5))
+def test_groups_stay_whole_and_are_dealt_evenly(groups, count, seed):
+    dealt = optimizer_minibatches(groups, count, random.Random(seed))
+    assert sorted(index for hand in dealt for index in hand) == list(range(len(groups)))
+    assert len(dealt) == min(count, len(set(groups)))
+    held = [{groups[index] for index in hand} for hand in dealt]
+    assert sum(len(hand) for hand in held) == len(set(groups))
+    assert not held or max(map(len, held)) - min(map(len, held)) <= 1
+    assert all(hand for hand in held)
+
+
+def test_the_shuffle_is_the_generators():
+    groups = [group for group in range(20) for _ in range(2)]
+    first, again, other = (optimizer_minibatches(groups, 4, random.Random(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first[0] != list(range(10))
+
+
+# ── minibatches ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def trajectory(group: int, condition: Condition = "free") -> Trajectory:
+    return Trajectory(Task("room", 0, "train", "find the stairs"), step=0, group=group, member=0, condition=condition)
+
+
+def trace(trained: int, context: int = 1) -> TokenTrace:
+    n = context + trained
+    return TokenTrace(tuple(range(n)), (0,) * context + (1,) * trained, (0.0,) * n, (-1,) * context + (0,) * trained)
+
+
+def build(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float] | torch.Tensor, views: Sequence[Sequence[TokenTrace]], count: int = 1
+) -> tuple[Minibatch, ...]:
+    return build_minibatches(trajectories, advantages, views, count=count, rng=random.Random(0))
+
+
+def figures(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float]]:
+    """(advantage, weight) of every sample."""
+    return [(sample.advantage, sample.weight) for sample in minibatch.samples]
+
+
+def test_weights_and_the_token_total_are_those_before_dropping():
+    # Group 0: two guided, one free: the guided ¼ · ½ = 1/8 each of the two groups' ½, the free ¼.
+    # Group 1: free alone, ½, cut into samples of 6 and 2 tokens: 3/8 and 1/8.
+    # The second guided one has no signal: dropped, but the others' weights and the 3 + 4 + 5 + 6 + 2 = 20 tokens stand.
+    (minibatch,) = build(
+        [trajectory(0, "guided"), trajectory(0, "guided"), trajectory(0), trajectory(1)],
+        [1.5, 0.0, -0.5, 2.0],
+        [[trace(3)], [trace(4)], [trace(5)], [trace(6), trace(2)]],
+    )
+    assert figures(minibatch) == [(1.5, 1 / 8), (-0.5, 1 / 4), (2.0, 3 / 8), (2.0, 1 / 8)]
+    assert [sum(sample.trace.mask) for sample in minibatch.samples] == [3, 5, 6, 2]
+    assert minibatch.total_tokens == 20
+
+
+def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_share():
+    (minibatch,) = build([trajectory(0), trajectory(0)], [1.0, -1.0], [[trace(0), trace(4)], [trace(0)]])
+    assert figures(minibatch) == [(1.0, 1 / 2)]
+    assert minibatch.total_tokens == 4
+
+
+def test_a_trajectory_without_a_view_takes_no_part():
+    # the free one of the two conditions is gone: the guided one carries its group's whole ½
+    (minibatch,) = build([trajectory(0, "guided"), trajectory(0), trajectory(1)], [1.0, 1.0, 1.0], [[trace(2)], [], [trace(3)]])
+    assert figures(minibatch) == [(1.0, 1 / 2), (1.0, 1 / 2)]
+    assert minibatch.total_tokens == 5
+
+
+def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
+    # three groups of two over two minibatches: two groups (¼ each sample) and one (½ each)
+    trajectories = [trajectory(group) for group in (0, 1, 2, 0, 1, 2)]
+    views = [[trace(group + 1)] for group in (0, 1, 2, 0, 1, 2)]
+    minibatches = build(trajectories, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]), views, count=2)
+    assert sorted(figures(m) for m in minibatches) == [[(1.0, 1 / 4)] * 2 + [(-1.0, 1 / 4)] * 2, [(1.0, 1 / 2), (-1.0, 1 / 2)]]
+    assert sum(m.total_tokens for m in minibatches) == 2 * (1 + 2 + 3)
+    for minibatch in minibatches:
+        assert sum(sample.weight for sample in minibatch.samples) == pytest.approx(1.0)
+
+
+def test_a_minibatch_without_signal_is_omitted():
+    trajectories = [trajectory(0), trajectory(0), trajectory(1), trajectory(1)]
+    minibatches = build(trajectories, [0.0, 0.0, 1.0, -1.0], [[trace(2)]] * 4, count=2)
+    assert [figures(m) for m in minibatches] == [[(1.0, 1 / 2), (-1.0, 1 / 2)]]
+    assert build(trajectories, [0.0] * 4, [[trace(2)]] * 4) == ()
+    assert build(trajectories, [1.0] * 4, [[]] * 4) == ()
+    assert build([], [], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: micro_batches([1, 2], 0), "budget must be at least 1"),
+        (lambda: micro_batches([1, 0], 5), "every length must be at least 1"),
+        (lambda: optimizer_minibatches([1], 0, random.Random(0)), "count must be at least 1"),
+        (lambda: build([trajectory(0)], [1.0, 2.0], [[]]), "differ in length: 1, 2, 1"),
+        (lambda: build([trajectory(0)], [1.0], []), "differ in length: 1, 1, 0"),
+        (lambda: build([trajectory(0)], [float("nan")], [[]]), "advantages must be finite"),
+    ],
+)
+def test_bad_input_is_refused_with_its_name(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

@@ -1,0 +1,84 @@
+"""Eq. 6, 7 and 8 against numbers worked by hand, and what `crl.algo` exports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import crl.algo
+from crl.algo import critic_reward, diversity_score, training_weight
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "recent", "lam", "expected"),
+    [
+        (0, 0, False, 0.4, 0.0),  # nothing is taken off
+        (-2, 0, True, 0.4, -3.0),  # −2 − 0 − 1
+        (-1, 3, False, 0.4, -1.5545177),  # −1 − 0.4 · ln 4 = −1 − 0.4 · 1.3862944
+        (0, 9, True, 0.5, -2.1512925),  # 0 − 0.5 · ln 10 − 1 = −0.5 · 2.3025851 − 1
+        (-4, 1000, False, 0.0, -4.0),  # λ = 0: the count does not matter
+    ],
+)
+def test_diversity_score(rank, count, recent, lam, expected):
+    assert diversity_score(rank, count, recent, lam=lam) == pytest.approx(expected)
+
+
+def test_an_often_used_best_match_loses_to_the_next_one_and_not_to_a_far_one():
+    # 20 uses: −0.4 · ln 21 = −1.2178, between rank 1 (−1) and rank 2 (−2)
+    assert diversity_score(-2, 0, False, lam=0.4) < diversity_score(0, 20, False, lam=0.4) < diversity_score(-1, 0, False, lam=0.4)
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "count", "cooldown", "alpha", "expected"),
+    [
+        (10, 8, 3, 5, 0.5, 0.0),  # 10 − 8 = 2 < 5: cooling down
+        (10, 5, 3, 5, 0.5, 0.5),  # 5 < 5 is false: 4^−0.5
+        (10, 6, 3, 5, 0.5, 0.0),  # 4 < 5
+        (10, 10, 0, 0, 0.5, 1.0),  # no cooldown window, never counted: 1^−α
+        (0, None, 0, 100, 1.0, 1.0),  # never trained: no cooldown
+        (7, None, 1, 100, 2.0, 0.25),  # 2^−2
+        (7, 0, 9, 5, 0.0, 1.0),  # α = 0: the count does not matter
+    ],
+)
+def test_training_weight(step, last, count, cooldown, alpha, expected):
+    assert training_weight(step, last, count, cooldown=cooldown, alpha=alpha) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(0, 4))
+def test_training_weight_falls_with_the_count(count, alpha):
+    first, second = (training_weight(0, None, c, cooldown=1, alpha=alpha) for c in (count, count + 1))
+    assert 0 < second <= first <= 1
+
+
+@pytest.mark.parametrize(("score", "reward", "expected"), [(1.0, 1, 2.0), (1.0, -1, 0.0), (0.5, 1, 1.5), (0.5, -1, -0.5), (0.0, 0, 0.0)])
+def test_critic_reward(score, reward, expected):
+    assert critic_reward(score, reward) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: diversity_score(0, -1, False, lam=0.4), "count must not be negative, not -1"),
+        (lambda: diversity_score(0, 1, False, lam=-0.1), "lam must not be negative"),
+        (lambda: diversity_score(0, 1, False, lam=math.nan), "lam must not be negative"),
+        (lambda: training_weight(1, 0, -1, cooldown=1, alpha=1.0), "count must not be negative"),
+        (lambda: training_weight(1, 0, 1, cooldown=-1, alpha=1.0), "cooldown must not be negative"),
+        (lambda: training_weight(1, 0, 1, cooldown=1, alpha=-1.0), "alpha must not be negative"),
+        (lambda: critic_reward(2.0, 1), "score must be 1"),
+    ],
+)
+def test_bad_input_is_refused_with_its_name(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_every_exported_name_is_the_function_of_that_name():
+    for name in crl.algo.__all__:
+        assert getattr(crl.algo, name).__name__ == name
+        assert name in dir(crl.algo)
+    with pytest.raises(AttributeError, match="no attribute 'reinforce'"):
+        crl.algo.reinforce  # noqa: B018  # pyright: ignore

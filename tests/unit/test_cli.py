@@ -1,0 +1,197 @@
+"""The command line as a user meets it: texts, exit codes, one clear line for an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.config.load import load
+from crl.errors import ConfigError, EngineError
+from crl.run.plan import plan
+
+IN_A_PROCESS = [sys.executable, "-c", "from crl.cli.main import main; main()"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "crl.json").write_text('{"profile": "compact"}')
+    return f"actor.model={folder}"
+
+
+def crl(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+def one_line_error(result, code: int = 2) -> str:
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+class FakeRun:
+    """Stands where `crl.run.main` stands, so that no torch is needed; records how it was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException = 0) -> None:
+        self.calls: list[tuple] = []
+        self.outcome = outcome
+        module = ModuleType("crl.run.main")
+        module.train = lambda *args, **kwargs: self._end(args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        module.evaluate_run = module.train  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "crl.run.main", module)
+
+    def _end(self, args: tuple, kwargs: dict) -> int:
+        self.calls.append((*args, kwargs))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def test_help_is_instant_and_without_torch():
+    start = time.monotonic()
+    code = (
+        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'nle', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert "make-models" in result.stdout
+    assert time.monotonic() - start < 5, "a generous bound for a busy machine; it takes 0.1 s"
+
+
+def test_help_texts():
+    assert crl("--help").output.startswith("Usage:")
+    text = crl("train", "--help").output
+    for option in ("--tasks A,B", "--method NAME", "--preset NAME", "--steps N", "--seed N", "--run-dir DIR", "--set KEY=VALUE"):
+        assert option in text
+    assert "--dry-run" in text
+    assert "--plain" in text
+    assert crl("--version").output == "crl 0.1.0\n"
+
+
+def test_bad_input_in_a_process_of_its_own(model: str):
+    result = subprocess.run([*IN_A_PROCESS, "train", "--tasks", "rom", "--set", model], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: tasks = 'rom': is not a task that crl knows. Did you mean room?")
+    assert result.stderr.count("\n") == 1
+
+
+def test_each_mistake_is_one_line(model: str, tmp_path: Path):
+    assert "Did you mean rollout.groups?" in one_line_error(crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3"))
+    assert "rollout.groups = 'x': should be a valid integer" in one_line_error(
+        crl("train", "--tasks", "room", "--set", model, "--set", "rollout.groups=x")
+    )
+    assert "is neither a bundled model nor a directory" in one_line_error(crl("train", "--tasks", "room", "--set", "actor.model=no/such"))
+    assert "Did you mean grpo?" in one_line_error(crl("train", "--tasks", "room", "--method", "gropo", "--set", model))
+    assert "is not a run directory" in one_line_error(crl("eval", str(tmp_path / "nope")))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    taken = crl("train", "--tasks", "room", "--set", model, "--run-dir", str(tmp_path / "there"))
+    assert "it exists and is not empty" in one_line_error(taken)
+
+
+def test_usage_errors_exit_with_2():
+    for args in (["train"], ["train", "--tasks", "room", "--stepz", "3"], ["train", "--tasks", "room", "--steps", "x"], ["nope"]):
+        result = crl(*args)
+        assert result.exit_code == 2, args
+        assert "Traceback" not in result.output
+
+
+def test_train_hands_over_the_config_and_its_exit_code(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = FakeRun(monkeypatch, outcome=1)
+    result = crl(
+        *("train", "--tasks", "room", "--steps", "2", "--seed", "5", "--plain", "--run-dir", str(tmp_path / "new"), "--set", model),
+        *("--set", "rollout.groups=3", "--set", "run.seed=6"),
+    )
+    assert result.exit_code == 1
+    ((config, run_dir, options),) = run.calls
+    assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "grpo")
+    assert (run_dir, options) == (tmp_path / "new", {"plain": True})
+
+
+def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = FakeRun(monkeypatch)
+    assert crl("train", "--tasks", "room", "--set", model).exit_code == 0
+    name = run.calls[0][1].name
+    assert run.calls[0][1].parent == Path("runs")
+    assert name.startswith("room-grpo-")
+    assert time.strptime(name.removeprefix("room-grpo-"), "%Y%m%d-%H%M%S")
+
+
+def test_how_a_run_ends_is_the_exit_code(model: str, monkeypatch: pytest.MonkeyPatch):
+    FakeRun(monkeypatch, outcome=EngineError("the engine\nis gone"))
+    assert one_line_error(crl("train", "--tasks", "room", "--set", model), code=1) == "error: the engine is gone\n"
+    FakeRun(monkeypatch, outcome=ConfigError("device", "cuda", "torch finds no CUDA device", "use auto or cpu"))
+    one_line_error(crl("train", "--tasks", "room", "--set", model))
+    FakeRun(monkeypatch, outcome=KeyboardInterrupt())
+    assert crl("train", "--tasks", "room", "--set", model).exit_code == 130
+
+
+def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from crl.config.load import dump
+
+    dump(load(["room"], sets=[model]), tmp_path / "config.json")
+    run = FakeRun(monkeypatch)
+    assert crl("eval", str(tmp_path)).exit_code == 0
+    assert run.calls == [(tmp_path, {})]
+    made: list[tuple] = []
+    recipe = ModuleType("crl.models.recipe")
+    recipe.make = lambda *args: made.append(args)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "crl.models.recipe", recipe)
+    assert crl("make-models", "--out", str(tmp_path / "m"), "--seed", "3").exit_code == 0
+    assert made == [(tmp_path / "m", 3)]
+
+
+# ── --dry-run ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    result = crl("train", "--tasks", "room", "--set", model, "--dry-run")
+    assert result.exit_code == 0
+    assert not (tmp_path / "runs").exists()
+    for line in (
+        "engine       torch on cuda when present, else cpu, 1 CPU thread",
+        "environments 4 threads",
+        "room  compact rendering: the actor's model declares the compact profile",
+        "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
+        "          2 minibatches of about 64 rollouts = as many optimizer updates",
+        "training  80 steps × 128 = 10,240 episodes, 160 updates",
+        "eval      2 times × 512 episodes = 1,024 episodes at temperature 1",
+    ):
+        assert line in result.output.splitlines()
+
+
+def test_the_plans_config_is_toml_again(model: str):
+    config = load(["room"], sets=[model])
+    text = plan(config).split("── devices ──")[0].removeprefix("── resolved config ──")
+    expected = config.model_dump()
+    del expected["actor"]["importance_cap"]  # unset: TOML has no null
+    assert tomllib.loads(text) == expected
+    assert "# importance_cap is unset" in text
+
+
+def test_the_plan_follows_the_settings(model: str):
+    sets = ["run.steps=10", "run.eval_every=5", "rollout.max_staleness=0", "engine.device=cpu", "tasks.room.rendering=full"]
+    text = plan(load(["room"], sets=[model, *sets, "tasks.room.max_response_tokens=2000"]))
+    assert "torch on cpu, 1 CPU thread" in text
+    assert "room  full rendering: set by hand" in text
+    assert "note: one response may fill the context; actor.max_context_tokens is 1024" in text
+    assert "rollouts, synchronous" in text
+    assert "eval      3 times × 512 episodes" in text
+    assert "eval      1 time × 512 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))

@@ -1,0 +1,350 @@
+"""The config tree, its layers, and the texts that a user reads when something is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crl.config import catalog
+from crl.config.layers import parse_set, read_toml
+from crl.config.load import dump, load, load_saved, task_settings
+from crl.config.models import ModelSize, model_profile, model_size, resolve_model
+from crl.config.schema import RunConfig, TaskConfig
+from crl.config.validate import dotted_keys, validated
+from crl.errors import ConfigError
+
+SHIPPED_TASKS = sorted(catalog.tasks_dir().glob("*.toml"))
+SHIPPED_PRESETS = sorted((catalog.tasks_dir() / "presets").glob("*.toml"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model directory as far as the config looks: it declares the compact profile."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "crl.json").write_text('{"profile": "compact"}')
+    return folder
+
+
+def resolved(model: Path, *sets: str, tasks: tuple[str, ...] = ("room",), **kwargs) -> RunConfig:
+    return load(tasks, sets=[f"actor.model={model}", *sets], **kwargs)
+
+
+def refusal(model: Path, *sets: str, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(model, *sets, **kwargs)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# ── what is shipped ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", SHIPPED_TASKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("profile", ["full", "compact"])
+def test_every_shipped_task_loads_in_both_profiles(path: Path, profile):
+    assert TaskConfig.model_validate(task_settings(path, profile)).name == path.stem
+
+
+@pytest.mark.parametrize("path", SHIPPED_PRESETS, ids=lambda path: path.stem)
+def test_every_shipped_preset_loads(path: Path, model: Path):
+    assert resolved(model, preset=path.stem).preset == path.stem
+
+
+def test_every_shipped_toml_is_a_task_or_a_preset():
+    assert sorted(catalog.tasks_dir().rglob("*.toml")) == sorted(SHIPPED_TASKS + SHIPPED_PRESETS)
+
+
+def test_defaults_are_the_papers(model: Path):
+    config = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))})
+    assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size) == (128, 8)
+    assert config.actor.optimizer.learning_rate == 1e-6
+    assert (config.actor.clip_low, config.actor.clip_high, config.actor.ratio) == (0.2, 0.2, "token")
+    assert (config.tasks["room"].turns, config.tasks["room"].max_response_tokens) == (30, 4096)
+    assert config.actor.max_context_tokens == 32768
+
+
+def test_every_field_says_what_it_is():
+    def fields(kind):
+        for name, field in kind.model_fields.items():
+            yield f"{kind.__name__}.{name}", field.description
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                yield from fields(field.annotation)
+
+    assert [name for kind in (RunConfig, TaskConfig) for name, text in fields(kind) if not text] == []
+
+
+def test_the_config_imports_without_torch():
+    code = "import sys, crl.config.load, crl.run.plan; sys.exit(bool({'torch', 'transformers', 'nle'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_later_layers_win(model: Path, tmp_path: Path):
+    assert RunConfig.model_fields["run"].default.steps == 128
+    assert resolved(model).run.steps == 80, "preset over default"
+    assert resolved(model, options={"run.steps": 3}).run.steps == 3, "option over preset"
+    assert resolved(model, "run.steps=4", "run.steps=5", options={"run.steps": 3}).run.steps == 5, "--set over option, the last one wins"
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[rollout]\ngroups = 2\n[tasks.room]\nturns = 9\n")
+    config = resolved(model, preset=str(preset))
+    assert config.rollout.groups == 2
+    assert config.tasks["room"].turns == 4, "a task's file over the preset"
+    assert config.rollout.group_size == 8, "the default stands where nobody sets it"
+
+
+def test_the_models_profile_chooses_the_rendering(model: Path):
+    compact = resolved(model).tasks["room"]
+    assert (compact.rendering, compact.turns, compact.max_response_tokens) == ("compact", 4, 4)
+    assert (compact.stream.places, compact.stream.permanent, compact.stream.visits) == (32, 8, 5)
+    (model / "crl.json").unlink()
+    full = resolved(model).tasks["room"]
+    assert (full.rendering, full.turns, full.max_response_tokens) == ("full", 30, 4096)
+    assert resolved(model, "tasks.room.turns=7").tasks["room"].turns == 7
+
+
+def test_a_task_from_a_file_of_ones_own(model: Path, tmp_path: Path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n')
+    config = resolved(model, tasks=("room", str(mine)))
+    assert list(config.tasks) == ["room", "mine"]
+    assert config.tasks["mine"].window == 3
+    assert config.tasks["room"].window is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=3", 3),
+        ("a.b = 1e-3", 1e-3),
+        ("a.b=.5", 0.5),
+        ("a.b=true", True),
+        ("a.b=word", "word"),
+        ("a.b=/some/path with spaces", "/some/path with spaces"),
+        ("a.b=x=y", "x=y"),
+        ('a.b="3"', "3"),
+        ("a.b=2026-01-02", "2026-01-02"),
+        ("a.b=", ""),
+        ("a.b=1\nc=2", "1\nc=2"),
+        ("a.b=[1, 2]", [1, 2]),
+        ("a.b={c = 1}", {"c": 1}),
+    ],
+)
+def test_set_values_are_toml_and_bare_words_are_strings(text: str, value):
+    assert parse_set(text).data == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize("text", ["rollout.groups", "=3", "a..b=3", "a b=3", "a=[1"])
+def test_a_malformed_set_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"^--set = "):
+        parse_set(text)
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unknown_keys_name_what_was_meant(model: Path, tmp_path: Path):
+    text = refusal(model, "rollout.group_sise=4")
+    assert text.startswith("rollout.group_sise = 4: is not a setting. Did you mean rollout.group_size? Available: groups, group_size,")
+    assert "Did you mean run.steps?" in refusal(model, "steps=4")
+    assert "tasks.room.stream.place = 4: is not a setting. Did you mean tasks.room.stream.places?" in refusal(
+        model, "tasks.room.stream.place=4"
+    )
+    assert "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?" in refusal(model, "tasks.rom.turns=4")
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[actor]\nminibatch = 2\n")
+    text = refusal(model, preset=str(preset))
+    assert f"actor.minibatch = 2: is not a setting (from {preset}). Did you mean actor.minibatches?" in text
+
+
+def test_bad_values_say_why_and_what_to_do(model: Path):
+    assert refusal(model, "rollout.group_size=1") == (
+        "rollout.group_size = 1: should be greater than or equal to 2. Correct it in --set rollout.group_size "
+        "(K: rollouts of one identical task in a group; at least 2, since advantages compare them)."
+    )
+    assert "run.steps = -1: should be greater than or equal to 0. Correct it in --steps" in refusal(model, options={"run.steps": -1})
+    assert "rollout.groups = 'two': should be a valid integer" in refusal(model, "rollout.groups=two")
+    assert "rollout.groups = '2': should be a valid integer" in refusal(model, 'rollout.groups="2"')
+    assert "actor.ratio = 'word': should be 'token' or 'sequence'" in refusal(model, "actor.ratio=word")
+    assert "actor.temperature = 0: should be greater than 0" in refusal(model, "actor.temperature=0")
+    assert "eval.temperature = nan: should be a finite number" in refusal(model, "eval.temperature=nan")
+    assert "run = 3: is a section, not a value. Set one of its keys: run.seed, run.steps" in refusal(model, "run=3")
+    assert '\'window(0)\': should be "full" or "window(n)" with n at least 1' in refusal(model, "tasks.room.context=window(0)")
+    assert "tasks.room.stream.permanent = 33: is more than tasks.room.stream.places, which is 32" in refusal(
+        model, "tasks.room.stream.permanent=33"
+    )
+    assert "tasks.room.eval.known = 256: needs places that stay" in refusal(model, "tasks.room.stream.permanent=0")
+    assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in refusal(model, "actor.minibatches=999")
+
+
+def test_unknown_names(model: Path):
+    assert "tasks = 'rom': is not a task that crl knows. Did you mean room? Available: " in refusal(model, tasks=("rom",))
+    assert "preset = 'gpu': is not a preset that crl knows. Did you mean cpu?" in refusal(model, preset="gpu")
+    assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in refusal(model, options={"method": "gpro"})
+    assert "tasks = 'nope.toml': there is no such file" in refusal(model, tasks=("nope.toml",))
+
+
+def test_a_value_where_a_section_belongs_does_not_vanish(model: Path, tmp_path: Path):
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[[actor]]\nminibatches = 2\n")
+    text = refusal(model, preset=str(preset))
+    assert text == "actor = [{'minibatches': 2}]: is a value, so there can be no actor.model. Remove one of the two."
+    assert "run.steps = 80: is a value, so there can be no run.steps.x" in refusal(model, "run.steps.x=1")
+    assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(model, "tasks.room.stream.x.y=1")
+
+
+def test_tasks_are_named_once_and_chosen_by_their_option(model: Path):
+    assert refusal(model, tasks=("room", "room")) == "tasks = 'room,room': room is there twice. Name each task once."
+    assert "tasks = '': names no task. Give at least one" in refusal(model, tasks=("",))
+    assert "tasks = 'room': cannot be set here. Use --tasks A,B." in refusal(model, "tasks=room")
+    assert "Use --preset NAME" in refusal(model, "preset=cpu")
+
+
+def test_broken_toml_names_file_and_line(model: Path, tmp_path: Path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text('env = "room"\nturns = = 3\n')
+    text = refusal(model, tasks=(str(broken),))
+    assert text.startswith(f"tasks = '{broken}:2': is not valid TOML: ")
+    assert text.endswith("Correct line 2.")
+    broken.write_text("[run]\nsteps")
+    assert f"preset = '{broken}:2': is not valid TOML" in refusal(model, preset=str(broken))
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(broken, "preset")
+
+
+def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: Path):
+    mine = tmp_path / "mine.toml"
+    base = 'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n'
+    mine.write_text(base.replace("turns = 5\n", ""))
+    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in refusal(model, tasks=(str(mine),))
+    (model / "crl.json").unlink()  # the full profile does not use [compact], and finds its mistakes all the same
+    mine.write_text(base + "[compact]\nturnz = 5\n")
+    text = refusal(model, tasks=(str(mine),))
+    assert f"tasks.mine.compact.turnz = 5: is not a setting (from {mine}). Did you mean tasks.mine.compact.turns?" in text
+    mine.write_text(base + "compact = 3\n")
+    assert "tasks.mine.compact = 3: is not a table" in refusal(model, tasks=(str(mine),))
+
+
+def test_the_sequence_ratio_has_its_own_clip(model: Path):
+    actor = resolved(model, "actor.ratio=sequence").actor
+    assert (actor.clip_low, actor.clip_high) == (3e-4, 3e-4)
+    text = refusal(model, "actor.ratio=sequence", "actor.clip_high=0.2")
+    assert text == (
+        'actor.clip_high = 0.2: is a clip for token ratios, but actor.ratio is "sequence": a length-normalised sequence ratio never '
+        "gets that far from 1, so nothing would be clipped. Leave the clip out (it is then 0.0003) or use --set actor.ratio=token."
+    )
+
+
+@pytest.mark.parametrize("key", ["actor.top_p", "actor.top_k", "actor.min_p", "eval.top_p", "engine.top_k"])
+def test_truncated_sampling_is_refused_with_the_reason(model: Path, key: str):
+    text = refusal(model, f"{key}=0.9")
+    assert text.startswith(f"{key} = 0.9: is refused because sampling is by temperature only")
+    assert "renormalises over the tokens that survive" in text
+
+
+def test_settings_that_contradict_each_other(model: Path):
+    text = refusal(model, "run.deterministic=true")
+    assert text.startswith("run.deterministic = True: needs rollout.max_staleness = 0, which is 1")
+    assert text.endswith("Add --set rollout.max_staleness=0.")
+    assert resolved(model, "run.deterministic=true", "rollout.max_staleness=0").run.deterministic
+    text = refusal(model, "actor.importance_cap=2.0")
+    assert 'actor.importance_cap = 2.0: is legal only with actor.old_logp = "recompute"' in text
+    assert text.endswith("Remove it or add --set actor.old_logp=recompute.")
+    assert resolved(model, "actor.importance_cap=2.0", "actor.old_logp=recompute").actor.importance_cap == 2.0
+
+
+# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_model_that_does_not_exist(model: Path, tmp_path: Path):
+    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in refusal(model, "actor.model=no/such")
+    (tmp_path / "empty").mkdir()
+    assert "that directory holds no config.json" in refusal(model, f"actor.model={tmp_path / 'empty'}")
+    assert "actor.model = 3: should be a valid string" in refusal(model, "actor.model=3")
+
+
+def test_a_models_path_is_saved_absolute(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(model.parent)
+    assert load(["room"], sets=["actor.model=model"]).actor.model == str(model.resolve())
+
+
+def test_bundled_models_are_known_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "models" / "mini").mkdir(parents=True)
+    (tmp_path / "models" / "mini" / "config.json").write_text("{}")
+    monkeypatch.setattr("crl.config.models.PACKAGE", tmp_path)
+    assert resolve_model("mini") == tmp_path / "models" / "mini"
+    assert load(["room"], sets=["actor.model=mini"]).actor.model == "mini"
+    assert "Did you mean mini? Available: mini" in refusal(model, "actor.model=mimi")
+
+
+def test_a_bad_profile_is_refused(model: Path):
+    (model / "crl.json").write_text('{"profile": "tiny"}')
+    with pytest.raises(ConfigError, match='declares the profile "tiny"'):
+        model_profile(model)
+    (model / "crl.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"crl\.json cannot be read"):
+        model_profile(model)
+
+
+def write_safetensors(path: Path, **shapes: list[int]) -> None:
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        size = 4 * shape[0] * shape[1]
+        header[name], at = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}, at + size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+
+
+def test_a_models_size_is_read_from_its_shards(model: Path):
+    assert model_size(model) is None
+    write_safetensors(model / "model-00001-of-00002.safetensors", a=[2, 3], b=[4, 5])
+    write_safetensors(model / "model-00002-of-00002.safetensors", c=[1, 7])
+    assert model_size(model) == ModelSize(parameters=33, bytes=132)
+    (model / "model-00002-of-00002.safetensors").write_bytes(b"not one")
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
+        model_size(model)
+
+
+# ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_saved_config_is_the_same_config(model: Path, tmp_path: Path):
+    config = resolved(model, "actor.old_logp=recompute", "actor.importance_cap=2", "tasks.room.context=window(2)")
+    dump(config, tmp_path / "config.json", prompts={"actor/room": "abc"})
+    saved = load_saved(tmp_path)
+    assert saved.config == config
+    assert saved.prompts == {"actor/room": "abc"}
+    assert {"python", "crl", "torch", "transformers", "numpy", "nle"} <= saved.versions.keys()
+    assert set(json.loads((tmp_path / "config.json").read_text())) == {"config", "prompts", "versions"}
+
+
+def test_a_run_that_is_none_or_cannot_be_read(model: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"is not a run directory, it holds no config\.json"):
+        load_saved(tmp_path / "nope")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_saved(tmp_path)
+    dump(resolved(model), tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["config"]["actor"]["future"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"actor\.future = 1: is not a setting \(from .*config\.json\)"):
+        load_saved(tmp_path)
+
+
+def test_the_tree_is_frozen_and_its_keys_are_listed(model: Path):
+    config = resolved(model)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert {"run.seed", "actor.optimizer.learning_rate", "tasks.NAME.stream.places"} <= set(dotted_keys())
+    with pytest.raises(ConfigError, match=r"^stream\.places = 0: "):
+        validated(TaskConfig, {**config.tasks["room"].model_dump(), "stream": {"places": 0}})

@@ -1,0 +1,349 @@
+"""The thread host: deadlines, failures, reuse; the registry; the scratch folder. With small fake games."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from crl.envs import registry, scratch
+from crl.envs.actions import parse_choice
+from crl.envs.base import EnvSpec, Game, StreamSettings, play
+from crl.envs.host import ThreadHost
+from crl.envs.places import PlaceStream
+from crl.errors import ConfigError, RolloutError
+from crl.types import StepResult, Task
+
+TASK = Task("fake", seed=3, split="train", goal="Guess.")
+NUMBERS = tuple("01234567")
+MEETING = threading.Barrier(2, timeout=10)  # passes only when two calls run at the same time
+
+
+class Guess:
+    """A game; some of its words are not guesses but orders to misbehave."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self.unhang = threading.Event()
+        self.threads: set[int] = set()
+
+    def reset(self, task: Task) -> str:
+        self.secret = random.Random(task.seed).randrange(8)
+        return f"Guess a number from 0 to 7. ({task.goal})"
+
+    def step(self, action: str) -> StepResult:
+        assert not self.closed.is_set()
+        self.threads.add(threading.get_ident())
+        if action in MISDEEDS:
+            return MISDEEDS[action](self)
+        guess = parse_choice(action, NUMBERS)
+        if guess is None:
+            return StepResult("Answer with one number from 0 to 7.", valid=False)
+        won = int(guess) == self.secret
+        return StepResult("Right." if won else "Wrong.", reward=float(won), done=won, success=won)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def _raise(error: BaseException) -> Callable[[Guess], StepResult]:
+    def misdeed(game: Guess) -> StepResult:
+        raise error
+
+    return misdeed
+
+
+def _hang(game: Guess) -> StepResult:
+    game.unhang.wait(30)
+    return StepResult("too late")
+
+
+def _meet(game: Guess) -> StepResult:
+    MEETING.wait()
+    return StepResult("met")
+
+
+def _sleep(game: Guess) -> StepResult:
+    time.sleep(0.3)
+    return StepResult("slept")
+
+
+MISDEEDS: dict[str, Callable[[Guess], StepResult]] = {
+    "raise": _raise(ValueError("broken dice")),
+    "stop": _raise(StopIteration()),
+    "exit": _raise(SystemExit(3)),
+    "hang": _hang,
+    "meet": _meet,
+    "sleep": _sleep,
+    "nothing": lambda game: None,  # type: ignore[dict-item, return-value]
+    "nan": lambda game: StepResult("?", reward=float("nan")),
+}
+
+
+def spec_of(make: Callable[[], Game], hosting: str = "threads") -> EnvSpec:
+    return EnvSpec(
+        name="fake",
+        hosting=hosting,  # type: ignore[arg-type]
+        turns=8,
+        reward_range=(0.0, 1.0),
+        actions=NUMBERS,
+        action_format="one number from 0 to 7",
+        query_with_observation=False,
+        make_game=lambda rendering: make(),
+        task_source=lambda seed, settings: PlaceStream("fake", "{place}", seed, settings),
+        eval_tasks=lambda split, n, seed, settings: (),
+        scripted_player=lambda rng: Counter(),
+    )
+
+
+class Counter:
+    def begin(self, goal: str, observation: str) -> None:
+        self.next = 0
+
+    def act(self) -> str:
+        return str(self.next)
+
+    def observe(self, observation: str) -> None:
+        self.next += 1
+
+
+@asynccontextmanager
+async def hosting(make: Callable[[], Game] = Guess, **settings: float) -> AsyncIterator[ThreadHost]:
+    host = ThreadHost({"fake": (spec_of(make), "full")}, **settings)  # type: ignore[arg-type]
+    try:
+        yield host
+    finally:
+        await host.aclose()
+
+
+def game_of(environment: object) -> Guess:
+    game = environment.game  # type: ignore[attr-defined]
+    assert isinstance(game, Guess)
+    return game
+
+
+async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
+    async with hosting() as host:
+        first, second = await host.acquire(TASK), await host.acquire(TASK)
+        assert (await first.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
+        assert (await first.step("maybe")) == StepResult("Answer with one number from 0 to 7.", valid=False)
+        results = [await first.step(number) for number in NUMBERS]
+        assert [result.success for result in results].count(True) == 1
+        games = [game_of(first), game_of(second)]
+        await host.release(first)
+        await host.release(second)
+        assert game_of(await host.acquire(TASK)) is games[1]
+        assert game_of(await host.acquire(TASK)) is games[0]
+        with pytest.raises(RolloutError, match="given back"):
+            await first.step("1")
+    assert all(game.closed.is_set() for game in games)
+    with pytest.raises(RolloutError, match="closed"):
+        await host.acquire(TASK)
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "words"),
+    [
+        ("raise", "env: fake: step: ValueError: broken dice"),
+        ("stop", "StopIteration"),
+        ("exit", "SystemExit: 3"),
+        ("nothing", "must return a StepResult, not NoneType"),
+        ("nan", "finite"),
+    ],
+)
+async def test_a_failing_game_costs_its_episode_and_is_never_reused(misdeed: str, words: str) -> None:
+    async with hosting(threads=1) as host:
+        environment = await host.acquire(TASK)
+        await environment.reset(TASK)
+        broken = game_of(environment)
+        with pytest.raises(RolloutError, match=words) as caught:
+            await environment.step(misdeed)
+        assert caught.value.kind == "env"
+        assert broken.closed.is_set()
+        with pytest.raises(RolloutError, match="failed"):
+            await environment.step("1")
+        await host.release(environment)
+        again = await host.acquire(TASK)
+        assert game_of(again) is not broken
+        await again.reset(TASK)
+        assert (host.failures, host.replaced) == (1, 0)
+
+
+async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays() -> None:
+    async with hosting(threads=2, deadline=1.0) as host:
+        hung = [await host.acquire(TASK) for _ in range(2)]
+        games = [game_of(environment) for environment in hung]
+        for environment in hung:
+            await environment.reset(TASK)
+        errors = await asyncio.gather(*(environment.step("hang") for environment in hung), return_exceptions=True)
+        assert all(isinstance(error, RolloutError) and "deadline of 1 s" in str(error) for error in errors)
+        assert (host.failures, host.replaced) == (2, 2)
+        fresh = [await host.acquire(TASK) for _ in range(2)]
+        assert not {id(game_of(environment)) for environment in fresh} & {id(game) for game in games}
+        for environment in fresh:
+            await environment.reset(TASK)
+        results = await asyncio.gather(*(environment.step("meet") for environment in fresh))
+        assert [result.text for result in results] == ["met", "met"]
+        assert not any(game.closed.is_set() for game in games), "a game is not closed under its running call"
+        for game in games:
+            game.unhang.set()
+        assert all(game.closed.wait(5) for game in games), "a hung thread closes its game when it returns"
+
+
+async def test_the_deadline_does_not_count_the_wait_for_a_thread() -> None:
+    async with hosting(threads=1, deadline=1.0) as host:
+        environments = [await host.acquire(TASK) for _ in range(4)]
+        results = await asyncio.gather(*(environment.step("sleep") for environment in environments))
+        assert [result.text for result in results] == ["slept"] * 4
+
+
+async def test_no_more_threads_than_allowed() -> None:
+    async with hosting(threads=3) as host:
+        environments = [await host.acquire(TASK) for _ in range(12)]
+        await asyncio.gather(*(environment.step("sleep") for environment in environments))
+        assert len(set().union(*(game_of(environment).threads for environment in environments))) <= 3
+
+
+async def test_a_cancelled_call_gives_its_game_up() -> None:
+    async with hosting(threads=1) as host:
+        environment = await host.acquire(TASK)
+        game = game_of(environment)
+        call = asyncio.create_task(environment.step("hang"))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await host.release(environment)
+        assert game_of(await host.acquire(TASK)) is not game
+        game.unhang.set()
+        assert game.closed.wait(5)
+
+
+async def test_a_game_that_cannot_be_made() -> None:
+    def broken() -> Game:
+        raise OSError("no display")
+
+    def refused() -> Game:
+        raise ConfigError("tasks", "fake", "needs the extra `fake`", "pip install crl[fake]")
+
+    late: list[Guess] = []
+
+    def slow() -> Game:
+        time.sleep(0.2)
+        late.append(Guess())
+        return late[0]
+
+    async with hosting(broken) as host:
+        with pytest.raises(RolloutError, match="make: OSError: no display"):
+            await host.acquire(TASK)
+    async with hosting(refused) as host:
+        with pytest.raises(ConfigError, match="needs the extra"):
+            await host.acquire(TASK)
+    async with hosting(slow, deadline=0.05) as host:
+        with pytest.raises(RolloutError, match="make overran its deadline"):
+            await host.acquire(TASK)
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if late:
+                break
+        assert late[0].closed.wait(5), "made too late: closed, not leaked"
+
+
+async def test_closing_the_host_closes_lent_games_too() -> None:
+    async with hosting() as host:
+        game = game_of(await host.acquire(TASK))
+    assert game.closed.is_set()
+
+
+def test_what_a_thread_host_refuses() -> None:
+    with pytest.raises(ValueError, match="not hosted by threads: fake"):
+        ThreadHost({"fake": (spec_of(Guess, hosting="processes"), "full")})
+    with pytest.raises(ValueError, match="positive deadline"):
+        ThreadHost({}, deadline=0.0)
+
+
+def test_a_scripted_player_plays_through_text() -> None:
+    played = play(Guess(), TASK, Counter(), turns=8)
+    assert played.success
+    assert played.reward == 1.0
+    assert len(played.observations) == len(played.actions) + 1
+    assert not play(Guess(), Task("fake", 3, "train", ""), Counter(), turns=1).success
+
+
+# ── the registry ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OWN = spec_of(Guess)
+
+
+def test_finds_environments_by_name_and_by_path() -> None:
+    assert registry.get_spec("room").name == "room"
+    assert "room" in registry.names()
+    assert registry.get_spec(f"{__name__}:OWN") is OWN
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rooom", r"tasks = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?"),
+        ("chess", "Choose one of them; an environment of your own is named"),
+        (":SPEC", "no such environment"),
+        ("no_such_module:SPEC", "there is no module 'no_such_module'"),
+        (f"{__name__}:TASK", "not an EnvSpec"),
+        (f"{__name__}:NOBODY", "not an EnvSpec"),
+    ],
+)
+def test_an_unknown_environment_is_a_config_error(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        registry.get_spec(name)
+
+
+def test_hosting_and_declaring_import_nothing_heavy() -> None:
+    code = (
+        "import sys, crl.envs.host, crl.envs.registry as r; r.get_spec('room').task_source(0, __import__('crl.envs.base', "
+        "fromlist=['x']).StreamSettings()).draw(3); print(sorted({'nle', 'minihack', 'gymnasium', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_stream_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="permanent"):
+        StreamSettings(places=4, permanent=5, visits=1)
+    with pytest.raises(ValueError, match="visits"):
+        StreamSettings(places=4, permanent=1, visits=0)
+
+
+# ── the scratch folder ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from crl.envs.scratch import scratch_folder\n"
+        "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); print(folder, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.parent == tmp_path
+        assert scratch.sweep_scratch(tmp_path) == 0
+        assert (folder / "left").exists()
+        os.kill(process.pid, signal.SIGKILL)
+    assert scratch.sweep_scratch(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_removes_its_folder(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from crl.envs.scratch import scratch_folder; scratch_folder(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert list(tmp_path.iterdir()) == []

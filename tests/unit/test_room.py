@@ -1,0 +1,364 @@
+"""The room: the same task is the same episode, texts say what was seen and no more, and it can be won through them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from crl.envs import places
+from crl.envs.base import Rendering, StreamSettings, play
+from crl.envs.host import ThreadHost
+from crl.envs.room import ACTIONS, SPEC, RoomStream, demonstration_tasks, eval_tasks, probe_tasks
+from crl.envs.room.game import RoomGame, true_exit
+from crl.envs.scratch import scratch_folder
+from crl.types import Task
+
+SETTINGS = StreamSettings()
+NEW = eval_tasks("new", 256, 0, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def games() -> Iterator[dict[Rendering, RoomGame]]:
+    pair: dict[Rendering, RoomGame] = {"full": RoomGame("full"), "compact": RoomGame("compact")}
+    yield pair
+    for game in pair.values():
+        game.close()
+
+
+def transcript(game: RoomGame, task: Task, turns: int = 12) -> list[str]:
+    """The texts of an episode under actions that depend on the task alone."""
+    rng = random.Random(task.seed)
+    texts = [game.reset(task)]
+    for _ in range(turns):
+        result = game.step(rng.choice(ACTIONS))
+        texts.append(f"{result.text} {result.reward} {result.done}")
+        if result.done:
+            break
+    return texts
+
+
+def map_of(text: str) -> tuple[list[str], dict[str, str]]:
+    """The rows and the legend of a full text."""
+    lines = text.splitlines()
+    top = lines.index("Map:") + 1
+    legend = lines[top + 5].removeprefix("Legend: ").split("; ")
+    return lines[top : top + 5], {entry[0]: entry[2:] for entry in legend}
+
+
+# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance(games: dict[Rendering, RoomGame]) -> None:
+    tasks = [*RoomStream(7, SETTINGS).draw(6), *NEW[:6]]
+    expected = [transcript(games["full"], task) for task in tasks]
+    other = RoomGame("full")
+    for task, texts in sorted(zip(tasks, expected, strict=True), key=lambda pair: pair[0].seed):
+        assert transcript(other, task) == texts
+        assert transcript(games["full"], task) == texts
+    other.close()
+    assert len({tuple(texts) for texts in expected}) == len(tasks)
+
+
+def test_the_same_task_is_the_same_episode_in_another_process(games: dict[Rendering, RoomGame]) -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_room import NEW, RoomGame, transcript\n"
+        "game = RoomGame('full'); print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [transcript(games["full"], task) for task in reversed(NEW[:8])]
+    assert done.stderr == "", "games speak through their texts only"
+
+
+async def test_members_of_a_group_play_the_same_episode_at_the_same_time() -> None:
+    host = ThreadHost({"room": (SPEC, "compact")}, threads=4)
+    (task,) = RoomStream(1, SETTINGS).draw(1)
+
+    async def member() -> list[str]:
+        environment = await host.acquire(task)
+        texts = [(await environment.reset(task)).text]
+        for action in ("north", "east", "south", "west", "southwest"):
+            result = await environment.step(action)
+            texts.append(result.text)
+            if result.done:
+                break
+        await host.release(environment)
+        return texts
+
+    members = await asyncio.gather(*(member() for _ in range(8)))
+    await host.aclose()
+    assert all(texts == members[0] for texts in members)
+    assert host.failures == 0
+
+
+def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(games: dict[Rendering, RoomGame]) -> None:
+    game, starts, texts = games["full"], set(), set()
+    for core in range(12):
+        task = Task("room", core, "train", "", {"lgen": 100_003, "core": core, "place": "x"})
+        texts.add(tuple(transcript(game, task, turns=6)))
+        starts.add(game.start)
+    assert len(starts) == 1
+    assert len(texts) > 1
+
+
+# ── what the texts say ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_full_text(games: dict[Rendering, RoomGame]) -> None:
+    assert games["full"].reset(NEW[3]) == ("Map:\n~~~~~\n~~~~~\n~~~~~\n~~~..\n~~~.@\nLegend: @ you; . floor; ~ not seen yet\nHP 12/12")
+    assert NEW[3].goal == "Room: the stone nook. Reach the stairs down (>)."
+
+
+def test_the_first_compact_text(games: dict[Rendering, RoomGame]) -> None:
+    assert games["compact"].reset(NEW[3]) == "at 5 5\ndark north west northwest"
+
+
+def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
+    ways = "(north|south|east|west|northeast|southeast|southwest|northwest)"
+    shape = re.compile(
+        rf"(unknown action\.\n)?at [1-5] [1-5]\n(stairs {ways}|dark {ways}( {ways})*|dark nowhere)(\ntrap {ways}|\n[a-z ]+ {ways})*"
+    )
+    game, rng, seen = games["compact"], random.Random(5), Counter[str]()
+    for task in NEW[:60]:
+        result_text = game.reset(task)
+        for _ in range(10):
+            assert shape.fullmatch(result_text), result_text
+            seen.update(line.split()[0] for line in result_text.splitlines())
+            result = game.step(rng.choice([*ACTIONS, "hm"]))
+            if result.done:
+                assert result.text in ("stairs reached.", "you died.")
+                break
+            result_text = result.text
+    assert {"stairs", "trap", "jackal", "newt", "unknown"} <= set(seen)
+
+
+def test_what_was_seen_stays_on_the_map(games: dict[Rendering, RoomGame]) -> None:
+    game, rng = games["full"], random.Random(0)
+    for task in NEW[:20]:
+        rows, _ = map_of(game.reset(task))
+        assert sum(row.count("~") for row in rows) >= 16, "the room is dark: no more than the neighbours are seen"
+        seen = {(x, y) for y in range(5) for x in range(5) if rows[y][x] != "~"}
+        for _ in range(12):
+            result = game.step(rng.choice(ACTIONS))
+            if result.done:
+                break
+            rows, _ = map_of(result.text)
+            assert tuple(rows) == game.grid
+            now = {(x, y) for y in range(5) for x in range(5) if rows[y][x] != "~"}
+            assert seen <= now
+            x, y = game.position
+            assert rows[y][x] == "@"
+            seen = now
+
+
+def test_the_legend_names_exactly_what_is_on_the_map(games: dict[Rendering, RoomGame]) -> None:
+    game, rng, names = games["full"], random.Random(1), set[str]()
+    for task in NEW[:80]:
+        text = game.reset(task)
+        for _ in range(20):
+            rows, legend = map_of(text)
+            assert set("".join(rows)) == set(legend)
+            names |= set(legend.values())
+            result = game.step(rng.choice(ACTIONS))
+            if result.done:
+                break
+            text = result.text
+    assert {"you", "floor", "not seen yet", "staircase down", "staircase up", "teleportation trap", "jackal", "newt corpse"} <= names
+
+
+def test_hit_points_are_the_players(games: dict[Rendering, RoomGame]) -> None:
+    game, rng, lost = games["full"], random.Random(2), 0
+    for task in NEW[:40]:
+        text, before = game.reset(task), 12
+        assert text.endswith("HP 12/12")
+        for _ in range(15):
+            result = game.step(rng.choice(ACTIONS))
+            if result.done:
+                break
+            now, most = map(int, re.findall(r"HP (\d+)/(\d+)$", result.text)[0])
+            assert now <= most
+            if now < before:
+                lost += 1
+                assert re.search(r"bites|hits|hit by|stings|touches|zapped|kicks|claws|butts", result.text), result.text
+            before = now
+    assert lost > 10
+
+
+def test_an_invalid_action_does_not_advance_the_game(games: dict[Rendering, RoomGame]) -> None:
+    for rendering, game in games.items():
+        first = game.reset(NEW[0])
+        result = game.step("open the door")
+        assert not result.valid
+        assert (result.reward, result.done, game.moves) == (0.0, False, 0)
+        assert result.text.endswith("\n" + first)
+        assert ("The actions are: north, east" in result.text) == (rendering == "full")
+        patient = transcript(game, NEW[0])
+        game.reset(NEW[0])
+        rng = random.Random(NEW[0].seed)
+        texts = [first]
+        for _ in range(len(patient) - 1):
+            assert not game.step("um").valid
+            result = game.step(f"<answer>{rng.choice(ACTIONS)}</answer>")
+            texts.append(f"{result.text} {result.reward} {result.done}")
+        assert texts == patient
+
+
+def test_random_and_malformed_actions_never_crash_it(games: dict[Rendering, RoomGame]) -> None:
+    rng = random.Random(4)
+    junk = ["", " ", "<answer>", "<answer>up</answer>", "north south", "\x00", "é" * 500, "go north", "9" * 100, "<answer></answer>\n"]
+    for rendering, game in games.items():
+        tasks = iter(NEW)
+        game.reset(next(tasks))
+        done, moves = False, 0
+        for _ in range(1000):
+            if done:
+                game.reset(next(tasks))
+                moves = 0
+            action = rng.choice(junk) if rng.random() < 0.5 else rng.choice(ACTIONS)
+            result = game.step(action)
+            moves += result.valid
+            assert result.valid == (action in ACTIONS)
+            assert game.moves == moves
+            assert isinstance(result.text, str)
+            assert result.text
+            assert result.reward == float(result.success)
+            done = result.done
+        assert rendering in ("full", "compact")
+
+
+def test_the_end_can_be_read_and_not_be_played_past(games: dict[Rendering, RoomGame]) -> None:
+    ends = Counter[str]()
+    game, rng = games["full"], random.Random(3)
+    for task in NEW[:120]:
+        game.reset(task)
+        for _ in range(100):
+            before, action = game.position, rng.choice(ACTIONS)
+            result = game.step(action)
+            if result.done:
+                break
+        if not result.done:
+            continue
+        ends[result.text] += 1
+        assert (game.position, len(game.grid)) == (before, 5)
+        with pytest.raises(RuntimeError, match="over"):
+            game.step("north")
+    assert set(ends) == {"You reach the stairs down.", "You die."}
+
+
+# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+def test_the_scripted_player_wins_through_text_alone(games: dict[Rendering, RoomGame], rendering: Rendering) -> None:
+    game = games[rendering]
+    wins = [play(game, task, SPEC.scripted_player(random.Random(i)), turns=30).success for i, task in enumerate(NEW[:60])]
+    assert sum(wins) >= 57
+
+
+def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
+    game, checked = games["full"], 0
+    for i, task in enumerate(NEW[:40]):
+        played = play(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
+        seen = [(x, y) for y, row in enumerate(game.grid) for x, symbol in enumerate(row) if symbol == ">"]
+        if played.success and seen:
+            assert seen == [true_exit(int(task.params["lgen"]))]
+            checked += 1
+    assert checked > 20
+    assert len({true_exit(task.params["lgen"]) for task in NEW}) > 20  # type: ignore[arg-type]
+
+
+def test_a_game_keeps_its_files_in_the_scratch_folder() -> None:
+    game = RoomGame("compact")
+    folder = game.level.temporary_folder
+    assert folder.parent == scratch_folder()
+    game.close()
+    assert not folder.exists()
+
+
+# ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() -> None:
+    settings = StreamSettings(places=32, permanent=8, visits=5)
+    tasks = RoomStream(0, settings).draw(32 * 40)
+    rounds = [tasks[i : i + 32] for i in range(0, len(tasks), 32)]
+    names = {str(task.params["place"]) for task in tasks}
+    assert all({task.params["place"] for task in visits} == names for visits in rounds)
+    assert [task.params["place"] for task in rounds[0]] != [task.params["place"] for task in rounds[1]]
+    layouts = {name: [int(task.params["lgen"]) for task in tasks if task.params["place"] == name] for name in names}
+    known = {str(task.params["place"]): int(task.params["lgen"]) for task in eval_tasks("known", 8, 0, settings)}
+    assert len(known) == 8
+    for name, seeds in layouts.items():
+        runs = [len(list(seeds)) for seeds in _runs(seeds)]
+        if name in known:
+            assert set(seeds) == {known[name]}
+        else:
+            assert all(run == 5 for run in runs[1:-1])
+            assert 1 <= runs[0] <= 5
+    first_runs = {len(_runs(seeds)[0]) for name, seeds in layouts.items() if name not in known}
+    assert first_runs == {1, 2, 3, 4, 5}, "they are not all replaced at once"
+    assert len({task.params["core"] for task in tasks}) == len(tasks)
+
+
+def _runs(values: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return runs
+
+
+def test_the_streams_state_restores_the_exact_continuation() -> None:
+    through = RoomStream(5, SETTINGS)
+    through.draw(77)
+    state = json.loads(json.dumps(through.state()))
+    eval_tasks("known", 64, 5, SETTINGS)  # leaves no trace
+    expected = through.draw(200)
+    resumed = RoomStream(5, SETTINGS)
+    resumed.draw(3)
+    resumed.load_state(state)
+    assert [*resumed.draw(9), *resumed.draw(191)] == expected
+    assert RoomStream(6, SETTINGS).draw(200) != RoomStream(5, SETTINGS).draw(200)
+
+
+def test_evals_are_fixed_and_apart_from_training() -> None:
+    assert eval_tasks("new", 64, 1, StreamSettings(places=4, permanent=1)) == NEW[:64]
+    assert len({task.params["lgen"] for task in NEW}) == len(NEW)
+    known = eval_tasks("known", 32, 3, SETTINGS)
+    assert known == eval_tasks("known", 64, 3, SETTINGS)[:32]
+    assert known != eval_tasks("known", 32, 4, SETTINGS)
+    train = RoomStream(3, SETTINGS).draw(320)
+    assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
+    assert all(task.params["core"] in places.HELD_OUT_DYNAMICS for task in (*known, *NEW))
+    assert all(task.params["core"] in places.TRAIN_DYNAMICS for task in train)
+    assert {task.split for task in train} | {task.split for task in known} | {NEW[0].split} == {"train", "known", "new"}
+    with pytest.raises(ValueError, match="known or new"):
+        eval_tasks("train", 1, 0, SETTINGS)
+    with pytest.raises(ValueError, match="permanent"):
+        eval_tasks("known", 1, 0, StreamSettings(permanent=0))
+
+
+def test_layout_and_dynamics_ranges_are_disjoint() -> None:
+    layouts = [places.NEW_LAYOUTS, places.DEMONSTRATION_LAYOUTS, places.PROBE_LAYOUTS, places.TRAIN_LAYOUTS]
+    for ranges in (layouts, [places.TRAIN_DYNAMICS, places.HELD_OUT_DYNAMICS]):
+        ordered = sorted(ranges, key=lambda values: values.start)
+        assert all(low.stop <= high.start for low, high in pairwise(ordered))
+    uses = [demonstration_tasks(50), probe_tasks(50), NEW, tuple(RoomStream(0, SETTINGS).draw(320))]
+    seen = [{task.params["lgen"] for task in tasks} for tasks in uses]
+    assert sum(map(len, seen)) == len(set().union(*seen))
+
+
+def test_goals_are_short_and_name_the_place() -> None:
+    for task in (*NEW, *RoomStream(0, SETTINGS).draw(64)):
+        assert str(task.params["place"]) in task.goal
+        assert len(task.goal.split()) <= 10
