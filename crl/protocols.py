@@ -45,10 +45,14 @@ class WeightManifest:
 class PublishHandle(Protocol):
     """Weights on their way to an engine. Gather `engine.update_weights(handle)` and `handle.done()` under one deadline."""
 
-    version: int
-    checksum: int
-    transport: str
-    manifest: WeightManifest
+    @property
+    def version(self) -> int: ...
+    @property
+    def checksum(self) -> int: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def manifest(self) -> WeightManifest: ...
 
     async def done(self) -> None:
         """Returns when the sending side has nothing left to do. Raises `LearnerError`."""
@@ -58,7 +62,8 @@ class PublishHandle(Protocol):
 class Engine(Protocol):
     """Generates with one model at one policy version."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.

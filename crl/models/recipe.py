@@ -16,7 +16,7 @@ import torch
 from crl.config.load import versions
 from crl.errors import ConfigError
 from crl.models.drills import ACTOR_DRILLS
-from crl.models.warm_start import Schooling, Shape, demonstrated_trace, new_model, school, train_tokenizer
+from crl.models.warm_start import END, Schooling, Shape, demonstrated_trace, new_model, school, train_tokenizer
 from crl.seeds import derive_seed, generator
 from crl.tokens import ChatRenderer
 
@@ -41,7 +41,7 @@ def make_actor(directory: Path, seed: int) -> None:
     print(f"{directory.name}: demonstrations")
     drills = {d.name: list(d.make(generator(seed, "drill", d.name), d.count)) for d in ACTOR_DRILLS}
     tokenizer = train_tokenizer([x for drill in drills.values() for x in drill[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
-    renderer = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))])
+    renderer = ChatRenderer(tokenizer, [int(tokenizer.vocab[END])])
     traces = [demonstrated_trace(x, renderer) for drill in drills.values() for x in drill]
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
     print(

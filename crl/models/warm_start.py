@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,9 +18,6 @@ from crl.algo import micro_batches, nll
 from crl.modeling import token_logprobs
 from crl.tokens import ChatRenderer, Conversation
 from crl.types import Completion, Segment, TokenTrace
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
@@ -78,7 +74,7 @@ def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) ->
     return fast
 
 
-def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
     """A freshly initialised model. Torch's global generator is put back afterwards."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -92,8 +88,8 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qw
         initializer_range=0.04,
         use_sliding_window=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.vocab[END],
+        pad_token_id=tokenizer.vocab[PAD],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

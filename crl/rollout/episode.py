@@ -82,9 +82,12 @@ class EpisodeRunner:
         self, key: EpisodeKey, limits: Limits, environment: Environment, conversation: Conversation, record: Record
     ) -> None:
         while not record.over:
+            if record.turns == limits.turns:
+                record.truncated = True
+                return
             prompt = conversation.prompt()
             room = self.max_context - len(prompt)
-            if record.turns == limits.turns or room < 1:
+            if room < 1:
                 record.truncated = True
                 return
             sampling = Sampling(min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature)

@@ -75,7 +75,7 @@ class Waves:
             return
         wave, self._held = sorted(self._held.items()), {}
         for session, held in wave:
-            task = asyncio.ensure_future(self._engine.generate(held.ids, held.sampling, session=session, rng=held.rng))
+            task = asyncio.create_task(self._engine.generate(held.ids, held.sampling, session=session, rng=held.rng))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
             task.add_done_callback(lambda done, future=held.future: _pass_on(done, future))

@@ -12,7 +12,7 @@ import torch
 
 from crl.config import RunConfig, TaskConfig, resolve_model
 from crl.engines.torch import TorchEngine
-from crl.envs.base import EnvSpec, StreamSettings
+from crl.envs.base import EnvSpec, Rendering, StreamSettings
 from crl.envs.host import ThreadHost
 from crl.envs.mixture import Mixture
 from crl.envs.registry import get_spec
@@ -30,8 +30,6 @@ from crl.run.loop import Loop, Schedule
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 from crl.types import Split, Task
-
-EVAL_SPLITS: tuple[Split, ...] = ("known", "new")
 
 
 @asynccontextmanager
@@ -123,7 +121,7 @@ async def _engine(config: RunConfig, path: Path, stack: AsyncExitStack) -> Engin
 
 
 async def _pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
-    hosted = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
+    hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
     host = ThreadHost(hosted, threads=config.rollout.env_threads, deadline=config.rollout.env_deadline)
     stack.push_async_callback(host.aclose)
     return host
@@ -154,7 +152,10 @@ def _evaluator(config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeR
 
 
 def _eval_sets(config: RunConfig, name: str, spec: EnvSpec) -> dict[EvalSet, tuple[Task, ...]]:
-    task = config.tasks[name]
-    sizes = {"known": task.eval.known, "new": task.eval.new}
-    sets = {(name, split): spec.eval_tasks(split, sizes[split], config.run.seed, _stream(task)) for split in EVAL_SPLITS if sizes[split]}
-    return {key: tuple(replace(t, name=name) for t in tasks) for key, tasks in sets.items()}
+    task, stream = config.tasks[name], _stream(config.tasks[name])
+    sizes: dict[Split, int] = {"known": task.eval.known, "new": task.eval.new}
+    sets: dict[EvalSet, tuple[Task, ...]] = {}
+    for split, size in sizes.items():
+        if size:
+            sets[name, split] = tuple(replace(t, name=name) for t in spec.eval_tasks(split, size, config.run.seed, stream))
+    return sets

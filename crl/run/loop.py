@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from crl.algo import build_minibatches
 from crl.errors import EngineError
 from crl.protocols import Engine, Learner, Method, Monitor, TaskSource
@@ -114,7 +116,7 @@ class Loop:
         played = [t for t in batch if t.error is None]
         if not played:
             return ()
-        advantages = sum(term(played) for term in role.terms)
+        advantages = torch.stack([term(played) for term in role.terms]).sum(0)
         views = [role.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw)

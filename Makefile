@@ -1,0 +1,51 @@
+# Needs Python 3.11 or newer with its headers, make and g++; everything else is installed into .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# Two OpenMP threads are slower than one on matrices as small as the bundled models'.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup setup-dev train test soak lint format models clean
+
+## setup: install crl into .venv
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable . --constraint constraints.txt
+	touch $@
+
+setup-dev: $(VENV)/installed-dev
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+## train: set up, then train a tiny actor in MiniHack rooms (about 3 minutes on 2 cores)
+train: setup
+	$(BIN)/crl train --tasks room --method grpo
+
+## test: set up with dev tools, then lint, type-check and test
+test: setup-dev lint
+	$(BIN)/pytest
+
+## soak: the long and heavy checks
+soak: setup-dev
+	$(BIN)/pytest -m soak
+
+lint: setup-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+## models: make the bundled models again (minutes)
+models: setup
+	rm -rf crl/models/tiny-actor
+	$(BIN)/crl make-models --out crl/models
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,111 @@
+"""A bad record fails where it was born: every check of `crl.types`, and the token trace's arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from crl.types import (
+    Completion,
+    Experience,
+    ExperienceUse,
+    RolloutPlan,
+    Sampling,
+    Segment,
+    StepStats,
+    Task,
+    TokenTrace,
+    TrainSample,
+    Trajectory,
+)
+
+TASK = Task("room", seed=1, split="train", goal="leave")
+USE = ExperienceUse("e1", version=1, generation="g1", how="start")
+EXPERIENCE = Experience("e1", version=1, text="look first", task="room", generation="g1", span=(3, 9))
+TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), versions=(-1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("record", "change", "said"),
+    [
+        (TASK, {"split": "test"}, "split must be one of"),
+        (TASK, {"name": ""}, "needs a name"),
+        (Segment("user", "hello", "env"), {"role": "human"}, "role must be one of"),
+        (Segment("user", "hello", "env"), {"origin": "model"}, "origin must be one of"),
+        (Sampling(8, (2,)), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        (Sampling(8, (2,)), {"temperature": -0.1}, "temperature must be finite and not negative, not -0.1"),
+        (Sampling(8, (2,)), {"temperature": float("nan")}, "not nan"),
+        (Sampling(8, (2,)), {"temperature": float("inf")}, "not inf"),
+        (Completion((5,), (-1.0,), (0,), "stop"), {"finish": "eos"}, "finish must be one of"),
+        (Completion((5,), (-1.0,), (0,), "stop"), {"logprobs": ()}, r"'logprobs': 0"),
+        (Completion((5,), (-1.0,), (0,), "stop"), {"versions": (0, 0)}, r"'versions': 2"),
+        (TRACE, {"mask": (0, 1)}, r"columns differ in length: .*'mask': 2"),
+        (TRACE, {"logprobs": (0.0, -0.5)}, r"'logprobs': 2"),
+        (TRACE, {"versions": ()}, r"'versions': 0"),
+        (TRACE, {"ids": (5, 6, 7, 8)}, r"'ids': 4"),
+        (TRACE, {"mask": (0, 1, 2)}, "only 0 and 1"),
+        (TRACE, {"mask": (0, -1, 1)}, "only 0 and 1"),
+        (EXPERIENCE, {"status": "gone"}, "status must be one of"),
+        (EXPERIENCE, {"version": 0}, "bad version or span: 0"),
+        (EXPERIENCE, {"span": (9, 3)}, r"bad version or span: 1, \(9, 3\)"),
+        (USE, {"how": "guess"}, "how must be one of"),
+        (RolloutPlan("free"), {"condition": "both"}, "condition must be one of"),
+        (TrainSample(TRACE, 1.0, 0.5), {"advantage": (1.0, 2.0)}, "one value per token"),
+        (Trajectory(TASK, 0, 0, 0, "guided"), {"condition": "half"}, "condition must be one of"),
+        (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("nan")}, "reward must be finite"),
+        (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("-inf")}, "reward must be finite"),
+        (Trajectory(TASK, 0, 0, 0, "free"), {"used": (USE,)}, "must not have seen an experience"),
+        (Trajectory(TASK, 0, 0, 0, "free"), {"segments": (Segment("user", "x", "experience"),)}, "must not have seen an experience"),
+    ],
+)
+def test_a_bad_record_is_refused(record: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(record, **change)
+
+
+def test_a_guided_trajectory_may_have_seen_an_experience() -> None:
+    seen = Trajectory(TASK, 0, 0, 0, "guided", segments=(Segment("user", "x", "experience"),), used=(USE,))
+    assert seen.used == (USE,)
+
+
+def test_records_are_frozen_and_do_not_share_their_callers_dicts() -> None:
+    params, rewards, metrics = {"lgen": 3}, {"outcome": 1.0}, {"loss": 0.5}
+    task = replace(TASK, params=params)
+    trajectory = Trajectory(task, 0, 0, 0, "free", rewards=rewards)
+    stats = StepStats(1, 0, metrics)
+    for mine in (params, rewards, metrics):
+        mine.clear()
+    assert task.params == {"lgen": 3}
+    assert trajectory.rewards == {"outcome": 1.0}
+    assert stats.metrics == {"loss": 0.5}
+    with pytest.raises(FrozenInstanceError):
+        task.seed = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_trajectorys_reward_is_the_sum_of_its_channels() -> None:
+    shaped = Trajectory(TASK, 0, 0, 0, "free", reward=9.0).with_rewards({"outcome": 1.0, "format": -0.25})
+    assert shaped.reward == 0.75
+    assert shaped.rewards == {"outcome": 1.0, "format": -0.25}
+    with pytest.raises(ValueError, match="reward must be finite"):
+        shaped.with_rewards({"outcome": float("inf")})
+
+
+def test_a_trace_grows_at_its_end_only() -> None:
+    start = TokenTrace().with_context((5, 6))
+    once = start.with_sampled(Completion((7, 8), (-0.5, -1.5), (3, 4), "length"))
+    twice = once.with_context((9,)).with_sampled(Completion((2,), (-0.25,), (4,), "stop"))
+    assert start == TokenTrace((5, 6), (0, 0), (0.0, 0.0), (-1, -1))
+    assert once == TokenTrace((5, 6, 7, 8), (0, 0, 1, 1), (0.0, 0.0, -0.5, -1.5), (-1, -1, 3, 4))
+    assert twice == TokenTrace(
+        ids=(5, 6, 7, 8, 9, 2),
+        mask=(0, 0, 1, 1, 0, 1),
+        logprobs=(0.0, 0.0, -0.5, -1.5, 0.0, -0.25),
+        versions=(-1, -1, 3, 4, -1, 4),
+    )
+    assert once.with_context(()) == once
+
+
+def test_a_per_token_advantage_of_the_right_length_is_taken() -> None:
+    assert TrainSample(TRACE, (0.0, 1.0, -1.0), 0.5).advantage == (0.0, 1.0, -1.0)
