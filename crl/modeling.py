@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from crl.errors import ConfigError
 from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def resolve_device(device: str) -> torch.device:
@@ -33,9 +33,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "actor.model", str(path), f"its tokenizer cannot be loaded ({error})", "put the tokenizer's files there"
-        ) from error
+        reason = f"its tokenizer cannot be loaded ({_first_line(error)})"
+        raise ConfigError("actor.model", str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
         raise ConfigError("actor.model", str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
     if tokenizer.eos_token_id is None:
@@ -46,21 +45,42 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal LM for sampling and training.
 
-    Raises `ConfigError` for a model that cannot be loaded, that keeps no full-attention cache in every layer (the
+    Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the
     in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of loading, and of saving later: they would litter a run's stderr
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError("actor.model", str(path), f"it cannot be loaded ({error})", "give a directory with a causal LM") from error
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError("actor.model", str(path), f"its layers are {sorted(kinds)}", "the torch engine serves full attention only")
-    model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+        model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = f"it cannot be loaded ({_first_line(error)})"
+        raise ConfigError("actor.model", str(path), reason, "give a directory with a causal LM") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+        reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
+        raise ConfigError("actor.model", str(path), reason, "download or make the model again")
+    if kinds := _other_attention(model.config):
+        raise ConfigError("actor.model", str(path), f"it has layers of {kinds}", "the torch engine serves full attention only")
+    model = model.to(device).eval()
     _require_plain_head(model, path)
     return model
+
+
+def _other_attention(config: PreTrainedConfig) -> str:
+    """The kinds of the model's layers that are not full attention, for people; empty if all are."""
+    declared = getattr(config, "layer_types", None)
+    if declared is None and getattr(config, "sliding_window", None) is not None:  # Mistral, Phi-3: every layer, undeclared
+        declared = ["sliding_attention"]
+    return ", ".join(sorted(set(declared or ()) - {"full_attention"}))
+
+
+def _first_line(error: Exception) -> str:
+    """What went wrong, without the pages that transformers appends."""
+    return str(error).strip().split("\n")[0]
 
 
 def _require_plain_head(model: PreTrainedModel, path: Path) -> None:
@@ -76,11 +96,11 @@ def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     """Every token that ends a turn: the tokenizer's and those of the model's generation config."""
     from transformers import GenerationConfig
 
-    ids = {tokenizer.eos_token_id}
+    ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
         listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-        ids |= set(listed) if isinstance(listed, list) else {listed}
-    return tuple(sorted(i for i in ids if i is not None))
+        ids += listed if isinstance(listed, list) else [listed]
+    return tuple(sorted({i for i in ids if i is not None}))
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

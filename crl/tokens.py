@@ -29,7 +29,9 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        self._control = tuple(sorted(set(tokenizer.all_special_tokens), key=len, reverse=True))
+        # `all_special_tokens` has only those that a role was given (eos, pad, …); Llama's turn headers are not among them.
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._control = tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
     def messages(self, segments: Iterable[Segment]) -> list[dict[str, str]]:
         """Chat messages: neighbouring segments of one role are joined by a newline."""

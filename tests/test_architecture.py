@@ -22,6 +22,7 @@ RANKS = {
     "crl.run": 6,
     "crl.models": 7,
     "crl.cli": 8,
+    "crl.__main__": 9,
 }
 """Every room of the package. A room imports itself and strictly lower ranks; a new room is placed here."""
 

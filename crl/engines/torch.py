@@ -240,6 +240,7 @@ class TorchEngine:
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
         self._waiting: deque[Request] = deque()
         self._swap: tuple[InProcessWeights, asyncio.Future[None]] | None = None
+        self._unanswered: set[asyncio.Future[Any]] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._dead: EngineError | None = None
@@ -252,19 +253,21 @@ class TorchEngine:
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0."""
         await self.health()
-        if not ids or len(ids) + sampling.max_tokens > self._max_context:
-            raise RolloutError("engine", f"{len(ids)} prompt + {sampling.max_tokens} new tokens do not fit {self._max_context}")
+        self._check_fit(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling needs a seed: pass rng")
         request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future())
         self._waiting.append(request)
-        self._start()
-        return await request.future
+        return await self._answered(request.future)
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         """See `crl.protocols.Engine`."""
         await self.health()
-        return await self._compute(self._decoder.score, ids)
+        self._check_fit(ids, 0)
+        try:
+            return await self._compute(self._decoder.score, ids)
+        except Exception as error:
+            raise _failed(error) from error
 
     async def update_weights(self, handle: PublishHandle) -> None:
         """See `crl.protocols.Engine`. Requests in flight finish on the old weights; new ones wait for the swap."""
@@ -275,8 +278,7 @@ class TorchEngine:
             raise EngineError("a swap of weights is already under way")
         done = asyncio.get_running_loop().create_future()
         self._swap = (handle, done)
-        self._start()
-        await done
+        await self._answered(done)
 
     async def health(self) -> None:
         """Raises the `EngineError` that ended the engine, if one did."""
@@ -292,10 +294,20 @@ class TorchEngine:
         self._thread.shutdown()
         self._die(closed)
 
-    def _start(self) -> None:
+    def _check_fit(self, ids: Sequence[int], more: int) -> None:
+        if not ids or len(ids) + more > self._max_context:
+            raise RolloutError("engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._max_context}")
+
+    async def _answered(self, future: asyncio.Future[T]) -> T:
+        """What `future` becomes, once the serving task runs; `_die` fails every future that is still open here."""
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name="torch engine")
         self._wake.set()
+        self._unanswered.add(future)
+        try:
+            return await future
+        finally:
+            self._unanswered.discard(future)
 
     async def _serve(self) -> None:
         try:
@@ -306,10 +318,8 @@ class TorchEngine:
                     await self._slice()
         except EngineError as error:
             self._die(error)
-        except (RuntimeError, ValueError, IndexError) as error:  # what torch raises: out of memory, a bad id, a bad shape
-            death = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            death.__cause__ = error
-            self._die(death)
+        except Exception as error:  # out of memory, a bad id, a model that is not as expected: whatever it is, callers are waiting
+            self._die(_failed(error))
 
     async def _slice(self) -> None:
         """One piece of work on the compute thread: free what was cancelled, then swap, prefill or decode."""
@@ -350,13 +360,16 @@ class TorchEngine:
 
     def _die(self, error: EngineError) -> None:
         self._dead = self._dead or error
-        futures = [r.future for r in (*self._waiting, *self._decoder.running)]
-        if self._swap is not None:
-            futures.append(self._swap[1])  # pyright: ignore[reportArgumentType]
-        for future in futures:
+        for future in self._unanswered:
             if not future.done():
                 future.set_exception(self._dead)
         self._waiting.clear()
+
+
+def _failed(error: Exception) -> EngineError:
+    death = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+    death.__cause__ = error
+    return death
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:

@@ -13,7 +13,7 @@ import torch
 from crl.config.schema import OptimizerSection
 from crl.errors import LearnerError
 from crl.learners.step import Trainer, TrainSettings
-from crl.modeling import InProcessWeights
+from crl.modeling import InProcessWeights, load_model
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
 
@@ -72,8 +72,7 @@ class LocalLearner:
         torch.save(optimizer, directory / "optimizer.pt")
 
     def _load(self, directory: Path) -> None:
-        weights = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
-        self.model.load_state_dict(weights.state_dict())
+        self.model.load_state_dict(load_model(directory, self.model.device, self.model.dtype).state_dict())
         saved = torch.load(directory / "optimizer.pt", map_location=self.model.device, weights_only=True)
         self._trainer.optimizer.load_state_dict(saved["optimizer"])
         self._trainer.schedule.load_state_dict(saved["schedule"])
@@ -81,5 +80,5 @@ class LocalLearner:
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-        except RuntimeError as error:  # what torch raises: out of memory, a bad shape
+        except (RuntimeError, IndexError, OSError) as error:  # out of memory, a bad shape; a bad id; a full disk
             raise LearnerError(f"the learner failed: {error}") from error

@@ -71,20 +71,26 @@ class Figures:
     """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._tokens: dict[str, float] = defaultdict(float)
-        self._maxima: dict[str, float] = {}
+        self._rows: list[tuple[Mapping[str, torch.Tensor], float]] = []
 
     def add(self, metrics: Mapping[str, torch.Tensor], tokens: float) -> None:
-        for name, value in metrics.items():
-            if name.endswith("_max"):
-                self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
-            elif tokens:
-                self._sums[name] += float(value) * tokens
-                self._tokens[name] += tokens
+        self._rows.append((metrics, tokens))
+
+    def merge(self, other: Figures) -> None:
+        self._rows += other._rows
 
     def result(self) -> dict[str, float]:
-        return {name: total / self._tokens[name] for name, total in self._sums.items()} | self._maxima
+        sums: dict[str, float] = defaultdict(float)
+        counts: dict[str, float] = defaultdict(float)
+        maxima: dict[str, float] = {}
+        for metrics, tokens in self._rows:
+            for name, value in metrics.items():
+                if name.endswith("_max"):
+                    maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+                elif tokens:
+                    sums[name] += float(value) * tokens
+                    counts[name] += tokens
+        return {name: total / counts[name] for name, total in sums.items()} | maxima
 
 
 class Trainer:
@@ -104,22 +110,26 @@ class Trainer:
             minibatches = [self._recomputed(m) for m in minibatches]
         updates = skipped = 0
         grad_norms = []
+        learning_rate = float(self.schedule.get_last_lr()[0])
         for minibatch in minibatches:
             # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
             # against the engine's.
-            grad_norm = self._accumulate(minibatch, figures, probe=version if updates == 0 else None)
+            own = Figures()
+            grad_norm = self._accumulate(minibatch, own, probe=version if updates == 0 else None)
             if grad_norm is None:
-                skipped += 1
+                skipped += 1  # with its figures: they may be as little finite as its loss
                 continue
+            learning_rate = float(self.schedule.get_last_lr()[0])  # the one about to be applied
             self.optimizer.step()
             self.schedule.step()
             updates += 1
             grad_norms.append(grad_norm)
+            figures.merge(own)
         metrics = figures.result()
         if grad_norms:
             metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
         metrics["samples"] = sum(len(m.samples) for m in minibatches)
-        metrics["learning_rate"] = self.schedule.get_last_lr()[0]
+        metrics["learning_rate"] = learning_rate
         return StepStats(updates, skipped, metrics)
 
     def _accumulate(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float | None:

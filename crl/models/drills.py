@@ -25,7 +25,7 @@ UNSEEN, STAIRS, TRAP = "~", ">", "^"
 
 @dataclass(frozen=True)
 class Drill:
-    """A kind of demonstration. `make(rng, n)` yields n of them; `report` is what the recipe notes about them."""
+    """A kind of demonstration: `make(rng, n)` yields n of them; the recipe takes `count`."""
 
     name: str
     count: int
@@ -143,4 +143,4 @@ def first_step(game: RoomGame, targets: set[Cell], rng: random.Random) -> str | 
     return None
 
 
-ACTOR_DRILLS = (Drill("room walks", 12_000, RoomWalks(((Explorer, 0.3), (Walker, 0.42), (Pacer, 0.28)), slip=0.03, turns=8).make),)
+ACTOR_DRILLS = (Drill("room walks", 12_000, RoomWalks(((Explorer, 0.55), (Walker, 0.27), (Pacer, 0.18)), slip=0.03, turns=6).make),)

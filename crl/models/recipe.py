@@ -24,7 +24,7 @@ TOKENIZER_SAMPLE = 2000
 """Demonstrations of each drill that the tokenizer is trained on."""
 
 SHAPE = Shape()
-SCHOOLING = Schooling(epochs=4)
+SCHOOLING = Schooling(epochs=3)
 
 
 def make(out: Path, seed: int) -> None:

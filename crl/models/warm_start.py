@@ -45,14 +45,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schooling:
-    """AdamW with linear warm-up and decay. batch_tokens: padded tokens of an update."""
+    """AdamW with linear warm-up and decay.
+
+    batch_tokens: padded tokens of an update; context_weight: weight of the likelihood of what the demonstrator was told,
+    beside 1 for what it said. Reading the game's text well is what copying from it takes.
+    """
 
     epochs: int
     learning_rate: float = 3e-3
     warmup_updates: int = 20
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     weight_decay: float = 0.01
     floor: float = 0.05
+    context_weight: float = 1.0
 
 
 def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -124,7 +129,7 @@ def school(
     model.train()
     losses: list[float] = []
     for update, batch in enumerate(batches, start=1):
-        losses.append(_update(model, [traces[i] for i in batch], optimizer))
+        losses.append(_update(model, [traces[i] for i in batch], optimizer, schooling.context_weight))
         schedule.step()
         if update % 50 == 0 or update == len(batches):
             report(f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token")
@@ -133,17 +138,19 @@ def school(
     return sum(last) / len(last)
 
 
-def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: torch.optim.Optimizer) -> float:
+def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: torch.optim.Optimizer, context_weight: float) -> float:
+    """One update; returns the mean negative log-likelihood of what the demonstrators said, nats a token."""
     width = max(len(t.ids) for t in traces)
     ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
-    mask = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
-    logp, _ = token_logprobs(model, ids, mask)
-    loss, _ = nll(logp, mask, weights=mask.sum(-1) / mask.sum())  # a mean over tokens
+    said = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
+    told = torch.tensor([[0, *(1 - m for m in t.mask[1:]), *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
+    logp, _ = token_logprobs(model, ids, said | told)
+    saying, hearing = (nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told))  # means over tokens
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (saying + context_weight * hearing).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.item()
+    return saying.item()
 
 
 def _shuffled_batches(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) -> list[list[int]]:

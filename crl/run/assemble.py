@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from crl.envs.base import EnvSpec, Rendering, StreamSettings
 from crl.envs.host import ThreadHost
 from crl.envs.mixture import Mixture
 from crl.envs.registry import get_spec
+from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.prompts import prompt
-from crl.protocols import Engine, EnvironmentPool, Method, Monitor
+from crl.protocols import Engine, EnvironmentPool, Method, Monitor, TaskSource
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.gate import StalenessGate
@@ -42,7 +43,7 @@ async def training(config: RunConfig, checkpoints: Path, monitor: Monitor) -> As
         stack.push_async_callback(learner.aclose)
         engine, pool = await _engine(config, path, stack), await _pool(config, specs, stack)
         runner = _runner(config, path, method, engine, pool)
-        source = Mixture({name: spec.task_source(config.run.seed, _stream(config.tasks[name])) for name, spec in specs.items()})
+        source = _source(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         size = config.rollout.group_size
         yield Loop(
@@ -87,11 +88,30 @@ def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
     """The system prompt; none for tiny models, which were taught the game's texts alone."""
     if task.rendering == "compact":
         return ""
-    return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=spec.actions[0])
+    example = spec.actions[0] if spec.actions else "your action"
+    return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
+
+
+def _source(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
+    sources: dict[str, TaskSource] = {}
+    for name, spec in specs.items():
+        stream = _stream(config.tasks[name])
+        with _refusable(f"tasks.{name}.stream", asdict(stream)):
+            sources[name] = spec.task_source(config.run.seed, stream)
+    return Mixture(sources)
 
 
 def _stream(task: TaskConfig) -> StreamSettings:
     return StreamSettings(**task.stream.model_dump())
+
+
+@contextmanager
+def _refusable(key: str, value: object) -> Iterator[None]:
+    """What an environment cannot offer it refuses with a `ValueError`; the value is the user's to correct."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(key, value, str(error), "Choose another value") from error
 
 
 def _learner(config: RunConfig, method: Method, path: Path) -> LocalLearner:
@@ -157,5 +177,6 @@ def _eval_sets(config: RunConfig, name: str, spec: EnvSpec) -> dict[EvalSet, tup
     sets: dict[EvalSet, tuple[Task, ...]] = {}
     for split, size in sizes.items():
         if size:
-            sets[name, split] = tuple(replace(t, name=name) for t in spec.eval_tasks(split, size, config.run.seed, stream))
+            with _refusable(f"tasks.{name}.eval.{split}", size):
+                sets[name, split] = tuple(replace(t, name=name) for t in spec.eval_tasks(split, size, config.run.seed, stream))
     return sets

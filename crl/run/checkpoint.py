@@ -27,12 +27,17 @@ async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner]
         directory.mkdir(parents=True)
         await learner.save(directory)
         for file in companions[role].iterdir():
-            if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not (directory / file.name).exists():
+            if _travels(file) and not (directory / file.name).exists():
                 shutil.copy2(file, directory / file.name)
     manifest = {"step": step, "models": sorted(learners), "state": state}
     (draft / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     draft.rename(target)
     return target
+
+
+def _travels(file: Path) -> bool:
+    """A tokenizer's file, or the profile; an index of weights is of the old ones."""
+    return file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not file.name.endswith(".index.json")
 
 
 def latest_checkpoint(root: Path) -> Path:

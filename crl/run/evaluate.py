@@ -30,7 +30,7 @@ class Rate:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
-        return centre - half, centre + half
+        return centre - half if self.successes else 0.0, centre + half if self.successes < n else 1.0  # at the ends exactly
 
     def __str__(self) -> str:
         low, high = self.interval

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
-from crl.errors import LearnerError
+from crl.errors import ConfigError, LearnerError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
@@ -24,6 +25,7 @@ from crl.run.assemble import evaluation, training
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
+from crl.run.plan import overview
 from crl.run.summary import Summary, success_lines
 
 INTERRUPTED = 130
@@ -38,15 +40,18 @@ def train(config: RunConfig, run_dir: Path, *, plain: bool) -> int:
     begin = time.monotonic()
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=hashes())
-    monitor = _monitor(config, run)
     try:
-        return asyncio.run(_train(config, run, monitor, begin))
+        with closing(_monitor(config, run)) as monitor:
+            monitor.note(f"run {run.path}\n{overview(config)}\n")
+            return asyncio.run(_train(config, run, monitor, begin))
+    except ConfigError:
+        if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: the directory's name is free again
+            shutil.rmtree(run.path)
+        raise
     except BaseException as error:
         with run.log.open("a", encoding="utf-8") as stream:
             stream.write("".join(traceback.format_exception(error)))
         raise
-    finally:
-        monitor.close()
 
 
 def evaluate_run(run_dir: Path) -> int:
@@ -61,7 +66,10 @@ def evaluate_run(run_dir: Path) -> int:
 
 async def _evaluate(config: RunConfig, model: Path) -> Evaluation:
     async with evaluation(config, model) as evaluator:
-        return await evaluator.evaluate()
+        try:
+            return await evaluator.evaluate()
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
 
 
 async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float) -> int:

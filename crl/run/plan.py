@@ -22,6 +22,11 @@ def plan(config: RunConfig) -> str:
     return "\n\n".join(f"── {title} ──\n{text}" for title, text in sections.items())
 
 
+def overview(config: RunConfig) -> str:
+    """What a run says when it starts: who plays what, in which rendering, on what."""
+    return "\n".join([_model(config), _tasks(config), _devices(config)])
+
+
 def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """The table as TOML, its own values before its sub-tables. TOML has no null: what is unset is a comment."""
     values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}

@@ -1,0 +1,71 @@
+"""Does the tiny actor learn the rooms? Runs of several seeds beside controls that differ only in a learning rate of 0.
+
+    python benchmarks/actor_learning.py --out benchmarks/results/actor_learning.json
+
+The metric, named before the runs: success on the 256 fixed `new` rooms (never trained on), sampled at temperature 1, before
+and after the run, by `crl train --tasks room --method grpo --seed S`. The seed is the unit; intervals over seeds are Student's t.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+METRIC = "eval/room/new/success/free"
+T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t at 97.5 %, by number of seeds."""
+
+
+def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
+    """Trains once; returns the metric before and after, every training success, and the wall time (s)."""
+    command = ["crl", "train", "--tasks", "room", "--method", "grpo", "--seed", str(seed), "--run-dir", str(folder), *extra]
+    print(" ".join(command), file=sys.stderr)
+    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    return {
+        "seed": seed,
+        "before": evals[0][METRIC],
+        "after": evals[-1][METRIC],
+        "train_success": [line["rollout/success"] for line in lines if line["kind"] == "train"],
+        "seconds": lines[-1]["time"],
+    }
+
+
+def mean_and_interval(values: list[float]) -> str:
+    """mean ± half the 95 % interval over seeds."""
+    mean = statistics.fmean(values)
+    if len(values) not in T_975:
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    arguments = parser.parse_args()
+    arms = {"trained": [], "learning rate 0": ["--set", "actor.optimizer.learning_rate=0.0"]}
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for arm, extra in arms.items():
+            results[arm] = [run(seed, extra, Path(scratch) / f"{arm.split()[0]}-{seed}") for seed in arguments.seeds]
+    for arm, runs in results.items():
+        for r in runs:
+            print(f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   {r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s")
+        print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
+    if arguments.out:
+        machine = {"platform": platform.platform(), "processor": platform.processor(), "python": platform.python_version()}
+        arguments.out.write_text(json.dumps({"metric": METRIC, "machine": machine, "arms": results}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m crl` is `crl`."""
+
+from crl.cli.main import main
+
+main()

@@ -1,0 +1,460 @@
+"""Whole runs through the command line: the real loop, the real tiny actor, real rooms, in seconds.
+
+Beside the room there are two games of this file's own, `PARITY` and `BROKEN`, named in task files like any user's.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.engines.torch import Decoder
+from crl.envs.base import EnvSpec, Game
+from crl.envs.places import NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
+from crl.envs.room.player import RoomPlayer
+from crl.methods.parts.training import SurrogateLoss
+from crl.run.checkpoint import latest_checkpoint
+from crl.run.evaluate import Rate
+from crl.types import StepResult, Task
+
+SMALL = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=8", "tasks.room.eval.new=8")
+WIDER = ("rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8")
+DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
+
+# ── two games of one's own ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Parity:
+    """Won by an answer of an even number of letters, lost by another: every group has both, whoever plays."""
+
+    def reset(self, task: Task) -> str:
+        return "Say something."
+
+    def step(self, action: str) -> StepResult:
+        won = len(action) % 2 == 0
+        return StepResult("", reward=float(won), done=True, success=won)
+
+    def close(self) -> None: ...
+
+
+class Broken(Parity):
+    def step(self, action: str) -> StepResult:
+        raise OSError("the game\nis broken")
+
+
+def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
+    goal = "In the {place}:"
+    return EnvSpec(
+        name=name,
+        hosting="threads",
+        turns=1,
+        reward_range=(0.0, 1.0),
+        actions=(),  # any text
+        action_format="any text",
+        query_with_observation=False,
+        make_game=lambda rendering: make(),
+        task_source=lambda seed, settings: PlaceStream(name, goal, seed, settings),
+        eval_tasks=lambda split, n, seed, settings: (
+            known_tasks(name, goal, n, seed, settings) if split == "known" else fixed_tasks(name, goal, NEW_LAYOUTS, n)
+        ),
+        scripted_player=RoomPlayer,
+    )
+
+
+PARITY, BROKEN = spec_of("parity", Parity), spec_of("broken", Broken)
+
+
+def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f'env = "{__name__}:{name.upper()}"\nrendering = "{rendering}"\nturns = 2\nmax_response_tokens = 6\n'
+        "[stream]\nplaces = 4\npermanent = 2\n[eval]\nknown = 4\nnew = 4\n"
+    )
+    return str(path)
+
+
+# ── running and reading ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def crl(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def arguments(run: Path, tasks: str, sets: tuple[str, ...], steps: int, seed: int) -> list[str]:
+    options = ["train", "--tasks", tasks, "--run-dir", str(run), "--steps", str(steps), "--seed", str(seed)]
+    return [*options, *(part for setting in sets for part in ("--set", setting))]
+
+
+def train(run: Path, *sets: str, tasks: str = "room", steps: int = 1, seed: int = 0, code: int = 0) -> Result:
+    """A run, and that it ended as it should: what it says is on stdout, errors alone on stderr."""
+    result = crl(*arguments(run, tasks, (*(SMALL if tasks == "room" else SMALL[:2]), *sets), steps, seed))
+    assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
+    assert code or result.stderr == ""
+    return result
+
+
+def one_line(result: Result) -> str:
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines(run / "metrics.jsonl") if line["kind"] == kind]
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+
+
+def weights(actor: Path) -> dict[str, torch.Tensor]:
+    return load_file(actor / "model.safetensors")
+
+
+def equal_weights(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_it_was() -> Iterator[None]:
+    """Deterministic runs flip a switch of the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three deterministic steps in the room."""
+    run = tmp_path_factory.mktemp("done") / "run"
+    train(run, *WIDER, *DETERMINISTIC, steps=3)
+    assert sum(line["actor/updates"] for line in metrics(run, "train")) > 0, "a run that trains nothing proves nothing"
+    return run
+
+
+# ── the run directory ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_run_leaves(done: Path) -> None:
+    assert {path.name for path in done.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
+    saved = json.loads((done / "config.json").read_text())
+    assert saved.keys() == {"config", "prompts", "versions"}
+    assert (saved["config"]["run"]["steps"], saved["config"]["tasks"]["room"]["eval"]["new"]) == (3, 8)
+    assert [path.name for path in (done / "checkpoints").iterdir()] == ["3"]
+    manifest = json.loads((done / "checkpoints" / "3" / "manifest.json").read_text())
+    assert (manifest["step"], manifest["models"], manifest["state"]["source"]["drawn"]) == (3, ["actor"], 12)
+    assert "the trained actor, in Hugging Face format" in (done / "log.txt").read_text()
+
+
+def test_every_line_of_metrics_is_flat(done: Path) -> None:
+    log = lines(done / "metrics.jsonl")
+    assert [(line["step"], line["kind"]) for line in log] == [(0, "eval"), (1, "train"), (2, "train"), (3, "train"), (3, "eval")]
+    for line in log:
+        assert list(line)[:3] == ["step", "kind", "time"]
+        assert all(value is None or isinstance(value, int | float | str) for value in line.values())
+    train_line, eval_line = log[1], log[0]
+    for name in (
+        "rollout/success",
+        "rollout/errors",
+        "staleness/max",
+        "actor/updates",
+        "actor/version",
+        "time/wait",
+        "perf/episodes_per_s",
+    ):
+        assert name in train_line
+    for name in ("eval/room/known/success/free", "eval/room/new/success/free/low", "eval/errors", "time/eval"):
+        assert name in eval_line
+
+
+FIELDS = [
+    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "turns", "segments"),
+    *("ids", "mask", "logprobs", "versions", "used", "truncated", "error"),
+]
+"""A trajectory's fields in DESIGN §10."""
+
+
+def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
+    played = lines(done / "trajectories.jsonl")
+    assert [(t["step"], t["group"], t["member"]) for t in played] == [(i // 32, i // 8, i % 8) for i in range(96)]
+    for record in played:
+        assert list(record) == FIELDS
+        assert (record["task"], record["split"], record["condition"], record["used"], record["error"]) == (
+            "room",
+            "train",
+            "free",
+            [],
+            None,
+        )
+        assert all(set(segment) == {"role", "origin", "text"} for segment in record["segments"])
+        assert len({len(record[column]) for column in ("ids", "mask", "logprobs", "versions")}) == 1
+        assert {v for v, m in zip(record["versions"], record["mask"], strict=True) if m} <= {0, 1, 2}
+        assert all((lp == 0) == (m == 0) or lp == 0 for lp, m in zip(record["logprobs"], record["mask"], strict=True))
+    for group in range(12):
+        members = [t for t in played if t["group"] == group]
+        assert len({(t["seed"], t["segments"][0]["text"], t["segments"][1]["text"]) for t in members}) == 1, "one task, one start"
+
+
+def test_figures_agree_with_the_trajectories(done: Path) -> None:
+    played = lines(done / "trajectories.jsonl")
+    for line in metrics(done, "train"):
+        batch = [t for t in played if t["step"] == line["step"] - 1]
+        assert line["rollout/episodes"] == len(batch) == 32
+        assert line["rollout/success"] == pytest.approx(sum(t["success"] for t in batch) / 32)
+        assert line["rollout/reward"] == pytest.approx(sum(t["reward"] for t in batch) / 32)
+        assert line["rollout/turns"] == pytest.approx(sum(t["turns"] for t in batch) / 32)
+        assert line["rollout/sampled_tokens"] == sum(sum(t["mask"]) for t in batch)
+        groups = [{t["reward"] for t in batch if t["group"] == group} for group in {t["group"] for t in batch}]
+        assert line["rollout/groups_with_signal"] == sum(len(rewards) > 1 for rewards in groups)
+
+
+# ── crl eval ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
+    before = contents(done)
+    result = crl("eval", done)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert contents(done) == before
+    last = metrics(done, "eval")[-1]
+    for split in ("known", "new"):
+        rate = Rate(round(8 * last[f"eval/room/{split}/success/free"]), 8)
+        assert f"  room {split:<6}    8 episodes   {rate}\n" in result.stdout
+    assert f"{done}/checkpoints/3, after 3 steps\n" in result.stdout
+    assert crl("eval", done).stdout == result.stdout
+
+
+def test_a_dead_engine_ends_eval_with_one_line(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(self: Decoder) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Decoder, "decode", out_of_memory)
+    result = crl("eval", done)
+    assert result.exit_code == 1
+    assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
+
+
+# ── the same seed, the same run ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
+    train(tmp_path / "again", *WIDER, *DETERMINISTIC, steps=3)
+    train(tmp_path / "other", *WIDER, *DETERMINISTIC, steps=3, seed=1)
+    first, again, other = (lines(run / "metrics.jsonl") for run in (done, tmp_path / "again", tmp_path / "other"))
+    assert list(map(untimed, again)) == list(map(untimed, first))
+    assert list(map(untimed, other)) != list(map(untimed, first))
+    trajectories = [(run / "trajectories.jsonl").read_bytes() for run in (done, tmp_path / "again", tmp_path / "other")]
+    assert trajectories[0] == trajectories[1] != trajectories[2]
+    assert equal_weights(done / "checkpoints/3/actor", tmp_path / "again/checkpoints/3/actor")
+
+
+def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
+    train(tmp_path / "watched", *WIDER, *DETERMINISTIC, "run.eval_every=1", "run.checkpoint_every=2", steps=3)
+    assert (tmp_path / "watched" / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert [line["step"] for line in metrics(tmp_path / "watched", "eval")] == [0, 1, 2, 3]
+    assert untimed(metrics(tmp_path / "watched", "eval")[-1]) == untimed(metrics(done, "eval")[-1])
+    assert {path.name for path in (tmp_path / "watched" / "checkpoints").iterdir()} == {"2", "3"}
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
+    train(tmp_path / "run", f"rollout.max_staleness={bound}", tasks=task_file(tmp_path, "parity"), steps=4)
+    log = metrics(tmp_path / "run", "train")
+    assert [line["actor/version"] for line in log] == [1, 2, 3, 4], "every step has signal, so every step is one version"
+    assert max(line["staleness/max"] for line in log) == bound
+    assert all(line["staleness/mean"] <= line["staleness/max"] for line in log)
+
+
+def test_learning_rate_zero_changes_no_bit(tmp_path: Path, tiny_actor: Path) -> None:
+    task = task_file(tmp_path, "parity")
+    train(tmp_path / "still", "actor.optimizer.learning_rate=0.0", tasks=task, steps=2)
+    assert [line["actor/updates"] for line in metrics(tmp_path / "still", "train")] == [2, 2], "it does all that training does"
+    assert equal_weights(tmp_path / "still/checkpoints/2/actor", tiny_actor)
+    train(tmp_path / "moved", tasks=task, steps=2)
+    assert not equal_weights(tmp_path / "moved/checkpoints/2/actor", tiny_actor)
+
+
+def test_any_causal_lm_takes_the_actors_place(tmp_path: Path, random_qwen3: Path) -> None:
+    sets = (f"actor.model={random_qwen3}", "actor.max_context_tokens=2048", "tasks.room.turns=3", "tasks.room.max_response_tokens=8")
+    result = train(tmp_path / "room", *sets)
+    assert "room  full rendering: the actor's model declares the full profile" in result.stdout
+    played = lines(tmp_path / "room" / "trajectories.jsonl")
+    assert [t["error"] for t in played] == [None] * 8
+    assert {t["turns"] for t in played} == {3}
+    assert played[0]["segments"][0]["text"].startswith("You play a text game")
+    assert "<answer>north</answer>" in played[0]["segments"][0]["text"]
+    assert "Map:\n" in played[0]["segments"][2]["text"]
+
+    train(tmp_path / "parity", *sets[:2], tasks=task_file(tmp_path, "parity", "full"))
+    assert metrics(tmp_path / "parity", "train")[0]["actor/version"] == 1
+    assert not equal_weights(tmp_path / "parity/checkpoints/1/actor", random_qwen3)
+    assert crl("eval", tmp_path / "parity").exit_code == 0
+
+
+def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
+    actor = done / "checkpoints" / "3" / "actor"
+    result = train(tmp_path / "run", *WIDER, *DETERMINISTIC, f"actor.model={actor}")
+    assert "room  compact rendering: the actor's model declares the compact profile" in result.stdout
+    before, after = metrics(tmp_path / "run", "eval")[0], metrics(done, "eval")[-1]
+    assert {**untimed(before), "step": 3} == untimed(after), "it begins where the other ended"
+
+
+def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
+    train(tmp_path / "run", "tasks.room.context=window(1)")
+    played = lines(tmp_path / "run" / "trajectories.jsonl")
+    long = [t for t in played if t["turns"] > 1]
+    assert long
+    assert all(len(t["ids"]) == len(t["mask"]) == t["turns"] for t in long)
+
+
+def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
+    sets = ("tasks.room.eval.known=2", "tasks.room.eval.new=0")
+    train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'parity')}", steps=1)
+    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + ["parity"] * 4
+    line = metrics(tmp_path / "run", "train")[0]
+    assert line["rollout/success"] == pytest.approx((line["rollout/room/success"] + line["rollout/parity/success"]) / 2)
+    names = metrics(tmp_path / "run", "eval")[0].keys()
+    assert {"eval/room/known/success/free", "eval/parity/known/success/free", "eval/parity/new/success/free"} <= names
+    assert "eval/room/new/success/free" not in names
+
+
+def test_no_steps_only_evaluate(tmp_path: Path, tiny_actor: Path) -> None:
+    train(tmp_path / "run", steps=0)
+    assert [line["kind"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == ["eval"]
+    assert equal_weights(latest_checkpoint(tmp_path / "run" / "checkpoints") / "actor", tiny_actor)
+
+
+# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_environment_that_always_raises_costs_its_episodes_alone(tmp_path: Path, tiny_actor: Path) -> None:
+    result = train(tmp_path / "run", tasks=task_file(tmp_path, "broken"), steps=2)
+    for line in metrics(tmp_path / "run", "train"):
+        assert (line["rollout/errors"], line["rollout/groups_with_signal"], line["actor/updates"], line["actor/version"]) == (8, 0, 0, 0)
+    assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["env: broken: step: OSError: the game\nis broken"] * 16
+    assert "16 eval episodes could not be played and count as failures" in result.stdout
+    assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
+
+
+def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Decoder.decode
+
+    def mortal(self: Decoder) -> Any:
+        if self.version == 1:
+            raise RuntimeError("out of memory")
+        return decode(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "decode", mortal)
+        result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "parity"), steps=3, code=1)
+    assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "EngineError: the engine failed: RuntimeError: out of memory" in log
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "1"
+    assert crl("eval", tmp_path / "run").exit_code == 0
+
+
+def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, calls = SurrogateLoss.__call__, []
+
+    def mortal(self: SurrogateLoss, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        if len(calls) > 2:  # the minibatches of the first step
+            raise RuntimeError("shapes differ")
+        return loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
+    result = train(tmp_path / "run", tasks=task_file(tmp_path, "parity"), steps=3, code=1)
+    assert one_line(result) == "error: the learner failed: shapes differ\n"
+    assert "LearnerError: the learner failed: shapes differ" in (tmp_path / "run" / "log.txt").read_text()
+    assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1]
+    assert not (tmp_path / "run" / "checkpoints").exists(), "its weights can no longer be trusted"
+    assert "it holds no complete checkpoint" in one_line(crl("eval", tmp_path / "run"))
+
+
+def test_ctrl_c_writes_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SMALL, 10_000, 0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("train     2/"):
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+    assert "interrupted" in output
+    step = metrics(run, "train")[-1]["step"]
+    assert latest_checkpoint(run / "checkpoints").name == str(step)
+    assert f"{step} steps in" in output
+    assert len(lines(run / "trajectories.jsonl")) == 8 * step
+    assert crl("eval", run).exit_code == 0
+
+
+# ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--tasks", "rom"], "tasks = 'rom': is not a task that crl knows. Did you mean room?"),
+        (["--tasks", "room", "--set", "rollout.group=3"], "rollout.group = 3: is not a setting. Did you mean rollout.groups?"),
+        (["--tasks", "room", "--set", "rollout.groups=x"], "rollout.groups = 'x': should be a valid integer"),
+        (["--tasks", "room", "--set", "rollout.group_size=1"], "rollout.group_size = 1: should be greater than or equal to 2"),
+        (["--tasks", "room", "--set", "actor.model=no/such"], "actor.model = 'no/such': is neither a bundled model nor a directory"),
+        (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
+        (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
+        (["--tasks", "{folder}/parity.toml", "--set", "tasks.parity.env=nowhere:SPEC"], "there is no module 'nowhere'"),
+        (["--tasks", "room", "--set", "tasks.room.stream.places=200"], "there are names for 144 places, not for 200"),
+        (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "holds 100000 layouts, not 100001"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(args: list[str], says: str, tmp_path: Path, tiny_actor: Path) -> None:
+    task_file(tmp_path, "parity")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "config.json").write_bytes((tiny_actor / "config.json").read_bytes())
+    result = crl("train", *(arg.format(folder=tmp_path) for arg in args), "--run-dir", tmp_path / "run")
+    assert result.exit_code == 2, result.output
+    assert says in one_line(result)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_overwritten(done: Path) -> None:
+    before = contents(done)
+    result = crl("train", "--tasks", "room", "--run-dir", done)
+    assert result.exit_code == 2
+    assert "it exists and is not empty" in one_line(result)
+    assert contents(done) == before
+
+
+def test_eval_of_what_is_no_run(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        result = crl("eval", path)
+        assert result.exit_code == 2
+        assert "is not a run directory" in one_line(result)

@@ -1,0 +1,148 @@
+"""A game whose every turn is what the agent makes of it, and the parts that let agents play it: for tests of what stands
+above environments and engines. The engine is scripted; host, renderer and runner are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Container
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+from crl.config.models import resolve_model
+from crl.engines.scripted import ScriptedEngine
+from crl.envs.base import EnvSpec, Game
+from crl.envs.host import ThreadHost
+from crl.envs.places import PlaceStream
+from crl.envs.room.player import RoomPlayer
+from crl.methods.parts.rollouts import ChatContext, OutcomeReward
+from crl.modeling import load_tokenizer, stop_ids
+from crl.protocols import Engine, EnvironmentPool
+from crl.rollout.episode import EpisodeRunner, Limits
+from crl.rollout.waves import Direct
+from crl.tokens import ChatRenderer
+from crl.types import StepResult, Task
+
+RULES = "Find the right door."
+TASK = Task("doors", seed=1, split="train", goal="Open it.")
+
+RESULTS = {
+    "open": StepResult("It opens.", reward=1.0, done=True, success=True),
+    "lose": StepResult("You fall.", done=True),
+    "wait": StepResult("Nothing happens."),
+    "coin": StepResult("You find a coin.", reward=0.5),
+}
+
+
+class Doors:
+    """A game that does as its agent says, `crash` and `hang` included; the tasks of `broken` seeds cannot even begin.
+
+    `actions`: what it was told since it was made.
+    """
+
+    def __init__(self, broken: Container[int] = ()) -> None:
+        self.broken = broken
+        self.actions: list[str] = []
+        self.closed = False
+        self.unhang = threading.Event()
+
+    def reset(self, task: Task) -> str:
+        if task.seed in self.broken:
+            raise ValueError("the hinges are rusty")
+        return "A door."
+
+    def step(self, action: str) -> StepResult:
+        self.actions.append(action)
+        if action == "crash":
+            raise ValueError("the door fell off")
+        if action == "hang":
+            self.unhang.wait(30)
+        return RESULTS.get(action) or StepResult("You cannot do that.", valid=False)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def spec_of(make: Callable[[], Game]) -> EnvSpec:
+    return EnvSpec(
+        name="doors",
+        hosting="threads",
+        turns=3,
+        reward_range=(0.0, 1.0),
+        actions=tuple(RESULTS),
+        action_format="one word",
+        query_with_observation=False,
+        make_game=lambda rendering: make(),
+        task_source=lambda seed, settings: PlaceStream("doors", "{place}", seed, settings),
+        eval_tasks=lambda split, n, seed, settings: (),
+        scripted_player=RoomPlayer,
+    )
+
+
+class House:
+    """A real `ThreadHost` of the game, and every game that it made."""
+
+    def __init__(self, host: ThreadHost, games: list[Doors]) -> None:
+        self.host, self.games = host, games
+
+
+@asynccontextmanager
+async def house(*, deadline: float = 30.0, broken: Container[int] = ()) -> AsyncIterator[House]:
+    games: list[Doors] = []
+
+    def make() -> Doors:
+        games.append(Doors(broken))
+        return games[-1]
+
+    host = ThreadHost({"doors": (spec_of(make), "compact")}, threads=4, deadline=deadline)
+    try:
+        yield House(host, games)
+    finally:
+        for game in games:
+            game.unhang.set()
+        await host.aclose()
+
+
+@cache
+def renderer() -> ChatRenderer:
+    path = resolve_model("tiny-actor")
+    tokenizer = load_tokenizer(path)
+    return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
+
+
+def script(*actions: str) -> Callable[[str], str]:
+    """An agent that says `actions` turn by turn, the last one for ever; it reads off the prompt whose turn it is."""
+    return lambda prompt: actions[min(prompt.count("<|im_start|>assistant\n"), len(actions)) - 1]
+
+
+def dice(prompt: str) -> str:
+    """An agent that says something that depends on the whole prompt and on nothing else."""
+    return random.Random(prompt).choice(list(RESULTS))
+
+
+def scripted(*actions: str) -> ScriptedEngine:
+    return ScriptedEngine(renderer(), script(*actions))
+
+
+def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunner:
+    parts: dict[str, Any] = {
+        "sampler": Direct(engine),
+        "pool": pool,
+        "context": ChatContext({"doors": RULES}),
+        "shaper": OutcomeReward(),
+        "renderer": renderer(),
+        "limits": {"doors": Limits(turns=3, max_response_tokens=32)},
+        "max_context": 512,
+        "temperature": 1.0,
+        "seed": 0,
+    }
+    return EpisodeRunner(**{**parts, **changes})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what must come, and then a little for what must not."""
+    while not condition():  # noqa: ASYNC110  (nobody would set an event)
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)

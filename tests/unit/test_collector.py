@@ -1,0 +1,279 @@
+"""The collector: which groups start when, what a batch holds, how it ends, and where a resumed run would go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from doors import House, dice, house, renderer, runner, scripted, until
+
+from crl.engines.scripted import ScriptedEngine
+from crl.envs.base import StreamSettings
+from crl.envs.mixture import Mixture
+from crl.envs.places import PlaceStream
+from crl.errors import EngineError
+from crl.methods.parts.rollouts import AllFree
+from crl.protocols import Engine, State
+from crl.rollout.collector import Collector
+from crl.rollout.gate import StalenessGate
+from crl.rollout.waves import Waves
+from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
+
+G, K, STEPS = 2, 3, 4
+
+
+def stream() -> Mixture:
+    return Mixture({"doors": PlaceStream("doors", "Find the {place}.", 7, StreamSettings())})
+
+
+class Barrier(ScriptedEngine):
+    """Answers a step's requests once `open` was called for it; `asking` counts the requests that wait, by step."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), dice)
+        self.asking: dict[int, int] = {}
+        self._open: dict[int, asyncio.Event] = {}
+
+    def open(self, step: int) -> None:
+        self._open.setdefault(step, asyncio.Event()).set()
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        assert session is not None
+        step = int(session.split("/")[1])
+        self.asking[step] = self.asking.get(step, 0) + 1
+        await self._open.setdefault(step, asyncio.Event()).wait()
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+class Mortal(ScriptedEngine):
+    """Dies at its n-th request (from 0): that one and all later ones fail."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(renderer(), dice)
+        self._left = n
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        if self._left == 0:
+            raise EngineError("the engine is gone")
+        self._left -= 1
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+def collector(home: House, engine: Engine, source: Any = None, *, staleness: int = 0, completed: int = 0, **changes: Any) -> Collector:
+    parts: dict[str, Any] = {"planner": AllFree(), "group_size": K, "steps": STEPS, **changes}
+    gate = StalenessGate(G, staleness, completed)
+    sampler = parts.pop("sampler", None)
+    run = runner(engine, home.host, **({"sampler": sampler} if sampler else {}))
+    return Collector(run, source or stream(), parts.pop("planner"), gate, **parts)
+
+
+@asynccontextmanager
+async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
+    """The collector at work; nothing of it is left afterwards."""
+    task = asyncio.create_task(part.run())
+    try:
+        async with asyncio.timeout(20):
+            yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "something is left hanging"
+
+
+async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory]]:
+    """Every batch of a run, each completed as soon as it is there. A collector that dies ends the waiting for its batches."""
+    batches = []
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(part.run())
+        while part.completed_steps < steps:
+            batches.append(await part.batch(part.completed_steps))
+            await part.complete(part.completed_steps)
+    return batches
+
+
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+async def test_batches_follow_the_stream(staleness: int) -> None:
+    async with house() as home:
+        batches = await collected(collector(home, ScriptedEngine(renderer(), dice), staleness=staleness))
+    tasks = stream().draw(G * STEPS)
+    for step, batch in enumerate(batches):
+        assert [(t.step, t.group, t.member) for t in batch] == [
+            (step, group, member) for group in range(step * G, (step + 1) * G) for member in range(K)
+        ]
+        assert [t.task for t in batch] == [tasks[t.group] for t in batch], "the members of a group share one task"
+    assert len({t.task.goal for batch in batches for t in batch}) > 1
+
+
+async def test_the_order_does_not_depend_on_who_finishes_first() -> None:
+    """The members of the first group think the longest."""
+
+    class Slow(ScriptedEngine):
+        async def generate(self, ids, sampling, *, session=None, rng=None) -> Completion:
+            assert session is not None
+            *_, group, member = session.split("/")
+            await asyncio.sleep(0.02 * (5 - int(group) - int(member)))
+            return await super().generate(ids, sampling, session=session, rng=rng)
+
+    async with house() as home:
+        (batch,) = await collected(collector(home, Slow(renderer(), dice), steps=1), steps=1)
+    assert [(t.group, t.member) for t in batch] == [(g, m) for g in range(G) for m in range(K)]
+
+
+async def test_the_planner_decides_what_each_member_is() -> None:
+    class Half:
+        def plan(self, task: Task, members: int) -> list[RolloutPlan]:
+            return [RolloutPlan("guided" if member == 0 else "free") for member in range(members)]
+
+    async with house() as home:
+        (batch,) = await collected(collector(home, scripted("open"), planner=Half(), steps=1), steps=1)
+    assert [t.condition for t in batch] == ["guided", "free", "free"] * G
+
+
+# ── the gate ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_rollouts_run_exactly_as_far_ahead_as_the_gate_allows(staleness: int) -> None:
+    engine, ahead = Barrier(), staleness + 1
+    async with house() as home, running(part := collector(home, engine, staleness=staleness)):
+        await until(lambda: len(engine.asking) == ahead)
+        assert engine.asking == dict.fromkeys(range(ahead), G * K)
+        for step in range(ahead):
+            engine.open(step)
+        await part.batch(0)
+        await until(lambda: True)
+        assert max(engine.asking) == staleness, "what is finished is not yet completed"
+        await part.complete(0)
+        await until(lambda: ahead in engine.asking)
+        assert max(engine.asking) == ahead
+
+
+async def test_a_batch_waits_for_all_its_groups() -> None:
+    engine = Barrier()
+    async with house() as home, running(part := collector(home, engine, staleness=1)):
+        engine.open(1)
+        await until(lambda: len(engine.asking) == 2)
+        waiting = asyncio.create_task(part.batch(0))
+        await until(lambda: True)
+        assert not waiting.done(), "a later step is finished, this one is not"
+        engine.open(0)
+        assert {t.step for t in await waiting} == {0}
+
+
+async def test_run_ends_when_every_group_has_finished() -> None:
+    async with house() as home, running(part := collector(home, scripted("open"), steps=2)) as task:
+        for step in range(2):
+            await part.batch(step)
+            await part.complete(step)
+        await task
+        assert part.completed_steps == 2
+
+
+async def test_a_resumed_collector_goes_on_with_its_step() -> None:
+    source = stream()
+    source.draw(2 * G)
+    async with house() as home:
+        batches = await collected(collector(home, scripted("open"), source, completed=2))
+    assert [t.group for batch in batches for t in batch] == [group for group in range(2 * G, 4 * G) for _ in range(K)]
+    assert batches[0][0].task == stream().draw(2 * G + 1)[-1]
+
+
+# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_errors_are_in_the_batch_and_the_run_goes_on() -> None:
+    async with house(broken={stream().draw(G)[1].seed}) as home:
+        batches = await collected(collector(home, scripted("open")))
+    assert [bool(t.error) for t in batches[0]] == [False] * K + [True] * K
+    assert [(t.group, t.member) for t in batches[0]][K:] == [(1, member) for member in range(K)]
+    assert not any(t.error for batch in batches[1:] for t in batch)
+
+
+async def test_nothing_but_errors_is_a_batch_too() -> None:
+    async with house() as home:
+        batches = await collected(collector(home, scripted("crash"), staleness=1))
+    assert [len(batch) for batch in batches] == [G * K] * STEPS
+    assert all(t.error for batch in batches for t in batch)
+
+
+@pytest.mark.parametrize("requests", [0, 7, 20])
+@pytest.mark.parametrize("in_waves", [False, True])
+async def test_a_dead_engine_ends_the_run(requests: int, in_waves: bool) -> None:
+    engine = Mortal(requests)
+    sampler = Waves(engine) if in_waves else None
+    async with house() as home:
+        part = collector(home, engine, staleness=0 if in_waves else 1, sampler=sampler)
+        with pytest.raises(ExceptionGroup) as raised:
+            await collected(part)
+        causes = leaves(raised.value)
+        assert causes
+        assert all(isinstance(cause, EngineError) for cause in causes)
+        assert not home.host._lent
+
+
+def leaves(group: BaseExceptionGroup) -> list[BaseException]:
+    return [leaf for error in group.exceptions for leaf in (leaves(error) if isinstance(error, BaseExceptionGroup) else [error])]
+
+
+async def test_a_cancelled_collector_gives_every_environment_back() -> None:
+    engine = Barrier()
+    async with house() as home:
+        async with running(collector(home, engine, staleness=1)):
+            await until(lambda: sum(engine.asking.values()) == 2 * G * K)
+            assert len(home.host._lent) == 2 * G * K
+        assert not home.host._lent
+
+
+# ── where a resumed run goes on ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def drawn(state: State) -> int:
+    return state["drawn"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_the_sources_state_is_that_before_the_first_step_that_is_not_completed(staleness: int) -> None:
+    engine, source = Barrier(), stream()
+    async with house() as home, running(part := collector(home, engine, source, staleness=staleness)):
+        assert drawn(part.source_state()) == 0
+        for step in range(STEPS):
+            ahead = min(step + staleness, STEPS - 1)
+            await until(lambda ahead=ahead: engine.asking.get(ahead) == G * K)
+            assert drawn(source.state()) == (ahead + 1) * G, "the collector itself is ahead"
+            assert drawn(part.source_state()) == step * G
+            resumed = stream()
+            resumed.load_state(part.source_state())
+            engine.open(step)
+            assert resumed.draw(G) == [t.task for t in (await part.batch(step))[::K]], "a resumed run draws the same tasks again"
+            assert drawn(part.source_state()) == step * G, "a batch that is not trained yet is played again"
+            await part.complete(step)
+            assert drawn(part.source_state()) == (step + 1) * G
+
+
+async def test_observations_count_in_a_synchronous_run() -> None:
+    """A source that learns from what it observes: its state at a checkpoint knows every completed step."""
+
+    class Observer(Mixture):
+        seen = 0
+
+        def observe(self, trajectories: Sequence[Trajectory]) -> None:
+            self.seen += len(trajectories)
+
+        def state(self) -> State:
+            return {**super().state(), "seen": self.seen}
+
+    source = Observer({"doors": PlaceStream("doors", "{place}", 0, StreamSettings())})
+    async with house() as home, running(part := collector(home, scripted("open"), source)):
+        for step in range(STEPS):
+            source.observe(await part.batch(step))
+            await part.complete(step)
+            await until(lambda: True)
+            assert part.source_state()["seen"] == (step + 1) * G * K

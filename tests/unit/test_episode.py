@@ -1,0 +1,366 @@
+"""One episode: what its trajectory says, how it ends, and what a failure of any part becomes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from doors import RULES, TASK, Doors, House, house, renderer, runner, script, scripted, until
+
+from crl.engines.scripted import ScriptedEngine
+from crl.envs.host import ThreadHost
+from crl.errors import EngineError, RolloutError
+from crl.methods.parts.rollouts import ChatContext
+from crl.protocols import Hit
+from crl.rollout.episode import EpisodeKey, Limits
+from crl.types import Completion, ExperienceUse, RolloutPlan, Sampling, Segment, TokenTrace, Trajectory
+
+ANSWER_NEXT = "<|im_end|>\n<|im_start|>assistant\n"
+FREE = RolloutPlan("free")
+KEY = EpisodeKey("train", step=2, group=5, member=1)
+
+
+class Failing(ScriptedEngine):
+    """Raises `error` from its turn-th request on (counted from 0)."""
+
+    def __init__(self, error: Exception, turn: int) -> None:
+        super().__init__(renderer(), script("wait"))
+        self.error, self.turn = error, turn
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        if len(self.requests) == self.turn:
+            raise self.error
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+class Notary(ScriptedEngine):
+    """Notes the seed of every request."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), script("wait"))
+        self.seeds: list[int | None] = []
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        self.seeds.append(rng)
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+async def played(*actions: str, **changes) -> tuple[Trajectory, ScriptedEngine, list[Doors]]:
+    engine = scripted(*actions)
+    async with house() as home:
+        trajectory = await runner(engine, home.host, **changes).play(KEY, TASK, FREE)
+        assert not lent(home.host), "the environment was not given back"
+        return trajectory, engine, home.games
+
+
+def lent(host: ThreadHost) -> int:
+    return len(host._lent)
+
+
+def text(trace: TokenTrace) -> str:
+    return renderer().decode(trace.ids)
+
+
+def sampled(trace: TokenTrace) -> str:
+    """What the policy said, one turn after the other, stop tokens included."""
+    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+
+
+def prompts(engine: ScriptedEngine) -> list[str]:
+    return [renderer().decode(ids) for _, ids in engine.requests]
+
+
+# ── a whole episode ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_whole_episode() -> None:
+    trajectory, engine, (game,) = await played("wait", "shout", "open")
+    assert game.actions == ["wait", "shout", "open"]
+    assert trajectory.segments == (
+        Segment("system", RULES, "task"),
+        Segment("user", "Open it.", "task"),
+        Segment("user", "A door.", "env"),
+        Segment("assistant", "wait", "policy"),
+        Segment("user", "Nothing happens.", "env"),
+        Segment("assistant", "shout", "policy"),
+        Segment("user", "You cannot do that.", "env"),
+        Segment("assistant", "open", "policy"),
+        Segment("user", "It opens.", "env"),
+    )
+    (trace,) = trajectory.traces
+    assert text(trace) == (
+        "<|im_start|>system\nFind the right door.<|im_end|>\n"
+        "<|im_start|>user\nOpen it.\nA door.<|im_end|>\n"
+        "<|im_start|>assistant\nwait<|im_end|>\n"
+        "<|im_start|>user\nNothing happens.<|im_end|>\n"
+        "<|im_start|>assistant\nshout<|im_end|>\n"
+        "<|im_start|>user\nYou cannot do that.<|im_end|>\n"
+        "<|im_start|>assistant\nopen<|im_end|>"
+    )
+    assert sampled(trace) == "wait<|im_end|>shout<|im_end|>open<|im_end|>"
+    assert trace.logprobs == tuple(-1.0 if mask else 0.0 for mask in trace.mask)
+    assert trace.versions == tuple(0 if mask else -1 for mask in trace.mask)
+    assert [session for session, _ in engine.requests] == ["train/00000002/00000005/0001"] * 3
+    assert [len(ids) for _, ids in engine.requests] == [i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]]
+    assert trajectory == Trajectory(
+        TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0}, reward=1.0, success=True,
+        turns=3, invalid_actions=1,
+    )  # fmt: skip
+
+
+async def test_a_lost_episode_is_over_and_no_error() -> None:
+    trajectory, _, _ = await played("coin", "lose")
+    assert (trajectory.turns, trajectory.reward, trajectory.success) == (2, 0.5, False)
+    assert (trajectory.truncated, trajectory.error) == (False, None)
+
+
+async def test_the_shaper_has_the_last_word_on_the_reward() -> None:
+    class Doubled:
+        def shape(self, trajectory: Trajectory) -> dict[str, float]:
+            return {"outcome": trajectory.rewards["outcome"], "turns": -0.1 * trajectory.turns}
+
+    trajectory, _, _ = await played("wait", "open", shaper=Doubled())
+    assert trajectory.rewards == {"outcome": 1.0, "turns": pytest.approx(-0.2)}
+    assert trajectory.reward == pytest.approx(0.8)
+
+
+async def test_what_guides_an_episode_is_on_its_trajectory() -> None:
+    hit = Hit("Open means open.", ExperienceUse("e1", 1, "g1", "start"))
+    async with house() as home:
+        run = runner(scripted("open"), home.host)
+        guided = await run.play(KEY, TASK, RolloutPlan("guided"), hit)
+        assert guided.used == (hit.use,)
+        assert guided.segments[2] == Segment("user", "Open means open.", "experience")
+        assert "Open means open." in text(guided.traces[0])
+        with pytest.raises(ValueError, match="must not have seen an experience"):
+            await run.play(KEY, TASK, FREE, hit)
+
+
+# ── limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_turn_limit_truncates_and_keeps_the_reward() -> None:
+    trajectory, engine, (game,) = await played("coin")
+    assert (trajectory.turns, len(engine.requests), len(game.actions)) == (3, 3, 3)
+    assert (trajectory.truncated, trajectory.error, trajectory.success) == (True, None, False)
+    assert trajectory.reward == 1.5
+    assert trajectory.traces[0].mask[-1] == 1, "nothing is rendered that nobody answers"
+
+
+async def test_winning_on_the_last_turn_is_no_truncation() -> None:
+    trajectory, _, _ = await played("wait", "wait", "open")
+    assert (trajectory.truncated, trajectory.success) == (False, True)
+
+
+async def test_a_cut_response_is_played_and_marked() -> None:
+    just_the_word = len(renderer().encode("open"))
+    trajectory, _, (game,) = await played("open", limits={"doors": Limits(3, just_the_word)})
+    assert game.actions == ["open"]
+    assert (trajectory.truncated, trajectory.success, trajectory.reward) == (True, True, 1.0)
+    assert sampled(trajectory.traces[0]) == "open", "no stop token was sampled"
+
+
+async def test_a_cut_response_in_the_middle_marks_the_whole_episode() -> None:
+    one_too_few = len(renderer().encode("wait"))
+    trajectory, _, _ = await played("wait", "open", limits={"doors": Limits(3, one_too_few)})
+    assert (trajectory.truncated, trajectory.success, trajectory.turns) == (True, True, 2)
+
+
+async def context_for(turns: int, *actions: str) -> int:
+    """Tokens of the prompt of turn `turns` (from 0)."""
+    _, engine, _ = await played(*actions)
+    return len(engine.requests[turns][1])
+
+
+async def test_the_context_limit_ends_the_episode_as_truncated() -> None:
+    limit = await context_for(1, "coin")
+    trajectory, engine, (game,) = await played("coin", max_context=limit)
+    assert (trajectory.turns, len(engine.requests), game.actions) == (1, 1, ["coin"])
+    assert (trajectory.truncated, trajectory.error, trajectory.reward) == (True, None, 0.5)
+
+
+async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
+    limit = await context_for(1, "coin", "open") + 2
+    trajectory, _, (game,) = await played("coin", "open", max_context=limit)
+    assert game.actions[0] == "coin"
+    assert "open".startswith(game.actions[1])
+    assert game.actions[1] != "open"
+    assert (trajectory.truncated, trajectory.turns) == (True, 2)
+    assert max(len(trace.ids) for trace in trajectory.traces) >= limit
+
+
+async def test_no_room_for_the_first_response() -> None:
+    trajectory, engine, _ = await played("open", max_context=10)
+    assert (trajectory.turns, trajectory.truncated, trajectory.error, engine.requests) == (0, True, None, [])
+    assert trajectory.traces == ()
+
+
+@pytest.mark.xfail(strict=True, reason="Conversation.prompt records the prompt that did not fit (crl/tokens.py)")
+async def test_no_sample_is_longer_than_the_context() -> None:
+    limit = await context_for(1, "coin")
+    trajectory, _, _ = await played("coin", max_context=limit)
+    (trace,) = trajectory.traces
+    assert len(trace.ids) <= limit
+    assert trace.mask[-1] == 1, "nothing is rendered that nobody answers"
+
+
+async def test_a_window_shows_the_task_and_the_last_turns() -> None:
+    coin_first = ScriptedEngine(renderer(), lambda prompt: "coin" if prompt.endswith(f"A door.{ANSWER_NEXT}") else "wait")
+    async with house() as home:
+        one = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=1)})
+        two = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=2)})
+    head = "<|im_start|>system\nFind the right door.<|im_end|>\n<|im_start|>user\nOpen it."
+    assert prompts(coin_first)[:3] == [
+        f"{head}\nA door.{ANSWER_NEXT}",
+        f"{head}\nYou find a coin.{ANSWER_NEXT}",
+        f"{head}\nNothing happens.{ANSWER_NEXT}",
+    ]
+    assert [sampled(trace) for trace in one.traces] == ["coin<|im_end|>", "wait<|im_end|>", "wait<|im_end|>"]
+    assert len(one.segments) == 9, "the conversation is kept whole"
+    assert prompts(coin_first)[5] == f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\nNothing happens.{ANSWER_NEXT}"
+    assert sampled(two.traces[2]) == "wait<|im_end|>", "earlier turns are context, trained in samples of their own"
+
+
+# ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("response", "action"),
+    [
+        ("<think>a door, so</think>\nopen", "open"),
+        ("so</think> open \n", "open"),  # templates that open the thought themselves
+        ("<think>open</think> hm <think>no</think> wait", "wait"),
+        ("open", "open"),
+        ("", ""),
+    ],
+)
+async def test_thinking_is_not_played(response: str, action: str) -> None:
+    trajectory, _, (game,) = await played(response, limits={"doors": Limits(1, 64)})
+    assert game.actions == [action]
+    assert trajectory.segments[3] == Segment("assistant", response, "policy"), "it stays in the conversation"
+    assert sampled(trajectory.traces[0]) == f"{response}<|im_end|>", "and is trained"
+
+
+def test_what_was_thought_is_an_extra() -> None:
+    parse = ChatContext({}).parse
+    assert parse("<think>x</think>y").extras == {"thinking": "<think>x"}
+    assert parse("y").extras == {}
+
+
+# ── draws ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_turn_of_every_member_draws_for_itself() -> None:
+    engine = Notary()
+    keys = [KEY, replace(KEY, member=2), replace(KEY, group=6), replace(KEY, step=3), replace(KEY, purpose="eval/doors/new")]
+    async with house() as home:
+        for key in keys:
+            await runner(engine, home.host).play(key, TASK, FREE)
+        first = list(engine.seeds)
+        assert len(first) == len(set(first)) == 3 * len(keys)
+        await runner(engine, home.host).play(KEY, TASK, FREE)
+        assert engine.seeds[-3:] == first[:3], "the same address, the same draws"
+        await runner(engine, home.host, seed=1).play(KEY, TASK, FREE)
+        assert set(engine.seeds[-3:]).isdisjoint(first)
+
+
+# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def outcome(home: House, engine: ScriptedEngine, **changes) -> Trajectory:
+    return await runner(engine, home.host, **changes).play(KEY, TASK, FREE)
+
+
+async def test_a_raising_game_becomes_an_error_trajectory() -> None:
+    async with house() as home:
+        trajectory = await outcome(home, scripted("coin", "crash"))
+        assert trajectory.error == "env: doors: step: ValueError: the door fell off"
+        assert (trajectory.reward, trajectory.turns, trajectory.truncated) == (0.5, 1, False)
+        assert trajectory.segments[-1].text == "crash", "what led to it can be read"
+        assert lent(home.host) == 0
+        assert home.games[0].closed
+        assert (await outcome(home, scripted("open"))).success
+        assert len(home.games) == 2, "the broken game is not played again"
+
+
+async def test_a_game_that_cannot_begin() -> None:
+    async with house(broken={TASK.seed}) as home:
+        trajectory = await outcome(home, scripted("open"))
+        assert trajectory.error == "env: doors: reset: ValueError: the hinges are rusty"
+        assert (trajectory.segments, trajectory.traces, trajectory.turns) == ((), (), 0)
+        assert lent(home.host) == 0
+
+
+async def test_a_hanging_game_becomes_an_error_trajectory() -> None:
+    async with house(deadline=0.1) as home:
+        trajectory = await outcome(home, scripted("wait", "hang"))
+        assert trajectory.error == "env: doors: step overran its deadline of 0.1 s"
+        assert trajectory.turns == 1
+        assert lent(home.host) == 0
+        assert (await outcome(home, scripted("open"))).success
+
+
+async def test_an_engines_rollout_error_costs_the_episode_and_not_its_game() -> None:
+    async with house() as home:
+        trajectory = await outcome(home, Failing(RolloutError("engine", "that prompt is too long"), turn=1))
+        assert trajectory.error == "engine: that prompt is too long"
+        assert (trajectory.turns, len(trajectory.traces)) == (1, 1)
+        assert lent(home.host) == 0
+        await outcome(home, scripted("open"))
+        assert len(home.games) == 1, "the game is lent again"
+
+
+@pytest.mark.parametrize("error", [EngineError("the engine is gone"), KeyError("a bug")])
+async def test_what_is_no_rollout_error_passes_through(error: Exception) -> None:
+    async with house() as home:
+        with pytest.raises(type(error)) as raised:
+            await outcome(home, Failing(error, turn=1))
+        assert raised.value is error
+        assert lent(home.host) == 0
+
+
+async def test_an_error_is_not_shaped() -> None:
+    class Never:
+        def shape(self, trajectory: Trajectory) -> dict[str, float]:
+            raise AssertionError("an episode that has no end has no outcome")
+
+    async with house() as home:
+        assert (await outcome(home, scripted("crash"), shaper=Never())).error
+
+
+class Counting:
+    """A `Sampler` that remembers who left."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.left: list[str] = []
+
+    def join(self, session: str) -> None:
+        pass
+
+    def leave(self, session: str) -> None:
+        self.left.append(session)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+        return await self.engine.generate(ids, sampling, session=session, rng=rng)
+
+
+@pytest.mark.parametrize("actions", [("open",), ("crash",), ("wait",)])
+async def test_an_episode_always_leaves_its_sampler_once(actions: tuple[str, ...]) -> None:
+    sampler = Counting(scripted(*actions))
+    await played(*actions, sampler=sampler)
+    assert sampler.left == [KEY.session]
+
+
+async def test_a_cancelled_episode_gives_everything_back() -> None:
+    async with house() as home:
+        sampler = Counting(scripted("hang"))
+        playing = asyncio.create_task(runner(sampler.engine, home.host, sampler=sampler).play(KEY, TASK, FREE))
+        await until(lambda: any(game.actions for game in home.games))
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert lent(home.host) == 0
+        assert sampler.left == [KEY.session]

@@ -1,0 +1,173 @@
+"""Evaluation: the interval on numbers worked by hand, the names of its figures, and that only the weights make a difference."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from doors import TASK, dice, house, renderer, runner, scripted
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.engines.scripted import ScriptedEngine
+from crl.engines.torch import TorchEngine
+from crl.envs.base import StreamSettings
+from crl.envs.host import ThreadHost
+from crl.envs.room import SPEC
+from crl.errors import EngineError
+from crl.methods.parts.rollouts import ChatContext
+from crl.modeling import load_model
+from crl.rollout.episode import Limits
+from crl.rollout.waves import Direct, Waves
+from crl.run.evaluate import Evaluation, Evaluator, Rate
+from crl.types import Completion, Sampling, Split, Task
+
+# ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("successes", "episodes", "low", "high"),
+    [
+        # z² = 3.8416. 8/10: centre (0.8 + 0.19208) / 1.38416 = 0.716738, half 1.96 / 1.38416 · √(0.016 + 0.009604) = 0.226581
+        (8, 10, 0.490157, 0.943319),
+        # 1/2: centre 1/2 whatever n; half 1.96 / 2.9208 · √(0.125 + 0.2401) = 0.405471
+        (1, 2, 0.094529, 0.905471),
+        (0, 10, 0.0, 3.8416 / 13.8416),
+        (10, 10, 10 / 13.8416, 1.0),
+        (0, 1, 0.0, 3.8416 / 4.8416),
+        (141, 256, 0.489545, 0.610516),
+    ],
+)
+def test_wilson_by_hand(successes: int, episodes: int, low: float, high: float) -> None:
+    assert Rate(successes, episodes).interval == pytest.approx((low, high), abs=1e-6)
+
+
+@given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_is_one_of_probabilities_around_the_rate(counts: tuple[int, int]) -> None:
+    rate = Rate(*counts)
+    low, high = rate.interval
+    assert 0.0 <= low <= rate.value <= high <= 1.0
+    mirrored = Rate(rate.episodes - rate.successes, rate.episodes).interval
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-9)
+
+
+def test_rates_as_text() -> None:
+    assert str(Rate(8, 10)) == "0.800 [0.490, 0.943]"
+    assert str(Rate(0, 8)) == "0.000 [0.000, 0.324]"
+    assert str(Rate(8, 8)) == "1.000 [0.676, 1.000]"
+
+
+def test_a_rate_of_nothing_is_no_number() -> None:
+    assert math.isnan(Rate(0, 0).value)
+    assert all(map(math.isnan, Rate(0, 0).interval))
+
+
+# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_names_of_the_figures() -> None:
+    rates = {("room", "known"): Rate(8, 10), ("room", "new"): Rate(0, 10)}
+    figures = Evaluation(rates, {("room", "known"): 2.5, ("room", "new"): 4.0}, errors=1).figures()
+    assert figures == {
+        "eval/room/known/success/free": 0.8,
+        "eval/room/known/success/free/low": pytest.approx(0.490157, abs=1e-6),
+        "eval/room/known/success/free/high": pytest.approx(0.943319, abs=1e-6),
+        "eval/room/known/episodes": 10,
+        "eval/room/known/turns/free": 2.5,
+        "eval/room/new/success/free": 0.0,
+        "eval/room/new/success/free/low": 0.0,
+        "eval/room/new/success/free/high": pytest.approx(0.277540, abs=1e-6),
+        "eval/room/new/episodes": 10,
+        "eval/room/new/turns/free": 4.0,
+        "eval/errors": 1,
+    }
+
+
+# ── the evaluator ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tasks(n: int, split: Split = "new") -> tuple[Task, ...]:
+    return tuple(replace(TASK, seed=seed, split=split) for seed in range(n))
+
+
+class Crowd(ScriptedEngine):
+    """Counts how many requests are under way at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), dice)
+        self.most = self._now = 0
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        await asyncio.sleep(0.005)
+        self._now -= 1
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> None:
+    engine = Crowd()
+    async with house() as home:
+        evaluator = Evaluator(
+            runner(engine, home.host), {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)}, concurrency=4
+        )
+        result = await evaluator.evaluate()
+    assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known"): 3, ("doors", "new"): 10}
+    sessions = {session for session, _ in engine.requests}
+    assert sessions == {f"eval/doors/known/00000000/{i:08d}/0000" for i in range(3)} | {
+        f"eval/doors/new/00000000/{i:08d}/0000" for i in range(10)
+    }
+    assert engine.most <= 4
+
+
+@pytest.mark.parametrize(("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)])
+async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
+    async with house() as home:
+        result = await Evaluator(runner(scripted(says), home.host), {("doors", "new"): tasks(2)}, concurrency=8).evaluate()
+    assert (result.rates["doors", "new"].value, result.turns["doors", "new"], result.errors) == (value, turns, 0)
+
+
+async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
+    async with house(broken={1}) as home:
+        result = await Evaluator(runner(scripted("open"), home.host), {("doors", "new"): tasks(4)}, concurrency=2).evaluate()
+    assert (result.rates["doors", "new"], result.errors) == (Rate(3, 4), 1)
+
+
+async def test_a_dead_engine_ends_the_evaluation() -> None:
+    class Dead(ScriptedEngine):
+        async def generate(self, ids, sampling, *, session=None, rng=None) -> Completion:
+            raise EngineError("gone")
+
+    async with house() as home:
+        for sampler_of in (Direct, Waves):
+            engine = Dead(renderer(), dice)
+            player = runner(engine, home.host, sampler=sampler_of(engine))
+            with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
+                await Evaluator(player, {("doors", "new"): tasks(4)}, concurrency=4).evaluate()
+            assert all(isinstance(error, EngineError) for error in raised.value.exceptions)
+            assert not home.host._lent
+
+
+async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> None:
+    """The real tiny model samples in real rooms; another root of draws gives other episodes."""
+    engine = TorchEngine(load_model(tiny_actor, torch.device("cpu")), max_batch=64, max_context=512)
+    host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
+    rooms = {("room", split): SPEC.eval_tasks(split, 12, 0, StreamSettings()) for split in ("known", "new")}
+    player = runner(engine, host, sampler=Waves(engine), context=ChatContext({"room": ""}), limits={"room": Limits(4, 4)})
+    try:
+        evaluator = Evaluator(player, rooms, concurrency=8)
+        first = await evaluator.evaluate()
+        before = engine.sampled_tokens
+        assert await evaluator.evaluate() == first
+        assert engine.sampled_tokens == 2 * before, "token for token"
+        other = Evaluator(replace(player, seed=1), rooms, concurrency=8)
+        await other.evaluate()
+        assert engine.sampled_tokens != 3 * before
+    finally:
+        await engine.aclose()
+        await host.aclose()

@@ -1,0 +1,417 @@
+"""The training step on real tiny models: what it does to the weights, and numbers worked by hand on a model that is a die."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from crl.algo import cispo
+from crl.config.schema import OptimizerSection
+from crl.errors import ConfigError, LearnerError
+from crl.learners.local import LocalLearner
+from crl.learners.step import Trainer, TrainSettings
+from crl.methods.parts.training import SurrogateLoss
+from crl.modeling import checksum, named_weights, token_logprobs
+from crl.protocols import Loss
+from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
+
+V = 16
+SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
+SETTINGS = TrainSettings(temperature=1.0, micro_batch_tokens=10_000, max_grad_norm=1e9)
+NAN = float("nan")
+
+
+def token_mean_cispo(
+    logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, *, weights: torch.Tensor, total_tokens: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return cispo(logp, old_logp, advantage, mask, eps_low=0.5, eps_high=2.0, total_tokens=total_tokens)
+
+
+def qwen2(seed: int = 0) -> PreTrainedModel:
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+        initializer_range=0.2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def die() -> PreTrainedModel:
+    """A model whose every token is uniform: log p = −log 16."""
+    model = qwen2()
+    torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
+    return model
+
+
+@torch.no_grad()
+def trace(model: PreTrainedModel, ids: Sequence[int], mask: Sequence[int], *, version: int = 0, shift: float = 0.0) -> TokenTrace:
+    """As an engine with the model's weights would have sampled it, its log-probs off by `shift`."""
+    trained = torch.tensor([mask], dtype=torch.bool)
+    logp, _ = token_logprobs(model, torch.tensor([ids]), trained)
+    old = torch.where(trained, logp + shift, 0.0)[0].tolist()
+    return TokenTrace(tuple(ids), tuple(mask), tuple(old), tuple(version if m else -1 for m in mask))
+
+
+def minibatch(model: PreTrainedModel, seed: int = 0, samples: int = 6) -> Minibatch:
+    """Samples of many lengths with advantages of both signs and unequal weights."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(samples):
+        length = draw.randint(4, 20)
+        ids = [draw.randrange(V) for _ in range(length)]
+        mask = [0] + [draw.randint(0, 1) for _ in range(length - 2)] + [1]
+        advantage: Any = draw.gauss(0, 1) if i % 2 else tuple(draw.gauss(0, 1) for _ in ids)
+        rows.append(TrainSample(trace(model, ids, mask, shift=draw.gauss(0, 0.1)), advantage, draw.random() / samples))
+    return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
+
+
+def of_sample(sample: TrainSample) -> Minibatch:
+    return Minibatch((sample,), sum(sample.trace.mask))
+
+
+@asynccontextmanager
+async def learning(
+    model: PreTrainedModel, loss: Loss = SURROGATE, settings: TrainSettings = SETTINGS, **optimizer: float
+) -> AsyncIterator[LocalLearner]:
+    section = OptimizerSection(**({"learning_rate": 1e-2} | optimizer))  # pyright: ignore[reportArgumentType]
+    learner = LocalLearner(model, loss, section, settings)
+    try:
+        yield learner
+    finally:
+        await learner.aclose()
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in named_weights(model).items()}
+
+
+def moved(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor - before[name] for name, tensor in named_weights(model).items()}
+
+
+def sgd_step(model: PreTrainedModel, batches: Sequence[Minibatch], loss: Loss = SURROGATE, **settings: Any) -> StepStats:
+    """One step of plain gradient descent at rate 1: the weights move by minus the gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return Trainer(model, optimizer, schedule, loss, replace(SETTINGS, **settings)).step(batches, version=0)
+
+
+# ── the gradient ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("loss", [SURROGATE, token_mean_cispo], ids=["surrogate", "cispo"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(loss: Loss, recompute: bool) -> None:
+    batch = minibatch(qwen2())
+    start, whole = weights(qwen2()), qwen2()
+    stats = sgd_step(whole, [batch], loss, recompute=recompute)
+    gradient = moved(whole, start)
+    assert stats.metrics["grad_norm"] == pytest.approx(math.sqrt(sum(float((g * g).sum()) for g in gradient.values())), rel=1e-5)
+    for budget in (1, 25, 45):
+        cut = qwen2()
+        other = sgd_step(cut, [batch], loss, recompute=recompute, micro_batch_tokens=budget)
+        for name, change in moved(cut, start).items():
+            torch.testing.assert_close(change, gradient[name], rtol=1e-4, atol=1e-6 * stats.metrics["grad_norm"])
+        for name in ("loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "grad_norm"):
+            assert other.metrics[name] == pytest.approx(stats.metrics[name], rel=1e-4, abs=1e-6), name
+
+
+def test_gradients_above_the_norm_are_scaled_down_and_reported_as_they_were() -> None:
+    batch, start = minibatch(qwen2()), weights(qwen2())
+    free, clipped = qwen2(), qwen2()
+    norm = sgd_step(free, [batch]).metrics["grad_norm"]
+    stats = sgd_step(clipped, [batch], max_grad_norm=norm / 4)
+    assert stats.metrics["grad_norm"] == pytest.approx(norm)
+    for name, change in moved(clipped, start).items():
+        torch.testing.assert_close(change, moved(free, start)[name] / 4, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+async def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(sign: float) -> None:
+    model = qwen2()
+    sampled = trace(model, [1, 5, 7, 2, 9], [0, 1, 1, 0, 1])
+    async with learning(model, learning_rate=1e-3) as learner:
+        stats = await learner.step([of_sample(TrainSample(sampled, sign, 1.0))])
+    after = trace(model, sampled.ids, sampled.mask)
+    assert stats.updates == 1
+    assert sign * (sum(after.logprobs) - sum(sampled.logprobs)) > 1e-3
+
+
+async def test_a_good_token_beside_a_bad_one() -> None:
+    model = qwen2()
+    sampled = trace(model, [1, 5, 7, 2, 9], [0, 1, 0, 0, 1])
+    async with learning(model, learning_rate=1e-3) as learner:
+        await learner.step([of_sample(TrainSample(sampled, (0, 1.0, 0, 0, -1.0), 1.0))])
+    after = trace(model, sampled.ids, sampled.mask)
+    assert after.logprobs[1] > sampled.logprobs[1]
+    assert after.logprobs[4] < sampled.logprobs[4]
+
+
+async def test_what_is_masked_does_not_matter() -> None:
+    sampled = trace(qwen2(), [1, 5, 7, 2, 9, 3], [0, 1, 0, 1, 0, 0])
+    plain = TrainSample(sampled, (0.0, 1.0, 0.0, -2.0, 0.0, 0.0), 1.0)
+    logprobs = tuple(p if m else NAN for p, m in zip(sampled.logprobs, sampled.mask, strict=True))
+    noise = TrainSample(
+        replace(sampled, ids=(1, 5, 7, 2, 4, 4), logprobs=logprobs),
+        (NAN, 1.0, 1e9, -2.0, NAN, -1e9),
+        1.0,
+    )  # context after the last trained token, log-probs and advantages at masked tokens
+    models = [qwen2(), qwen2()]
+    for model, sample in zip(models, (plain, noise), strict=True):
+        assert sgd_step(model, [of_sample(sample)]).updates == 1
+    for name, tensor in named_weights(models[0]).items():
+        torch.testing.assert_close(named_weights(models[1])[name], tensor, rtol=0, atol=0)
+
+
+# ── by hand, on a die ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+LOG_2 = math.log(2)
+
+
+def die_sample(advantage: float, *, shift: float = 0.0, weight: float = 1.0, version: int = 0) -> TrainSample:
+    return TrainSample(trace(die(), [1, 5, 7, 2], [0, 1, 0, 1], shift=shift, version=version), advantage, weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantage", "loss", "ratio"),
+    [
+        # The engine thought the tokens half as likely, ρ = 2, which is clipped to 1.2 where that is the smaller.
+        ({}, 3.0, -3.6, 2.0),
+        ({}, -3.0, 6.0, 2.0),
+        # Against the trainer's own log-probs ρ = 1; the mismatch of 2 is lost without a cap, and kept, up to the cap, with one.
+        ({"recompute": True}, 3.0, -3.0, 1.0),
+        ({"recompute": True, "importance_cap": 1.5}, 3.0, -4.5, 1.0),
+        ({"recompute": True, "importance_cap": 5.0}, -3.0, 6.0, 1.0),
+    ],
+)
+def test_old_logprobs_and_importance_weights_by_hand(settings: dict[str, Any], advantage: float, loss: float, ratio: float) -> None:
+    stats = sgd_step(die(), [of_sample(die_sample(advantage, shift=-LOG_2))], **settings)
+    assert stats.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert stats.metrics["ratio_mean"] == stats.metrics["ratio_max"] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_recomputed_logprobs_are_those_before_the_first_update() -> None:
+    """Two equal minibatches: the second finds the tokens moved by the first update, so its ratio is not 1."""
+    batches = [of_sample(die_sample(1.0, shift=-LOG_2))] * 2
+    stats = sgd_step(die(), batches, recompute=True)
+    assert stats.updates == 2
+    assert stats.metrics["ratio_max"] > 1.01
+
+
+def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:
+    one = Minibatch((die_sample(2.0, weight=0.25), die_sample(-1.0, weight=0.75)), 4)
+    assert sgd_step(die(), [one]).metrics["loss"] == pytest.approx(-0.5 + 0.75)
+    frozen = Trainer(die(), *still(die()), SURROGATE, SETTINGS)
+    assert frozen.step([one, of_sample(die_sample(1.0))], version=0).metrics["loss"] == pytest.approx((0.25 - 1.0) / 2)
+
+
+def still(model: PreTrainedModel) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """An optimizer that moves nothing of the model in training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+def test_the_temperature_of_sampling_is_that_of_training() -> None:
+    model = qwen2()
+    hot = replace(SETTINGS, temperature=1.7)
+    ids = torch.tensor([[1, 5, 7, 2]])
+    with torch.no_grad():
+        log_p = (model(input_ids=ids).logits[0, :-1] / 1.7).log_softmax(-1)
+    old = (0.0, *log_p.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    sampled = TokenTrace((1, 5, 7, 2), (0, 1, 1, 1), old, (-1, 0, 0, 0))
+    stats = Trainer(model, *still(model), SURROGATE, hot).step([of_sample(TrainSample(sampled, 1.0, 1.0))], version=0)
+    assert stats.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert stats.metrics["entropy"] == pytest.approx(float(-(log_p.exp() * log_p).sum(-1).mean()), rel=1e-4)
+
+
+def test_the_entropy_of_a_die() -> None:
+    assert sgd_step(die(), [minibatch(die())]).metrics["entropy"] == pytest.approx(math.log(V), rel=1e-5)
+
+
+def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
+    model = die()
+    agreeing, off, older = die_sample(1.0), die_sample(1.0, shift=-LOG_2), die_sample(1.0, shift=-5.0, version=3)
+
+    def mismatch(*samples: TrainSample) -> float | None:
+        trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=4))
+        return trainer.step([Minibatch(samples, 99)], version=0).metrics.get("mismatch_kl")
+
+    assert mismatch(agreeing) == pytest.approx(0, abs=1e-6)
+    assert mismatch(off) == pytest.approx(2 - 1 - LOG_2, rel=1e-5)  # the trainer: twice as likely
+    assert mismatch(older) is None
+    assert mismatch(older, off) == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
+    assert mismatch(off, agreeing) == pytest.approx((1 - LOG_2) / 2, rel=1e-4)
+
+
+def test_mismatch_is_not_measured_after_an_update() -> None:
+    """After the first update the trainer's weights are no longer those of the version that sampled."""
+    model = die()
+    stats = sgd_step(model, [of_sample(die_sample(1.0)), of_sample(die_sample(1.0, shift=-3.0))])
+    assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+
+
+# ── what is not finite ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spoiled(batch: Minibatch, how: str) -> Minibatch:
+    first, *rest = batch.samples
+    if how == "log-prob":
+        logprobs = [NAN if m else p for p, m in zip(first.trace.logprobs, first.trace.mask, strict=True)]
+        bad = replace(first, trace=replace(first.trace, logprobs=tuple(logprobs)))
+    else:
+        bad = replace(first, advantage={"advantage": NAN, "infinite advantage": math.inf}[how])
+    return replace(batch, samples=(bad, *rest))
+
+
+@pytest.mark.parametrize("how", ["advantage", "infinite advantage", "log-prob"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(how: str, place: int) -> None:
+    base = qwen2()
+    good = [minibatch(base, seed=1), minibatch(base, seed=2)]
+    with_bad = [*good[:place], spoiled(minibatch(base, seed=3), how), *good[place:]]
+    clean, guarded = qwen2(), qwen2()
+    results = []
+    for model, batches in ((clean, good), (guarded, with_bad)):
+        async with learning(model, warmup_steps=3) as learner:
+            results.append(await learner.step(batches))
+            assert learner.version == 1
+    assert (results[1].updates, results[1].skipped) == (2, 1)
+    assert checksum(named_weights(guarded)) == checksum(named_weights(clean)), "as if it had never been there"
+    assert all(math.isfinite(value) for value in results[1].metrics.values()), results[1].metrics
+    same = {name: value for name, value in results[0].metrics.items() if name != "samples"}
+    assert {name: results[1].metrics[name] for name in same} == same
+
+
+async def test_a_step_of_nothing_but_nan_changes_nothing(tmp_path: Path) -> None:
+    model = qwen2()
+    async with learning(model, warmup_steps=4) as learner:
+        await learner.step([minibatch(model)])
+        (tmp_path / "before").mkdir()
+        (tmp_path / "after").mkdir()
+        await learner.save(tmp_path / "before")
+        stats = await learner.step([spoiled(minibatch(model), "advantage")])
+        await learner.save(tmp_path / "after")
+        assert (stats.updates, stats.skipped, learner.version) == (0, 1, 1)
+        assert all(math.isfinite(value) for value in stats.metrics.values())
+    for file in ("model.safetensors", "optimizer.pt"):
+        assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
+
+
+async def test_a_step_without_minibatches_is_a_step() -> None:
+    async with learning(qwen2()) as learner:
+        stats = await learner.step([])
+        assert (stats.updates, stats.skipped, learner.version) == (0, 0, 0)
+
+
+# ── schedule, version, weights that travel ──────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
+    """AdamW without memory moves a weight by the learning rate, whatever the gradient's size."""
+    model = qwen2()
+    moves, reported = [], []
+    async with learning(model, learning_rate=1e-4, warmup_steps=4, beta1=0, beta2=0) as learner:
+        for seed in range(6):
+            before = weights(model)
+            reported.append((await learner.step([minibatch(model, seed)])).metrics["learning_rate"])
+            moves.append(max(float(change.abs().max()) for change in moved(model, before).values()))
+    assert moves == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4], rel=0.02)
+    assert reported == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
+
+
+async def test_a_learning_rate_of_zero_trains_nothing() -> None:
+    model = qwen2()
+    before = checksum(named_weights(model))
+    async with learning(model, learning_rate=0, weight_decay=0.1) as learner:
+        stats = await learner.step([minibatch(model), minibatch(model, 1)])
+    assert stats.updates == 2
+    assert checksum(named_weights(model)) == before
+
+
+async def test_what_was_published_is_out_of_trainings_reach() -> None:
+    model = qwen2()
+    async with learning(model) as learner:
+        await learner.step([minibatch(model)])
+        handle = await learner.publish()
+        published = {name: tensor.clone() for name, tensor in handle.tensors.items()}
+        await learner.step([minibatch(model, 1)])
+        await handle.done()
+        assert handle.version == 1
+        assert (await learner.publish()).version == 2
+        assert handle.checksum == checksum(handle.tensors) == checksum(published)
+        assert handle.checksum != checksum(named_weights(model))
+        assert (await learner.publish()).checksum == checksum(named_weights(model))
+
+
+async def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model = qwen2()
+    batches = [[minibatch(model, 2 * i), minibatch(model, 2 * i + 1)] for i in range(3)]
+    async with learning(model, warmup_steps=5) as learner:
+        await learner.step(batches[0])
+        await learner.step(batches[1])
+        await learner.save(tmp_path)
+        state = copy.deepcopy(learner.state())
+        going_on = await learner.step(batches[2])
+        expected = checksum(named_weights(model))
+    other = qwen2(seed=9)
+    async with learning(other, warmup_steps=5) as learner:
+        await learner.step(batches[0])  # whatever it was before
+        await learner.load(tmp_path)
+        learner.load_state(state)
+        resumed = await learner.step(batches[2])
+        assert learner.version == 3
+        await learner.save(tmp_path / "again")
+    assert checksum(named_weights(other)) == expected
+    assert resumed == going_on
+
+
+async def test_a_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
+    model = qwen2()
+    async with learning(model) as learner:
+        await learner.step([minibatch(model)])
+        await learner.save(tmp_path / "actor")
+    read = Qwen2ForCausalLM.from_pretrained(tmp_path / "actor")
+    assert checksum(named_weights(read)) == checksum(named_weights(model))
+
+
+async def test_failures_are_learner_errors(tmp_path: Path) -> None:
+    model = qwen2()
+    outside = TokenTrace((1, V + 3), (0, 1), (0.0, -1.0), (-1, 0))
+    async with learning(model) as learner:
+        with pytest.raises(LearnerError, match=r"the learner failed: .*out of range"):
+            await learner.step([of_sample(TrainSample(outside, 1.0, 1.0))])
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(LearnerError, match="the learner failed"):
+            await learner.save(tmp_path / "file" / "actor")
+
+
+async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    model = qwen2()
+    async with learning(model) as learner:
+        for name in ("torn", "bare"):
+            (tmp_path / name).mkdir()
+            await learner.save(tmp_path / name)
+        saved = load_file(tmp_path / "torn" / "model.safetensors")
+        del saved["model.norm.weight"]
+        save_file(saved, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "bare" / "optimizer.pt").unlink()
+        with pytest.raises(ConfigError, match=r"nowhere.*cannot be loaded"):
+            await learner.load(tmp_path / "nowhere")
+        with pytest.raises(ConfigError, match=r"lacks model\.norm\.weight"):
+            await learner.load(tmp_path / "torn")
+        with pytest.raises(LearnerError, match=r"the learner failed: .*optimizer\.pt"):
+            await learner.load(tmp_path / "bare")

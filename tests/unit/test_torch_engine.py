@@ -1,0 +1,584 @@
+"""The in-process engine on real tiny models, held against transformers' own forward pass and `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from crl.engines.torch import PREFILL_TOKENS, Request, TorchEngine, sample
+from crl.errors import EngineError, RolloutError
+from crl.modeling import InProcessWeights, load_model
+from crl.types import Completion, Sampling
+
+V = 48
+NEVER = (V,)  # a stop token that no model here can sample
+
+
+def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    config = Qwen2Config(**{
+        "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "max_position_embeddings": 4096, "initializer_range": 0.25, "tie_word_embeddings": False,
+        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    } | changes)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(V) for _ in range(length)) for length in lengths]
+
+
+@asynccontextmanager
+async def serving(model: PreTrainedModel, *, max_batch: int = 8, max_context: int = 4096, version: int = 0) -> AsyncIterator[TorchEngine]:
+    """An engine, and a bound on the test's patience: whatever hangs, fails."""
+    engine = TorchEngine(model, max_batch=max_batch, max_context=max_context, version=version)
+    try:
+        async with asyncio.timeout(20):
+            yield engine
+    finally:
+        await engine.aclose()
+
+
+def reference(model: PreTrainedModel, prompt: Sequence[int], tokens: int, stop: Sequence[int] = NEVER) -> tuple[int, ...]:
+    """What transformers samples greedily, alone and without this engine's cache."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, eos_token_id=list(stop), pad_token_id=0
+    )  # pyright: ignore[reportCallIssue]
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@torch.no_grad()
+def true_logprobs(model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """The log-probs of `sampled` after `prompt`, from one plain forward pass."""
+    ids = torch.tensor([[*prompt, *sampled]])
+    log_p = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+    return [float(log_p[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
+
+
+class Passes:
+    """Watches a model's forward passes; can hold the compute thread before one of them, or run something there."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._go = threading.Event()
+        self._held = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._actions: dict[int, Callable[[], None]] = {}
+        model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def at(self, number: int, action: Callable[[], None]) -> None:
+        self._actions[number] = action
+
+    def hold(self, number: int) -> None:
+        """Pass `number` (from 0) will wait for `go`."""
+        self.at(number, self._wait)
+
+    async def held(self) -> None:
+        await self._held.wait()
+        self._held.clear()
+
+    def go(self) -> None:
+        self._go.set()
+
+    def _wait(self) -> None:
+        self._loop.call_soon_threadsafe(self._held.set)
+        assert self._go.wait(10)
+        self._go.clear()
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        number = len(self.shapes)
+        self.shapes.append(tuple(kwargs["input_ids"].shape))
+        self._actions.get(number, lambda: None)()
+
+
+async def settled() -> None:
+    """Lets every task run until it waits for something."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def greedy(tokens: int, stop: Sequence[int] = NEVER) -> Sampling:
+    return Sampling(tokens, tuple(stop), temperature=0)
+
+
+# ── the same tokens as transformers ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=["qwen2", "qwen3"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return qwen2() if request.param == "qwen2" else load_model(request.getfixturevalue("random_qwen3"), torch.device("cpu"))
+
+
+async def test_greedy_equals_generate_for_a_ragged_batch(model: PreTrainedModel) -> None:
+    asked = prompts(1, 2, 3, 17, 40, 9, 25)
+    async with serving(model) as engine:
+        done = await asyncio.gather(*(engine.generate(p, greedy(12 + 3 * i)) for i, p in enumerate(asked)))
+    for i, (prompt, completion) in enumerate(zip(asked, done, strict=True)):
+        assert completion.ids == reference(model, prompt, 12 + 3 * i)
+        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+        assert completion.versions == (0,) * len(completion.ids)
+        assert completion.finish == "length"
+
+
+async def test_requests_that_join_and_leave_while_others_decode(model: PreTrainedModel) -> None:
+    asked, lengths = prompts(30, 4, 11, 50, 7, 1), [40, 3, 25, 9, 1, 30]
+    async with serving(model, max_batch=4) as engine:
+        passes = Passes(model)
+        for number in (3, 8, 15):
+            passes.hold(number)
+        waves = [asked[:2], asked[2:3], asked[3:5], asked[5:]]
+        tasks = []
+        for i, wave in enumerate(waves):
+            if i:
+                await passes.held()
+            tasks += [asyncio.create_task(engine.generate(p, greedy(lengths[asked.index(p)]))) for p in wave]
+            await settled()
+            passes.go() if i else None
+        done = await asyncio.gather(*tasks)
+    assert max(rows for rows, _ in passes.shapes) > 2, "they did share passes"
+    assert [c.ids for c in done] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
+
+
+async def test_the_cache_grows_with_a_sequence_and_for_a_long_prompt() -> None:
+    model = qwen2()
+    asked, lengths = prompts(100, 10, 200, 300), [60, 280, 80, 20]  # past 128; past 128 and 256; past 256; at once past 256
+    async with serving(model) as engine:
+        first = [asyncio.create_task(engine.generate(p, greedy(n))) for p, n in zip(asked[:2], lengths[:2], strict=True)]
+        one = await first[0]
+        rest = await asyncio.gather(first[1], *(engine.generate(p, greedy(n)) for p, n in zip(asked[2:], lengths[2:], strict=True)))
+    assert [c.ids for c in (one, *rest)] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
+
+
+async def test_more_requests_than_rows() -> None:
+    model = qwen2()
+    asked = prompts(*range(1, 14))
+    async with serving(model, max_batch=3) as engine:
+        passes = Passes(model)
+        done = await asyncio.gather(*(engine.generate(p, greedy(3 + len(p) % 4)) for p in asked))
+        assert engine.sampled_tokens == sum(len(c.ids) for c in done)
+    assert max(rows for rows, _ in passes.shapes) == 3
+    assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in asked]
+
+
+async def test_prefill_passes_are_bounded_and_one_long_prompt_is_served_all_the_same() -> None:
+    model = qwen2()
+    asked = prompts(*[300] * 9, PREFILL_TOKENS + 100, 5)
+    async with serving(model, max_batch=16) as engine:
+        passes = Passes(model)
+        done = await asyncio.gather(*(engine.generate(p, greedy(2)) for p in asked))
+    prefills = [shape for shape in passes.shapes if shape[1] > 1]
+    assert prefills == [(PREFILL_TOKENS // 300, 300), (9 - PREFILL_TOKENS // 300, 300), (1, PREFILL_TOKENS + 100), (1, 5)]
+    assert [c.ids for c in done] == [reference(model, p, 2) for p in asked]
+
+
+async def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
+    model = qwen2()
+    (prompt,) = prompts(12)
+    path = reference(model, prompt, 30)
+    new = [i for i, token in enumerate(path) if token not in path[:i]]  # where a token appears for the first time
+    early, late = new[2], new[4]
+    async with serving(model) as engine:
+        at_early = await engine.generate(prompt, greedy(30, [path[late], path[early]]))
+        at_late = await engine.generate(prompt, greedy(30, [path[late]]))
+        at_once = await engine.generate(prompt, greedy(30, [path[0]]))
+        on_the_limit = await engine.generate(prompt, greedy(late + 1, [path[late]]))
+        before_it = await engine.generate(prompt, greedy(late, [path[late]]))
+    assert (at_early.ids, at_early.finish) == (path[: early + 1], "stop")
+    assert (at_late.ids, at_late.finish) == (path[: late + 1], "stop")
+    assert (at_once.ids, at_once.finish) == (path[:1], "stop")
+    assert (on_the_limit.ids, on_the_limit.finish) == (path[: late + 1], "stop")
+    assert (before_it.ids, before_it.finish) == (path[:late], "length")
+    assert at_early.ids == reference(model, prompt, 30, [path[late], path[early]])
+
+
+async def test_score_is_the_log_softmax_of_what_follows() -> None:
+    model = qwen2()
+    (ids,) = prompts(20)
+    async with serving(model) as engine:
+        scores, one, _ = await asyncio.gather(engine.score(ids), engine.score(ids[:1]), engine.generate(ids, greedy(5)))
+    assert scores == pytest.approx(true_logprobs(model, ids[:1], ids[1:]), abs=1e-5)
+    assert list(one) == []
+
+
+# ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_logprobs_are_the_models_at_the_requests_temperature(model: PreTrainedModel) -> None:
+    asked = prompts(3, 30, 11, 18)
+    temperatures = [0.7, 1.3, 0.7, 0.0]
+    async with serving(model) as engine:
+        done = await asyncio.gather(
+            *(engine.generate(p, Sampling(20, NEVER, t), rng=i) for i, (p, t) in enumerate(zip(asked, temperatures, strict=True)))
+        )
+    for prompt, temperature, completion in zip(asked, temperatures, done, strict=True):
+        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids, temperature or 1.0), abs=1e-4)
+    assert done[3].ids == reference(model, asked[3], 20), "greedy beside sampled rows"
+
+
+async def test_a_seed_decides_whoever_shares_the_batch() -> None:
+    model = qwen2(initializer_range=0.1)
+    one, *others = prompts(15, 1, 40, 22, 3, 60)
+    sampling = Sampling(24, NEVER)
+    async with serving(model, max_batch=4) as engine:
+        alone = await engine.generate(one, sampling, rng=7)
+        crowd = [asyncio.create_task(engine.generate(p, replace(sampling, temperature=0.5), rng=i)) for i, p in enumerate(others)]
+        await settled()
+        shared, again, different = await asyncio.gather(*(engine.generate(one, sampling, rng=seed) for seed in (7, 7, 8)))
+        await asyncio.gather(*crowd)
+    assert shared.ids == again.ids == alone.ids
+    assert shared.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert different.ids != alone.ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_frequencies_are_the_softmaxs(temperature: float) -> None:
+    model, n = qwen2(vocab_size=8, initializer_range=0.15), 4000
+    prompt = (1, 5, 2)
+    with torch.no_grad():
+        p = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).tolist()
+    async with serving(model, max_batch=400) as engine:
+        done = await asyncio.gather(*(engine.generate(prompt, Sampling(1, (), temperature), rng=seed) for seed in range(n)))
+    counts = [sum(c.ids == (token,) for c in done) for token in range(8)]
+    assert min(p) * n > 5, "chi-square needs every cell"
+    assert sum((count - n * q) ** 2 / (n * q) for count, q in zip(counts, p, strict=True)) < 24.3, "0.1 % of chi-square(7)"
+
+
+class Fixed(random.Random):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def random(self) -> float:
+        return self._value
+
+
+@pytest.mark.parametrize(
+    ("draw", "token"), [(0.0, 1), (0.0999, 1), (0.1001, 2), (0.2999, 2), (0.3001, 4), (0.5999, 4), (0.6001, 5), (1 - 2**-53, 5)]
+)
+def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: int) -> None:
+    logits = torch.tensor([[-math.inf, math.log(0.1), math.log(0.2), -math.inf, math.log(0.3), math.log(0.4), -math.inf]])
+    request = Request((1,), Sampling(1, ()), Fixed(draw), future=None)  # pyright: ignore[reportArgumentType]
+    tokens, logprobs = sample(logits, [request])
+    assert tokens == [token]
+    assert math.exp(logprobs[0]) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.3, 5: 0.4}[token])
+
+
+# ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_swap_lets_who_runs_finish_and_who_waits_begin_anew() -> None:
+    old, new = qwen2(seed=0), qwen2(seed=1)
+    running, queued, late = prompts(10, 12, 8)
+    model = qwen2(seed=0)
+    async with serving(model, max_batch=1, version=4) as engine:
+        passes = Passes(model)
+        passes.hold(5)
+        first = asyncio.create_task(engine.generate(running, greedy(30)))
+        await passes.held()
+        second = asyncio.create_task(engine.generate(queued, greedy(10)))  # no row is free
+        await settled()
+        swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=5)))
+        await settled()
+        third = asyncio.create_task(engine.generate(late, greedy(10)))
+        await settled()
+        with pytest.raises(EngineError, match="already under way"):
+            await engine.update_weights(InProcessWeights.snapshot(new, version=6))
+        assert engine.version == 4
+        assert not swap.done()
+        passes.go()
+        one, two, three, _ = await asyncio.gather(first, second, third, swap)
+        assert engine.version == 5
+        turn_2 = (*running, *one.ids, 3, 4)
+        after = await engine.generate(turn_2, greedy(15))
+        score = await engine.score(turn_2)
+    assert (one.ids, one.versions) == (reference(old, running, 30), (4,) * 30)
+    assert (two.ids, two.versions) == (reference(new, queued, 10), (5,) * 10)
+    assert (three.ids, three.versions) == (reference(new, late, 10), (5,) * 10)
+    async with serving(new, version=5) as fresh:
+        assert await fresh.generate(turn_2, greedy(15)) == after
+        assert await fresh.score(turn_2) == score
+
+
+async def test_a_swap_waits_for_all_and_starves_nobody() -> None:
+    model, new = qwen2(seed=0), qwen2(seed=1)
+    asked = prompts(5, 6, 7)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        tasks = [asyncio.create_task(engine.generate(p, greedy(4 + 6 * i))) for i, p in enumerate(asked)]
+        await passes.held()
+        swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
+        await settled()
+        newcomers = [asyncio.create_task(engine.generate(p, greedy(5))) for p in asked]
+        passes.go()
+        done = await asyncio.gather(*tasks)
+        await swap
+        fresh = await asyncio.gather(*newcomers)
+    assert [set(c.versions) for c in done] == [{0}] * 3
+    assert [c.ids for c in done] == [reference(qwen2(seed=0), p, 4 + 6 * i) for i, p in enumerate(asked)]
+    assert [c.ids for c in fresh] == [reference(new, p, 5) for p in asked]
+    assert [c.versions for c in fresh] == [(1,) * 5] * 3
+
+
+async def test_a_swap_copies() -> None:
+    """The learner goes on training the tensors' source; the engine must not see that."""
+    model, source = qwen2(seed=0), qwen2(seed=1)
+    (prompt,) = prompts(10)
+    handle = InProcessWeights.snapshot(source, version=1)
+    async with serving(model) as engine:
+        await engine.update_weights(handle)
+        before = await engine.generate(prompt, greedy(10))
+        for tensor in handle.tensors.values():
+            tensor.zero_()
+        assert await engine.generate(prompt, greedy(10)) == before
+
+
+DAMAGED = r"names differ|another checksum|the engine failed"
+
+
+def misnamed(good: InProcessWeights) -> InProcessWeights:
+    return replace(good, tensors={"x." + name: tensor for name, tensor in good.tensors.items()})
+
+
+def garbled(good: InProcessWeights) -> InProcessWeights:
+    tensors = {name: tensor.clone() for name, tensor in good.tensors.items()}
+    tensors["model.norm.weight"][0] += 1e-3
+    return replace(good, tensors=tensors)
+
+
+def misshapen(good: InProcessWeights) -> InProcessWeights:
+    return replace(good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()})  # would broadcast
+
+
+def oversized(good: InProcessWeights) -> InProcessWeights:
+    return replace(good, tensors=dict(good.tensors) | {"model.norm.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("damage", [misnamed, garbled, misshapen, oversized], ids=lambda f: f.__name__)
+async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(damage: Callable[[InProcessWeights], InProcessWeights]) -> None:
+    model = qwen2(seed=0)
+    running, queued = prompts(10, 6)
+    async with serving(model, max_batch=1) as engine:
+        passes = Passes(model)
+        passes.hold(3)
+        first = asyncio.create_task(engine.generate(running, greedy(8)))
+        await passes.held()
+        swap = asyncio.create_task(engine.update_weights(damage(InProcessWeights.snapshot(qwen2(seed=1), version=1))))
+        await settled()
+        second = asyncio.create_task(engine.generate(queued, greedy(8)))
+        await settled()
+        passes.go()
+        assert (await first).ids == reference(qwen2(seed=0), running, 8), "it ran on good weights"
+        for waiting in (swap, second):
+            with pytest.raises(EngineError, match=DAMAGED):
+                await waiting
+        for call in (engine.health(), engine.generate(queued, greedy(1)), engine.score(queued), engine.update_weights(Foreign())):
+            with pytest.raises(EngineError, match=DAMAGED):
+                await call
+        assert engine.version == 0
+
+
+@dataclass
+class Foreign:
+    """A handle of another transport."""
+
+    version: int = 1
+    checksum: int = 0
+    transport: str = "nccl"
+    manifest: Any = None
+
+    async def done(self) -> None: ...
+
+
+async def test_a_handle_of_another_transport_is_refused_and_nothing_breaks() -> None:
+    model = qwen2()
+    (prompt,) = prompts(4)
+    async with serving(model) as engine:
+        with pytest.raises(EngineError, match="cannot receive weights over nccl"):
+            await engine.update_weights(Foreign())
+        assert (await engine.generate(prompt, greedy(3))).ids == reference(model, prompt, 3)
+
+
+# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() -> None:
+    model = qwen2()
+    asked = prompts(10, 20, 15, 7)
+    async with serving(model, max_batch=3) as engine:
+        passes = Passes(model)
+        passes.hold(4)
+        tasks = [asyncio.create_task(engine.generate(p, greedy(30))) for p in asked]  # the last one finds no row
+        await passes.held()
+        tasks[0].cancel()
+        await settled()
+        passes.go()
+        done = await asyncio.gather(*tasks[1:])
+    assert tasks[0].cancelled()
+    # The freed row was given to the one that waited: three rows again from pass 6 on, 30 tokens each, nobody waits for an end.
+    assert passes.shapes == [(3, 20), *[(3, 1)] * 4, (1, 7), *[(3, 1)] * 25, *[(1, 1)] * 4]
+    assert [c.ids for c in done] == [reference(model, p, 30) for p in asked[1:]]
+
+
+async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
+    model = qwen2()
+    asked = prompts(5, 6, 7)
+    async with serving(model, max_batch=1) as engine:
+        passes = Passes(model)
+        passes.hold(1)
+        tasks = [asyncio.create_task(engine.generate(p, greedy(4))) for p in asked]
+        await passes.held()
+        tasks[1].cancel()
+        await settled()
+        passes.go()
+        done = await asyncio.gather(tasks[0], tasks[2])
+    assert passes.shapes == [(1, 5), *[(1, 1)] * 3, (1, 7), *[(1, 1)] * 3]
+    assert [c.ids for c in done] == [reference(model, p, 4) for p in (asked[0], asked[2])]
+
+
+async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
+    model = qwen2()
+    (prompt,) = prompts(5)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        running = asyncio.create_task(engine.generate(prompt, greedy(4000)))
+        await passes.held()
+        swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(qwen2(seed=1), version=1)))
+        await settled()
+        running.cancel()
+        await settled()
+        passes.go()
+        await swap
+    assert len(passes.shapes) == 3
+
+
+async def test_a_failed_pass_ends_the_engine_for_all() -> None:
+    model = qwen2()
+    running, queued = prompts(5, 6)
+    async with serving(model, max_batch=2) as engine:
+        passes = Passes(model)
+        passes.hold(3)
+        tasks = [asyncio.create_task(engine.generate(running, greedy(50)))]
+        await passes.held()
+        tasks += [asyncio.create_task(engine.generate(ids, greedy(5))) for ids in ((1, V + 7), queued, queued)]
+        await settled()
+        passes.go()
+        for task in tasks:
+            with pytest.raises(EngineError, match="the engine failed: IndexError"):
+                await task
+        with pytest.raises(EngineError, match="the engine failed: IndexError") as dead:
+            await engine.health()
+        assert isinstance(dead.value.__cause__, IndexError)
+        with pytest.raises(EngineError, match="the engine failed: IndexError"):
+            await engine.generate(queued, greedy(5))
+
+
+async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
+    """A model whose forward pass does not take what the engine hands it raises a TypeError."""
+
+    def fail() -> None:
+        raise TypeError("forward() got an unexpected keyword argument")
+
+    model = qwen2()
+    async with serving(model) as engine:
+        Passes(model).at(1, fail)
+        with pytest.raises(EngineError, match="the engine failed: TypeError"):
+            await engine.generate((1, 2, 3), greedy(5))
+        with pytest.raises(EngineError, match="the engine failed: TypeError"):
+            await engine.health()
+
+
+async def test_a_failed_score_is_an_engine_error_of_its_caller_alone() -> None:
+    model = qwen2()
+    (prompt,) = prompts(5)
+    async with serving(model, max_context=64) as engine:
+        with pytest.raises(EngineError, match="the engine failed: IndexError"):
+            await engine.score((1, V + 7))
+        for unfit in ((), (1,) * 65):
+            with pytest.raises(RolloutError, match="do not fit 64"):
+                await engine.score(unfit)
+        assert (await engine.generate(prompt, greedy(5))).ids == reference(model, prompt, 5)
+
+
+async def test_closing_fails_who_runs_and_who_waits() -> None:
+    model = qwen2()
+    asked = prompts(5, 6)
+    async with serving(model, max_batch=1) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(p, greedy(500))) for p in asked]
+        await passes.held()
+        tasks.append(asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(model, version=1))))
+        await settled()
+        passes.go()
+        await engine.aclose()
+        for task in tasks:
+            with pytest.raises(EngineError, match="the engine is closed"):
+                await task
+        for call in (engine.health(), engine.generate(asked[0], greedy(1)), engine.score(asked[0])):
+            with pytest.raises(EngineError, match="the engine is closed"):
+                await call
+        await engine.aclose()
+
+
+async def test_closing_fails_a_request_whose_first_pass_has_not_begun() -> None:
+    model = qwen2()
+    (prompt,) = prompts(5)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(0)
+        scoring = asyncio.create_task(engine.score(prompt))  # keeps the compute thread
+        await passes.held()
+        waiting = asyncio.create_task(engine.generate(prompt, greedy(5)))
+        await settled()
+        passes.go()
+        await engine.aclose()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await waiting
+        assert len(await scoring) == 4
+
+
+async def test_an_unused_engine_closes() -> None:
+    async with serving(qwen2()) as engine:
+        await engine.health()
+
+
+async def test_what_does_not_fit_is_a_rollout_error_and_nothing_breaks() -> None:
+    model = qwen2()
+    (prompt,) = prompts(10)
+    async with serving(model, max_context=16) as engine:
+        with pytest.raises(RolloutError, match=r"engine: 10 prompt \+ 7 new tokens do not fit 16"):
+            await engine.generate(prompt, greedy(7))
+        with pytest.raises(RolloutError, match="0 prompt"):
+            await engine.generate((), greedy(7))
+        assert (await engine.generate(prompt, greedy(6))).ids == reference(model, prompt, 6)
+
+
+async def test_sampling_needs_a_seed_and_greedy_does_not() -> None:
+    async with serving(qwen2()) as engine:
+        with pytest.raises(ValueError, match="needs a seed: pass rng"):
+            await engine.generate((1, 2), Sampling(3, NEVER))
+        assert isinstance(await engine.generate((1, 2), greedy(3)), Completion)
+
+
+async def test_the_bundled_actor_is_served(tiny_actor: Path) -> None:
+    model = load_model(tiny_actor, torch.device("cpu"))
+    asked = prompts(20, 35)
+    async with serving(model) as engine:
+        done = await asyncio.gather(*(engine.generate(p, greedy(8, (2,))) for p in asked))
+    assert [c.ids for c in done] == [reference(model, p, 8, (2,)) for p in asked]

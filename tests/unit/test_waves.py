@@ -1,0 +1,171 @@
+"""Waves: who shares a forward pass depends on the episodes' names and turns alone, whatever the timing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+from doors import renderer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import EngineError, RolloutError
+from crl.rollout.waves import Direct, Sampler, Waves
+from crl.types import Completion, Sampling
+
+SAMPLING = Sampling(max_tokens=4, stop_ids=(2,))
+ANSWER = Completion((7, 2), (-1.0, -1.0), (0, 0), "stop")
+
+
+class Recorder(ScriptedEngine):
+    """Writes down who asked in which order. Its answers take `delays` rounds of the loop, one after the other; with `hold`
+    there are none."""
+
+    def __init__(self, *, delays: Sequence[int] = (), errors: Mapping[str, Exception] | None = None, hold: bool = False) -> None:
+        super().__init__(renderer(), lambda prompt: "")
+        self.delays, self.errors, self.hold = list(delays), errors or {}, hold
+        self.asked: list[str] = []
+        self.seeds: list[int | None] = []
+        self.cancelled: list[str] = []
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        assert session is not None
+        self.asked.append(session)
+        self.seeds.append(rng)
+        if session in self.errors:
+            raise self.errors[session]
+        try:
+            if self.hold:
+                await asyncio.Event().wait()
+            await passes(self.delays.pop() if self.delays else 0)
+        except asyncio.CancelledError:
+            self.cancelled.append(session)
+            raise
+        return ANSWER
+
+
+async def passes(n: int) -> None:
+    """n rounds of the event loop: a delay without a clock."""
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def settled() -> None:
+    await passes(20)
+
+
+async def ask(sampler: Sampler, session: str, seed: int = 0) -> Completion:
+    return await sampler.generate((1, 2), SAMPLING, session=session, rng=seed)
+
+
+async def episode(sampler: Sampler, session: str, delays: Sequence[int]) -> None:
+    """One turn per delay, each after so many rounds of the loop."""
+    try:
+        for turn, delay in enumerate(delays):
+            await passes(delay)
+            assert await ask(sampler, session, turn) == ANSWER
+    finally:
+        await passes(len(delays) % 3)
+        sampler.leave(session)
+
+
+async def play(delays: Sequence[Sequence[int]], engine: Recorder) -> None:
+    waves = Waves(engine)
+    sessions = [f"e{i}" for i in range(len(delays))]
+    for session in reversed(sessions):
+        waves.join(session)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for session, turns in zip(sessions, delays, strict=True):
+            tasks.create_task(episode(waves, session, turns))
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "something is left hanging"
+
+
+@given(
+    delays=st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=5),
+    answers=st.lists(st.integers(0, 5), max_size=20),
+)
+def test_waves_are_the_same_whatever_the_arrival_order(delays: list[list[int]], answers: list[int]) -> None:
+    engine = Recorder(delays=answers)
+    asyncio.run(play(delays, engine))
+    longest = max(map(len, delays))
+    expected = [(f"e{i}", turn) for turn in range(longest) for i in range(len(delays)) if turn < len(delays[i])]
+    assert list(zip(engine.asked, engine.seeds, strict=True)) == expected
+
+
+async def test_a_wave_waits_for_every_live_episode() -> None:
+    engine = Recorder()
+    waves = Waves(engine)
+    for session in ("c", "a", "b"):
+        waves.join(session)
+    async with asyncio.TaskGroup() as tasks:
+        for session in ("c", "a"):
+            tasks.create_task(ask(waves, session))
+        await settled()
+        assert engine.asked == []
+        tasks.create_task(ask(waves, "b"))
+    assert engine.asked == ["a", "b", "c"]
+
+
+async def test_the_last_one_to_leave_sets_the_others_free() -> None:
+    engine = Recorder()
+    waves = Waves(engine)
+    for session in ("a", "b", "c"):
+        waves.join(session)
+    async with asyncio.TaskGroup() as tasks:
+        for session in ("c", "a"):
+            tasks.create_task(ask(waves, session))
+        await settled()
+        waves.leave("b")
+        waves.leave("b")
+        await settled()
+        assert engine.asked == ["a", "c"]
+
+
+async def test_an_error_reaches_the_one_that_asked() -> None:
+    engine = Recorder(errors={"a": RolloutError("engine", "too long"), "b": EngineError("gone")})
+    waves = Waves(engine)
+    for session in "abc":
+        waves.join(session)
+    outcomes = await asyncio.gather(*(ask(waves, session) for session in "cba"), return_exceptions=True)
+    assert outcomes == [ANSWER, engine.errors["b"], engine.errors["a"]]
+
+
+async def test_a_cancelled_episode_does_not_hold_up_the_rest() -> None:
+    engine = Recorder()
+    waves = Waves(engine)
+    for session in "ab":
+        waves.join(session)
+    first = asyncio.create_task(episode(waves, "a", [0]))
+    await settled()
+    first.cancel()
+    second = asyncio.create_task(episode(waves, "b", [0]))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await second
+    assert engine.asked == ["b"], "nobody waits for what a would have got"
+
+
+async def test_cancelling_an_episode_cancels_its_request() -> None:
+    for sampler_of in (Direct, Waves):
+        engine = Recorder(hold=True)
+        sampler = sampler_of(engine)
+        sampler.join("a")
+        asking = asyncio.create_task(ask(sampler, "a"))
+        await settled()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await settled()
+        assert engine.cancelled == ["a"], sampler_of
+        assert asyncio.all_tasks() == {asyncio.current_task()}, sampler_of
+
+
+async def test_direct_passes_requests_on_as_they_come() -> None:
+    engine = Recorder()
+    direct = Direct(engine)
+    direct.join("b")
+    direct.join("a")
+    assert await ask(direct, "b", 5) == ANSWER
+    assert (engine.asked, engine.seeds) == (["b"], [5])
