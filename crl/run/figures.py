@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
-from statistics import fmean, pvariance
+from statistics import fmean
 
 from crl.types import Trajectory
 
@@ -16,13 +16,15 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     if len(names) > 1:
         for name in sorted(names):
             figures |= _success([t for t in batch if t.task.name == name], f"rollout/{name}")
-    groups = Counter(t.group for t in batch)
-    rewards = {group: [t.reward for t in batch if t.group == group] for group in groups}
+    rewards: defaultdict[int, set[float]] = defaultdict(set)
+    for t in batch:
+        if t.error is None:
+            rewards[t.group].add(t.reward)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return figures | {
         "rollout/episodes": len(batch),
         "rollout/errors": sum(t.error is not None for t in batch),
-        "rollout/groups_with_signal": sum(pvariance(r) > 0 for r in rewards.values()),
+        "rollout/groups_with_signal": sum(len(different) > 1 for different in rewards.values()),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),

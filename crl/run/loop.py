@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from crl.run.evaluate import Evaluation, Evaluator
 from crl.run.figures import rollout_figures
 from crl.seeds import generator
 from crl.types import Minibatch, StepStats, Trajectory
+
+T = TypeVar("T")
 
 SYNC_DEADLINE_S = 600.0
 """Seconds that one weight sync may take, both sides together."""
@@ -135,17 +137,21 @@ class Loop:
             return
         clock = Clock()
         with clock("eval"):
-            self.evaluations[step] = await self.evaluator.evaluate()
-        self.monitor.log(step, "eval", self.evaluations[step].figures() | clock.figures())
+            evaluation = await self._unless_stopped(self.evaluator.evaluate())
+        if evaluation is not None:
+            self.evaluations[step] = evaluation
+            self.monitor.log(step, "eval", evaluation.figures() | clock.figures())
 
-    async def _unless_stopped(self, batch: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory] | None:
-        waiting, stopping = asyncio.create_task(batch), asyncio.create_task(self.stop.wait())
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` comes to; None when the run is asked to stop before, and then `work` is cancelled."""
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
         try:
-            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result() if waiting.done() else None
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
         finally:
+            working.cancel()
             stopping.cancel()
-            waiting.cancel()
+            await asyncio.wait({working, stopping})  # an evaluation has environments to give back
 
     def _step_figures(self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
         seconds = sum(clock.seconds.values())

@@ -90,7 +90,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float)
             steps=loop.completed,
             seconds=time.monotonic() - begin,
             temperature=config.eval.temperature,
-            before=loop.evaluations[0],
+            before=loop.evaluations.get(0),
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
             skipped_updates=loop.skipped_updates,
         )

@@ -29,7 +29,7 @@ def _row(key: EvalSet, before: Rate, after: Mapping[EvalSet, Rate] | None) -> st
 
 @dataclass(frozen=True)
 class Summary:
-    """before, after: evaluations (after None: the run was stopped early); seconds: wall time of the whole run."""
+    """before, after: evaluations, None where the run was stopped earlier; seconds: wall time of the whole run."""
 
     run: Path
     checkpoint: Path
@@ -38,12 +38,13 @@ class Summary:
     steps: int
     seconds: float
     temperature: float
-    before: Evaluation
+    before: Evaluation | None
     after: Evaluation | None
     skipped_updates: int
 
     def text(self) -> str:
-        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", "", *success_lines(self.temperature, self.before, self.after)]
+        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", ""]
+        lines += success_lines(self.temperature, self.before, self.after) if self.before else ["stopped before the first evaluation"]
         if self.skipped_updates:
             lines.append(f"  {self.skipped_updates} updates were skipped because the loss or its gradient was not finite")
         return "\n".join([*lines, "", *self._next()])

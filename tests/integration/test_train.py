@@ -6,9 +6,11 @@ Beside the room there are two games of this file's own, `PARITY` and `BROKEN`, n
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from crl.cli.main import app
-from crl.engines.torch import Decoder
+from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
 from crl.envs.places import NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
 from crl.envs.room.player import RoomPlayer
@@ -73,7 +75,31 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
     )
 
 
-PARITY, BROKEN = spec_of("parity", Parity), spec_of("broken", Broken)
+class OddFails(Parity):
+    """What would be lost is an error: whoever trains on errors learns from the difference, nobody else does."""
+
+    def step(self, action: str) -> StepResult:
+        result = super().step(action)
+        if not result.success:
+            raise ValueError("odd")
+        return result
+
+
+class Bell(Parity):
+    """Presses Ctrl-C when it is played for the first time, and has all the time in the world."""
+
+    rung = False
+
+    def step(self, action: str) -> StepResult:
+        if not Bell.rung:
+            Bell.rung = True
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        return super().step(action)
+
+
+PARITY, BROKEN, BELL = spec_of("parity", Parity), spec_of("broken", Broken), spec_of("bell", Bell)
+ODDFAILS = spec_of("oddfails", OddFails)
 
 
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
@@ -352,13 +378,25 @@ def test_no_steps_only_evaluate(tmp_path: Path, tiny_actor: Path) -> None:
 # ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_environment_that_always_raises_costs_its_episodes_alone(tmp_path: Path, tiny_actor: Path) -> None:
+def test_an_environment_that_always_raises_costs_its_episodes_alone(
+    tmp_path: Path, tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs = []
+    monkeypatch.setattr(TorchEngine, "update_weights", lambda engine, handle: syncs.append(handle))
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "broken"), steps=2)
     for line in metrics(tmp_path / "run", "train"):
         assert (line["rollout/errors"], line["rollout/groups_with_signal"], line["actor/updates"], line["actor/version"]) == (8, 0, 0, 0)
     assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["env: broken: step: OSError: the game\nis broken"] * 16
     assert "16 eval episodes could not be played and count as failures" in result.stdout
+    assert syncs == [], "what did not change is not sent"
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
+
+
+def test_errors_are_never_trained_on(tmp_path: Path) -> None:
+    train(tmp_path / "run", tasks=task_file(tmp_path, "oddfails"), steps=2)
+    for line in metrics(tmp_path / "run", "train"):
+        assert 0 < line["rollout/errors"] < 8
+        assert (line["rollout/groups_with_signal"], line["actor/updates"]) == (0, 0)
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +453,15 @@ def test_ctrl_c_writes_a_checkpoint(tmp_path: Path) -> None:
     assert f"{step} steps in" in output
     assert len(lines(run / "trajectories.jsonl")) == 8 * step
     assert crl("eval", run).exit_code == 0
+
+
+def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = train(tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130)
+    assert time.monotonic() - begin < 15, "500 episodes of 0.2 s on 4 threads take 25 s"
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"
+    assert lines(tmp_path / "run" / "metrics.jsonl") == [], "half an evaluation is none"
+    assert "0 steps in" in result.stdout
 
 
 # ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────

@@ -123,9 +123,9 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Pat
         tokenizer.save_pretrained(tmp_path / name)
         return tmp_path / name
 
-    with pytest.raises(ConfigError, match="no chat template.*use a chat model"):
+    with pytest.raises(ConfigError, match=r"no chat template.*use a chat model"):
         load_tokenizer(broken("silent", chat_template=None))
-    with pytest.raises(ConfigError, match="no eos_token.*set eos_token"):
+    with pytest.raises(ConfigError, match=r"no eos_token.*set eos_token"):
         load_tokenizer(broken("endless", eos_token=None))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"actor\.model = .*its tokenizer cannot be loaded.*put the tokenizer's files there"):
@@ -139,7 +139,7 @@ def test_cuda_is_an_error_where_there_is_none() -> None:
         return
     assert resolve_device("auto") == CPU
     for device in ("cuda", "cuda:1"):
-        with pytest.raises(ConfigError, match="no CUDA device.*use auto or cpu"):
+        with pytest.raises(ConfigError, match=r"no CUDA device.*use auto or cpu"):
             resolve_device(device)
 
 

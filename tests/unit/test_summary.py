@@ -50,6 +50,11 @@ def test_a_run_that_was_stopped_has_no_after() -> None:
     assert "→" not in text
 
 
+def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
+    text = replace(SUMMARY, before=None, after=None, steps=0).text()
+    assert "0 steps in 172 s\n\nstopped before the first evaluation\n\nthe trained actor" in text
+
+
 def test_what_went_wrong_is_said() -> None:
     text = replace(SUMMARY, skipped_updates=2, before=replace(BEFORE, errors=1), after=replace(AFTER, errors=4)).text()
     assert "  5 eval episodes could not be played and count as failures\n" in text

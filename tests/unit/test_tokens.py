@@ -103,7 +103,7 @@ def test_an_unusual_segmentation_is_trained_as_it_was_sampled(renderer: ChatRend
     assert talk.sampled(sampled) == "go north"
     talk.add(env("a door"))
     second = talk.prompt()
-    assert second[: len(first) + len(sampled.ids)] == first + sampled.ids
+    assert second == first + sampled.ids + renderer.encode("\n<|im_start|>user\na door<|im_end|>\n<|im_start|>assistant\n")
     (trace,) = talk.traces
     assert sampled_part(trace) == sampled.ids
 
