@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 HEAD_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 """Opening segments that a window never drops."""
 
+SAMPLED_ORIGINS = frozenset({"policy", "tool_call"})
+"""What the policy wrote itself."""
+
 
 class ChatRenderer:
     """Renders segments with a tokenizer's chat template.
@@ -37,7 +40,7 @@ class ChatRenderer:
         """Chat messages: neighbouring segments of one role are joined by a newline."""
         messages: list[dict[str, str]] = []
         for segment in segments:
-            text = segment.text if segment.origin == "policy" else self._defused(segment.text)
+            text = segment.text if segment.origin in SAMPLED_ORIGINS else self._defused(segment.text)
             if messages and messages[-1]["role"] == segment.role:
                 messages[-1]["content"] += "\n" + text
             else:
@@ -85,8 +88,9 @@ class Conversation:
 
     @property
     def traces(self) -> tuple[TokenTrace, ...]:
-        """The training samples so far; a prompt that nothing was sampled from is no sample."""
-        return tuple(trace for trace in [*self._finished, self._trace] if any(trace.mask))
+        """The training samples so far, each up to its last sampled token; a prompt that nothing was sampled from is no sample."""
+        samples = (trace.until_last_sampled() for trace in [*self._finished, self._trace])
+        return tuple(sample for sample in samples if sample.ids)
 
     def add(self, segments: Iterable[Segment]) -> None:
         """What the agent is told before it speaks next."""

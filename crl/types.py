@@ -130,6 +130,11 @@ class TokenTrace:
             self.versions + completion.versions,
         )
 
+    def until_last_sampled(self) -> TokenTrace:
+        """This trace without the context that nothing was sampled after; empty when nothing was sampled at all."""
+        end = max((i + 1 for i, sampled in enumerate(self.mask) if sampled), default=0)
+        return TokenTrace(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+
 
 @dataclass(frozen=True, slots=True)
 class Experience:

@@ -213,7 +213,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
 
     Each request draws one uniform number from its own generator, put through the inverse of the cumulated
     probabilities: a row's token does not depend on the other rows. Temperature 0 is greedy, with log-probs at
-    temperature 1.
+    temperature 1. Raises `EngineError` on logits that are not finite.
     """
     temperature = torch.tensor([r.sampling.temperature for r in requests], device=logits.device)
     greedy = temperature == 0
@@ -224,7 +224,10 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
         draws = torch.tensor([r.draw.random() for r in requests], dtype=torch.double, device=logits.device)
         drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)[:, 0]
         tokens = torch.where(greedy, tokens, drawn.clamp(max=logits.shape[1] - 1))
-    return tokens.tolist(), log_p.gather(-1, tokens[:, None])[:, 0].tolist()
+    logprobs = log_p.gather(-1, tokens[:, None])[:, 0]
+    if not bool(logprobs.isfinite().all()):
+        raise EngineError("the model's logits are not finite: its weights are damaged")
+    return tokens.tolist(), logprobs.tolist()
 
 
 class TorchEngine:
@@ -237,6 +240,7 @@ class TorchEngine:
     def __init__(self, model: PreTrainedModel, *, max_batch: int, max_context: int, threads: int = 1, version: int = 0) -> None:
         self._decoder = Decoder(model, max_batch, version)
         self._max_batch, self._max_context = max_batch, max_context
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
         self._waiting: deque[Request] = deque()
         self._swap: tuple[InProcessWeights, asyncio.Future[None]] | None = None
@@ -253,7 +257,7 @@ class TorchEngine:
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0."""
         await self.health()
-        self._check_fit(ids, sampling.max_tokens)
+        self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling needs a seed: pass rng")
         request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future())
@@ -263,7 +267,7 @@ class TorchEngine:
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         """See `crl.protocols.Engine`."""
         await self.health()
-        self._check_fit(ids, 0)
+        self._check(ids, 0)
         try:
             return await self._compute(self._decoder.score, ids)
         except Exception as error:
@@ -294,9 +298,11 @@ class TorchEngine:
         self._thread.shutdown()
         self._die(closed)
 
-    def _check_fit(self, ids: Sequence[int], more: int) -> None:
+    def _check(self, ids: Sequence[int], more: int) -> None:
         if not ids or len(ids) + more > self._max_context:
             raise RolloutError("engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._max_context}")
+        if not (min(ids) >= 0 and max(ids) < self._vocabulary):
+            raise RolloutError("engine", f"the prompt holds a token id outside the model's {self._vocabulary}")
 
     async def _answered(self, future: asyncio.Future[T]) -> T:
         """What `future` becomes, once the serving task runs; `_die` fails every future that is still open here."""

@@ -41,7 +41,7 @@ def make_actor(directory: Path, seed: int) -> None:
     print(f"{directory.name}: demonstrations")
     drills = {d.name: list(d.make(generator(seed, "drill", d.name), d.count)) for d in ACTOR_DRILLS}
     tokenizer = train_tokenizer([x for drill in drills.values() for x in drill[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
-    renderer = ChatRenderer(tokenizer, [int(tokenizer.vocab[END])])
+    renderer = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
     traces = [demonstrated_trace(x, renderer) for drill in drills.values() for x in drill]
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
     print(

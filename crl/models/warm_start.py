@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from crl.algo import micro_batches, nll
 from crl.modeling import token_logprobs
 from crl.tokens import ChatRenderer, Conversation
 from crl.types import Completion, Segment, TokenTrace
 
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,26 +60,26 @@ class Schooling:
     context_weight: float = 1.0
 
 
-def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the demonstrations' text, with a ChatML template; every string can be encoded."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) -> Qwen2Tokenizer:
+    """Byte-level BPE on the demonstrations' text, with a ChatML template; every string can be encoded.
+
+    It is Qwen2's own class, cut as Qwen2 cuts text: transformers loads a Qwen2 model's tokenizer as that, whatever was saved.
+    """
+    texts = [segment.text for demonstration in demonstrations for segment in demonstration]
+    roles = ["system\n", "user\n", "assistant\n"] * (len(texts) // 2)  # as frequent as the template makes them
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [*roles, *texts],
         vocab_size=vocabulary,
-        special_tokens=[PAD, START, END],
+        new_special_tokens=[START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    roles = ["system\n", "user\n", "assistant\n"]
-    texts = [s.text for d in demonstrations for s in d]
-    tokenizer.train_from_iterator([*roles * (len(texts) // 2), *texts], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[START])
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    tokenizer.eos_token, tokenizer.pad_token = END, PAD
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
-def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def new_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     """A freshly initialised model. Torch's global generator is put back afterwards."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -93,8 +93,8 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qw
         initializer_range=0.04,
         use_sliding_window=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.vocab[END],
-        pad_token_id=tokenizer.vocab[PAD],
+        eos_token_id=tokenizer.get_vocab()[END],
+        pad_token_id=tokenizer.get_vocab()[PAD],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

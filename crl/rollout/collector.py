@@ -74,4 +74,5 @@ class Collector:
 
     def source_state(self) -> State:
         """The task source as it was before it drew the first step that is not completed: where a resumed run goes on."""
-        return self._source_states.get(self._gate.completed_steps) or self._source.state()
+        drawn = self._source_states.get(self._gate.completed_steps)
+        return self._source.state() if drawn is None else drawn

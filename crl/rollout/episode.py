@@ -1,6 +1,6 @@
 """One episode: an agent and an environment, turn by turn, until one of them is done.
 
-`boundary` is the one place where a failure of an episode turns into data: a `RolloutError` becomes an error trajectory.
+`EpisodeRunner.play` is the boundary at which a failed episode turns into data: a `RolloutError` becomes an error trajectory.
 Everything else (a dead engine, a bug) passes through and ends the run.
 """
 

@@ -77,8 +77,7 @@ class Loop:
                 if not await self._step(step):
                     break
             collecting.cancel()
-        if not self.stop.is_set():
-            await self._evaluate(self.completed)
+        await self._evaluate(self.completed)
         await self.checkpoint()
 
     async def checkpoint(self) -> Path:

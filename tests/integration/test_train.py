@@ -1,10 +1,11 @@
 """Whole runs through the command line: the real loop, the real tiny actor, real rooms, in seconds.
 
-Beside the room there are two games of this file's own, `PARITY` and `BROKEN`, named in task files like any user's.
+Beside the room there are some games of this file's own, named in task files like any user's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,13 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 from crl.engines.torch import Decoder, TorchEngine
@@ -35,25 +35,51 @@ SMALL = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=8", 
 WIDER = ("rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8")
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
-# ── two games of one's own ──────────────────────────────────────────────────────────────────────────────────────────
+# ── games of one's own ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Parity:
-    """Won by an answer of an even number of letters, lost by another: every group has both, whoever plays."""
+class Lottery:
+    """Of each task every other ticket wins, whatever is said: every group has both."""
+
+    sold: ClassVar[dict[int, Iterator[int]]] = {}
 
     def reset(self, task: Task) -> str:
+        self.tickets = self.sold.setdefault(task.seed, itertools.count())
         return "Say something."
 
     def step(self, action: str) -> StepResult:
-        won = len(action) % 2 == 0
+        won = next(self.tickets) % 2 == 0
         return StepResult("", reward=float(won), done=True, success=won)
 
     def close(self) -> None: ...
 
 
-class Broken(Parity):
+class Broken(Lottery):
     def step(self, action: str) -> StepResult:
         raise OSError("the game\nis broken")
+
+
+class Shaky(Lottery):
+    """What would be lost is an error: whoever trains on errors learns from the difference, nobody else does."""
+
+    def step(self, action: str) -> StepResult:
+        result = super().step(action)
+        if not result.success:
+            raise ValueError("lost")
+        return result
+
+
+class Bell(Lottery):
+    """Presses Ctrl-C when it is played for the first time, and has all the time in the world."""
+
+    rung = False
+
+    def step(self, action: str) -> StepResult:
+        if not Bell.rung:
+            Bell.rung = True
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        return super().step(action)
 
 
 def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
@@ -75,31 +101,8 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
     )
 
 
-class OddFails(Parity):
-    """What would be lost is an error: whoever trains on errors learns from the difference, nobody else does."""
-
-    def step(self, action: str) -> StepResult:
-        result = super().step(action)
-        if not result.success:
-            raise ValueError("odd")
-        return result
-
-
-class Bell(Parity):
-    """Presses Ctrl-C when it is played for the first time, and has all the time in the world."""
-
-    rung = False
-
-    def step(self, action: str) -> StepResult:
-        if not Bell.rung:
-            Bell.rung = True
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-        return super().step(action)
-
-
-PARITY, BROKEN, BELL = spec_of("parity", Parity), spec_of("broken", Broken), spec_of("bell", Bell)
-ODDFAILS = spec_of("oddfails", OddFails)
+LOTTERY, BROKEN = spec_of("lottery", Lottery), spec_of("broken", Broken)
+SHAKY, BELL = spec_of("shaky", Shaky), spec_of("bell", Bell)
 
 
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
@@ -309,7 +312,7 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
-    train(tmp_path / "run", f"rollout.max_staleness={bound}", tasks=task_file(tmp_path, "parity"), steps=4)
+    train(tmp_path / "run", f"rollout.max_staleness={bound}", tasks=task_file(tmp_path, "lottery"), steps=4)
     log = metrics(tmp_path / "run", "train")
     assert [line["actor/version"] for line in log] == [1, 2, 3, 4], "every step has signal, so every step is one version"
     assert max(line["staleness/max"] for line in log) == bound
@@ -317,7 +320,7 @@ def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
 
 
 def test_learning_rate_zero_changes_no_bit(tmp_path: Path, tiny_actor: Path) -> None:
-    task = task_file(tmp_path, "parity")
+    task = task_file(tmp_path, "lottery")
     train(tmp_path / "still", "actor.optimizer.learning_rate=0.0", tasks=task, steps=2)
     assert [line["actor/updates"] for line in metrics(tmp_path / "still", "train")] == [2, 2], "it does all that training does"
     assert equal_weights(tmp_path / "still/checkpoints/2/actor", tiny_actor)
@@ -336,10 +339,10 @@ def test_any_causal_lm_takes_the_actors_place(tmp_path: Path, random_qwen3: Path
     assert "<answer>north</answer>" in played[0]["segments"][0]["text"]
     assert "Map:\n" in played[0]["segments"][2]["text"]
 
-    train(tmp_path / "parity", *sets[:2], tasks=task_file(tmp_path, "parity", "full"))
-    assert metrics(tmp_path / "parity", "train")[0]["actor/version"] == 1
-    assert not equal_weights(tmp_path / "parity/checkpoints/1/actor", random_qwen3)
-    assert crl("eval", tmp_path / "parity").exit_code == 0
+    train(tmp_path / "lottery", *sets[:2], tasks=task_file(tmp_path, "lottery", "full"))
+    assert metrics(tmp_path / "lottery", "train")[0]["actor/version"] == 1
+    assert not equal_weights(tmp_path / "lottery/checkpoints/1/actor", random_qwen3)
+    assert crl("eval", tmp_path / "lottery").exit_code == 0
 
 
 def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
@@ -360,12 +363,12 @@ def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
 
 def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     sets = ("tasks.room.eval.known=2", "tasks.room.eval.new=0")
-    train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'parity')}", steps=1)
-    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + ["parity"] * 4
+    train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'lottery')}", steps=1)
+    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + ["lottery"] * 4
     line = metrics(tmp_path / "run", "train")[0]
-    assert line["rollout/success"] == pytest.approx((line["rollout/room/success"] + line["rollout/parity/success"]) / 2)
+    assert line["rollout/success"] == pytest.approx((line["rollout/room/success"] + line["rollout/lottery/success"]) / 2)
     names = metrics(tmp_path / "run", "eval")[0].keys()
-    assert {"eval/room/known/success/free", "eval/parity/known/success/free", "eval/parity/new/success/free"} <= names
+    assert {"eval/room/known/success/free", "eval/lottery/known/success/free", "eval/lottery/new/success/free"} <= names
     assert "eval/room/new/success/free" not in names
 
 
@@ -393,7 +396,7 @@ def test_an_environment_that_always_raises_costs_its_episodes_alone(
 
 
 def test_errors_are_never_trained_on(tmp_path: Path) -> None:
-    train(tmp_path / "run", tasks=task_file(tmp_path, "oddfails"), steps=2)
+    train(tmp_path / "run", tasks=task_file(tmp_path, "shaky"), steps=2)
     for line in metrics(tmp_path / "run", "train"):
         assert 0 < line["rollout/errors"] < 8
         assert (line["rollout/groups_with_signal"], line["actor/updates"]) == (0, 0)
@@ -409,7 +412,7 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", mortal)
-        result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "parity"), steps=3, code=1)
+        result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
     assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log
@@ -428,7 +431,7 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, m
         return loss(self, *args, **kwargs)
 
     monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
-    result = train(tmp_path / "run", tasks=task_file(tmp_path, "parity"), steps=3, code=1)
+    result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
     assert one_line(result) == "error: the learner failed: shapes differ\n"
     assert "LearnerError: the learner failed: shapes differ" in (tmp_path / "run" / "log.txt").read_text()
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1]
@@ -477,13 +480,13 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
         (["--tasks", "room", "--set", "actor.model=no/such"], "actor.model = 'no/such': is neither a bundled model nor a directory"),
         (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
         (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
-        (["--tasks", "{folder}/parity.toml", "--set", "tasks.parity.env=nowhere:SPEC"], "there is no module 'nowhere'"),
+        (["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"], "there is no module 'nowhere'"),
         (["--tasks", "room", "--set", "tasks.room.stream.places=200"], "there are names for 144 places, not for 200"),
         (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "holds 100000 layouts, not 100001"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(args: list[str], says: str, tmp_path: Path, tiny_actor: Path) -> None:
-    task_file(tmp_path, "parity")
+    task_file(tmp_path, "lottery")
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "config.json").write_bytes((tiny_actor / "config.json").read_bytes())
     result = crl("train", *(arg.format(folder=tmp_path) for arg in args), "--run-dir", tmp_path / "run")

@@ -32,6 +32,7 @@ RESULTS = {
     "open": StepResult("It opens.", reward=1.0, done=True, success=True),
     "lose": StepResult("You fall.", done=True),
     "wait": StepResult("Nothing happens."),
+    "peek": StepResult("You see it.", success=True),
     "coin": StepResult("You find a coin.", reward=0.5),
 }
 

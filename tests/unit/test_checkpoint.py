@@ -90,6 +90,7 @@ async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(learne
 
     with pytest.raises(LearnerError):
         await save(Broken(), tmp_path / "run" / "checkpoints", 3, tiny_actor)
+    assert not (tmp_path / "run" / "checkpoints" / "3").exists(), "the name is only given to what is complete"
     with pytest.raises(ConfigError, match=r"run = .*run': it holds no complete checkpoint\. Give a run that reached"):
         latest_checkpoint(tmp_path / "run" / "checkpoints")
     await save(learner, tmp_path / "run" / "checkpoints", 3, tiny_actor)

@@ -171,7 +171,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "room  compact rendering: the actor's model declares the compact profile",
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
         "          2 minibatches of about 64 rollouts = as many optimizer updates",
-        "training  80 steps × 128 = 10,240 episodes, 160 updates",
+        "training  100 steps × 128 = 12,800 episodes, 200 updates",
         "eval      2 times × 512 episodes = 1,024 episodes at temperature 1",
     ):
         assert line in result.output.splitlines()

@@ -90,7 +90,7 @@ def test_the_config_imports_without_torch():
 
 def test_later_layers_win(model: Path, tmp_path: Path):
     assert RunConfig.model_fields["run"].default.steps == 128
-    assert resolved(model).run.steps == 80, "preset over default"
+    assert resolved(model).run.steps == 100, "preset over default"
     assert resolved(model, options={"run.steps": 3}).run.steps == 3, "option over preset"
     assert resolved(model, "run.steps=4", "run.steps=5", options={"run.steps": 3}).run.steps == 5, "--set over option, the last one wins"
     preset = tmp_path / "mine.toml"
@@ -197,7 +197,7 @@ def test_a_value_where_a_section_belongs_does_not_vanish(model: Path, tmp_path: 
     preset.write_text("[[actor]]\nminibatches = 2\n")
     text = refusal(model, preset=str(preset))
     assert text == "actor = [{'minibatches': 2}]: is a value, so there can be no actor.model. Remove one of the two."
-    assert "run.steps = 80: is a value, so there can be no run.steps.x" in refusal(model, "run.steps.x=1")
+    assert "run.steps = 100: is a value, so there can be no run.steps.x" in refusal(model, "run.steps.x=1")
     assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(model, "tasks.room.stream.x.y=1")
 
 

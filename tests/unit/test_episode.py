@@ -116,6 +116,11 @@ async def test_a_lost_episode_is_over_and_no_error() -> None:
     assert (trajectory.truncated, trajectory.error) == (False, None)
 
 
+async def test_success_stays_success() -> None:
+    trajectory, _, _ = await played("peek", "lose")
+    assert (trajectory.success, trajectory.turns) == (True, 2)
+
+
 async def test_the_shaper_has_the_last_word_on_the_reward() -> None:
     class Doubled:
         def shape(self, trajectory: Trajectory) -> dict[str, float]:

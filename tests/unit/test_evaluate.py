@@ -24,7 +24,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
 from crl.rollout.episode import Limits
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import Evaluation, Evaluator, Rate
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
 from crl.types import Completion, Sampling, Split, Task
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,7 +71,7 @@ def test_a_rate_of_nothing_is_no_number() -> None:
 
 
 def test_the_names_of_the_figures() -> None:
-    rates = {("room", "known"): Rate(8, 10), ("room", "new"): Rate(0, 10)}
+    rates: dict[EvalSet, Rate] = {("room", "known"): Rate(8, 10), ("room", "new"): Rate(0, 10)}
     figures = Evaluation(rates, {("room", "known"): 2.5, ("room", "new"): 4.0}, errors=1).figures()
     assert figures == {
         "eval/room/known/success/free": 0.8,
@@ -157,7 +157,8 @@ async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> No
     """The real tiny model samples in real rooms; another root of draws gives other episodes."""
     engine = TorchEngine(load_model(tiny_actor, torch.device("cpu")), max_batch=64, max_context=512)
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
-    rooms = {("room", split): SPEC.eval_tasks(split, 12, 0, StreamSettings()) for split in ("known", "new")}
+    splits: tuple[Split, ...] = ("known", "new")
+    rooms: dict[EvalSet, Sequence[Task]] = {("room", split): SPEC.eval_tasks(split, 12, 0, StreamSettings()) for split in splits}
     player = runner(engine, host, sampler=Waves(engine), context=ChatContext({"room": ""}), limits={"room": Limits(4, 4)})
     try:
         evaluator = Evaluator(player, rooms, concurrency=8)

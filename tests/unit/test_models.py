@@ -8,16 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from crl.config.models import bundled_models, model_profile, model_size, resolve_model
 from crl.envs.actions import COMPASS
 from crl.envs.room import demonstration_tasks
 from crl.envs.room.game import RoomGame
 from crl.errors import ConfigError
-from crl.modeling import load_tokenizer, stop_ids
+from crl.modeling import load_model, load_tokenizer, stop_ids
 from crl.models import recipe
 from crl.models.drills import ACTOR_DRILLS, Drill, Explorer, Pacer, RoomWalks, Walker, first_step
-from crl.models.warm_start import Schooling, demonstrated_trace
+from crl.models.warm_start import Schooling, Shape, demonstrated_trace, new_model, train_tokenizer
 from crl.tokens import ChatRenderer
 from crl.types import Segment
 
@@ -55,6 +56,20 @@ def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> No
     )
     trained = [i for i, m in zip(trace.ids, trace.mask, strict=True) if m]
     assert chat.decode(trained) == "south<|im_end|>east<|im_end|>"
+
+
+def test_the_tokenizer_that_is_loaded_is_the_one_that_was_taught(tmp_path: Path) -> None:
+    """transformers picks a tokenizer's class by the model's type: a saved one of another kind would come back cutting text differently."""
+    (drill,) = ACTOR_DRILLS
+    demonstrations = list(drill.make(random.Random(0), 50))
+    taught = train_tokenizer(demonstrations, vocabulary=400)
+    new_model(Shape(vocabulary=400), taught, seed=0).save_pretrained(tmp_path)
+    taught.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    texts = [s.text for d in demonstrations for s in d] + ["<|im_start|>user\nat 2 3\n<|im_end|>", "naïve 12345  \n\t x"]
+    assert [loaded.encode(text) for text in texts] == [taught.encode(text) for text in texts]
+    assert len(loaded) == len(taught) == load_model(tmp_path, torch.device("cpu")).config.vocab_size
+    assert loaded.decode(loaded.encode(texts[-2])) == texts[-2]
 
 
 def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:

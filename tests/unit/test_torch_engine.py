@@ -347,9 +347,6 @@ async def test_a_swap_copies() -> None:
         assert await engine.generate(prompt, greedy(10)) == before
 
 
-DAMAGED = r"names differ|another checksum|the engine failed"
-
-
 def misnamed(good: InProcessWeights) -> InProcessWeights:
     return replace(good, tensors={"x." + name: tensor for name, tensor in good.tensors.items()})
 
@@ -368,8 +365,18 @@ def oversized(good: InProcessWeights) -> InProcessWeights:
     return replace(good, tensors=dict(good.tensors) | {"model.norm.weight": torch.ones(3)})
 
 
-@pytest.mark.parametrize("damage", [misnamed, garbled, misshapen, oversized], ids=lambda f: f.__name__)
-async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(damage: Callable[[InProcessWeights], InProcessWeights]) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (misnamed, "their names differ"),
+        (garbled, "version 1 arrived with another checksum"),
+        (misshapen, "version 1 arrived with another checksum"),
+        (oversized, "the engine failed: RuntimeError"),
+    ],
+)
+async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
+    damage: Callable[[InProcessWeights], InProcessWeights], said: str
+) -> None:
     model = qwen2(seed=0)
     running, queued = prompts(10, 6)
     async with serving(model, max_batch=1) as engine:
@@ -384,10 +391,10 @@ async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(damage: 
         passes.go()
         assert (await first).ids == reference(qwen2(seed=0), running, 8), "it ran on good weights"
         for waiting in (swap, second):
-            with pytest.raises(EngineError, match=DAMAGED):
+            with pytest.raises(EngineError, match=said):
                 await waiting
         for call in (engine.health(), engine.generate(queued, greedy(1)), engine.score(queued), engine.update_weights(Foreign())):
-            with pytest.raises(EngineError, match=DAMAGED):
+            with pytest.raises(EngineError, match=said):
                 await call
         assert engine.version == 0
 
@@ -468,24 +475,47 @@ async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
 
 
 async def test_a_failed_pass_ends_the_engine_for_all() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
     model = qwen2()
     running, queued = prompts(5, 6)
     async with serving(model, max_batch=2) as engine:
         passes = Passes(model)
         passes.hold(3)
+        passes.at(4, fail)
         tasks = [asyncio.create_task(engine.generate(running, greedy(50)))]
         await passes.held()
-        tasks += [asyncio.create_task(engine.generate(ids, greedy(5))) for ids in ((1, V + 7), queued, queued)]
+        tasks += [asyncio.create_task(engine.generate(ids, greedy(5))) for ids in (queued, queued, queued)]
         await settled()
         passes.go()
         for task in tasks:
-            with pytest.raises(EngineError, match="the engine failed: IndexError"):
+            with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory"):
                 await task
-        with pytest.raises(EngineError, match="the engine failed: IndexError") as dead:
+        with pytest.raises(EngineError, match="the engine failed: RuntimeError") as dead:
             await engine.health()
-        assert isinstance(dead.value.__cause__, IndexError)
-        with pytest.raises(EngineError, match="the engine failed: IndexError"):
+        assert isinstance(dead.value.__cause__, RuntimeError)
+        with pytest.raises(EngineError, match="the engine failed: RuntimeError"):
             await engine.generate(queued, greedy(5))
+
+
+async def test_a_token_that_the_model_does_not_know_costs_its_own_request_alone() -> None:
+    model = qwen2()
+    (prompt,) = prompts(5)
+    async with serving(model, max_batch=2) as engine:
+        for unknown in (V, -1):
+            with pytest.raises(RolloutError, match=f"outside the model's {V}"):
+                await engine.generate((1, unknown), greedy(5))
+        assert (await engine.generate(prompt, greedy(5))).ids == reference(model, prompt, 5)
+
+
+async def test_damaged_weights_are_an_error_and_no_tokens() -> None:
+    model = qwen2()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    async with serving(model) as engine:
+        with pytest.raises(EngineError, match="not finite"):
+            await engine.generate((1, 2, 3), greedy(5))
 
 
 async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
@@ -503,15 +533,21 @@ async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
             await engine.health()
 
 
-async def test_a_failed_score_is_an_engine_error_of_its_caller_alone() -> None:
+async def test_a_failed_score_is_an_error_of_its_caller_alone() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
     model = qwen2()
     (prompt,) = prompts(5)
     async with serving(model, max_context=64) as engine:
-        with pytest.raises(EngineError, match="the engine failed: IndexError"):
-            await engine.score((1, V + 7))
+        Passes(model).at(0, fail)
+        with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory"):
+            await engine.score((1, 2))
         for unfit in ((), (1,) * 65):
             with pytest.raises(RolloutError, match="do not fit 64"):
                 await engine.score(unfit)
+        with pytest.raises(RolloutError, match="outside the model's"):
+            await engine.score((1, V))
         assert (await engine.generate(prompt, greedy(5))).ids == reference(model, prompt, 5)
 
 

@@ -99,7 +99,7 @@ async def test_a_wave_waits_for_every_live_episode() -> None:
     waves = Waves(engine)
     for session in ("c", "a", "b"):
         waves.join(session)
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         for session in ("c", "a"):
             tasks.create_task(ask(waves, session))
         await settled()
@@ -113,7 +113,7 @@ async def test_the_last_one_to_leave_sets_the_others_free() -> None:
     waves = Waves(engine)
     for session in ("a", "b", "c"):
         waves.join(session)
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         for session in ("c", "a"):
             tasks.create_task(ask(waves, session))
         await settled()
@@ -128,7 +128,8 @@ async def test_an_error_reaches_the_one_that_asked() -> None:
     waves = Waves(engine)
     for session in "abc":
         waves.join(session)
-    outcomes = await asyncio.gather(*(ask(waves, session) for session in "cba"), return_exceptions=True)
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*(ask(waves, session) for session in "cba"), return_exceptions=True)
     assert outcomes == [ANSWER, engine.errors["b"], engine.errors["a"]]
 
 
@@ -137,13 +138,14 @@ async def test_a_cancelled_episode_does_not_hold_up_the_rest() -> None:
     waves = Waves(engine)
     for session in "ab":
         waves.join(session)
-    first = asyncio.create_task(episode(waves, "a", [0]))
+    first = asyncio.create_task(episode(waves, "a", [0, 0]))
     await settled()
-    first.cancel()
+    first.cancel()  # it takes its time to leave, and meanwhile b asks
     second = asyncio.create_task(episode(waves, "b", [0]))
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    await second
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await second
     assert engine.asked == ["b"], "nobody waits for what a would have got"
 
 
