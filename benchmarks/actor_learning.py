@@ -60,7 +60,9 @@ def main() -> None:
             results[arm] = [run(seed, extra, Path(scratch) / f"{arm.split()[0]}-{seed}") for seed in arguments.seeds]
     for arm, runs in results.items():
         for r in runs:
-            print(f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   {r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s")
+            print(
+                f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   {r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s"
+            )
         print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
     if arguments.out:
         machine = {"platform": platform.platform(), "processor": platform.processor(), "python": platform.python_version()}

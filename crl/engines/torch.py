@@ -240,7 +240,7 @@ class TorchEngine:
     def __init__(self, model: PreTrainedModel, *, max_batch: int, max_context: int, threads: int = 1, version: int = 0) -> None:
         self._decoder = Decoder(model, max_batch, version)
         self._max_batch, self._max_context = max_batch, max_context
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
         self._waiting: deque[Request] = deque()
         self._swap: tuple[InProcessWeights, asyncio.Future[None]] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,11 @@ class RunDir:
         except OSError as error:
             raise ConfigError("run_dir", str(path), f"cannot be made ({error.strerror})", "Choose another --run-dir") from error
         return cls(path)
+
+    def clear(self) -> None:
+        """Empties the directory, which is then free for another run."""
+        for item in self.path.iterdir():
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
 
     @property
     def config(self) -> Path:

@@ -36,8 +36,9 @@ async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner]
 
 
 def _travels(file: Path) -> bool:
-    """A tokenizer's file, or the profile; an index of weights is of the old ones."""
-    return file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not file.name.endswith(".index.json")
+    """A tokenizer's file, or the profile; an index of weights and a recipe are of the old ones."""
+    about_old_weights = file.name.endswith(".index.json") or file.name == "recipe.json"
+    return file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not about_old_weights
 
 
 def latest_checkpoint(root: Path) -> Path:

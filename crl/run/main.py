@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 import traceback
@@ -45,8 +44,8 @@ def train(config: RunConfig, run_dir: Path, *, plain: bool) -> int:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
             return asyncio.run(_train(config, run, monitor, begin))
     except ConfigError:
-        if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: the directory's name is free again
-            shutil.rmtree(run.path)
+        if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: leave the directory as it was found
+            run.clear()
         raise
     except BaseException as error:
         with run.log.open("a", encoding="utf-8") as stream:
@@ -87,6 +86,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float)
             checkpoint=run.checkpoint(loop.completed),
             tasks=tuple(config.tasks),
             method=config.method,
+            seed=config.run.seed,
             steps=loop.completed,
             seconds=time.monotonic() - begin,
             temperature=config.eval.temperature,

@@ -35,6 +35,7 @@ class Summary:
     checkpoint: Path
     tasks: tuple[str, ...]
     method: str
+    seed: int
     steps: int
     seconds: float
     temperature: float
@@ -56,7 +57,7 @@ class Summary:
             f"the trained actor, in Hugging Face format: {actor}",
             f"  repeat the eval:   crl eval {self.run}",
             f"  train it further:  {again} --set actor.model={actor}",
-            f"  another seed:      {again} --seed 1",
+            f"  another seed:      {again} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
             f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
         ]

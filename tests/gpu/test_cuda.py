@@ -28,7 +28,9 @@ async def test_greedy_output_equals_transformers(tiny_actor: Path) -> None:
         completion = await engine.generate(PROMPT, Sampling(16, (), 0.0))
     finally:
         await engine.aclose()
-    expected = model.generate(torch.tensor([PROMPT], device="cuda"), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    expected = model.generate(  # pyright: ignore[reportCallIssue]
+        torch.tensor([PROMPT], device="cuda"), max_new_tokens=16, do_sample=False, eos_token_id=None
+    )
     assert list(completion.ids) == expected[0, len(PROMPT) :].tolist()
 
 

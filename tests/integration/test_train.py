@@ -492,7 +492,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(args: list[str], says: str, tm
     result = crl("train", *(arg.format(folder=tmp_path) for arg in args), "--run-dir", tmp_path / "run")
     assert result.exit_code == 2, result.output
     assert says in one_line(result)
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("*")), "the directory is free again"
 
 
 def test_a_run_is_never_overwritten(done: Path) -> None:

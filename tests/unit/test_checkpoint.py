@@ -69,7 +69,9 @@ async def test_only_what_belongs_beside_the_weights_travels(learner: LocalLearne
     assert (actor / "merges.txt").read_text() == "a b"
     assert json.loads((actor / "config.json").read_text())["model_type"] == "qwen2", "the model's own config wins"
     left = {path.name for path in actor.iterdir()}
-    assert not left & {"model.safetensors.index.json", "model-00001-of-00002.safetensors", "onnx"}, "they describe other weights"
+    assert not left & {"model.safetensors.index.json", "model-00001-of-00002.safetensors", "onnx", "recipe.json"}, (
+        "they describe other weights"
+    )
 
 
 async def test_saving_twice_is_saving_once(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:

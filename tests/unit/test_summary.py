@@ -16,6 +16,7 @@ SUMMARY = Summary(
     checkpoint=Path("runs/one/checkpoints/80"),
     tasks=("room", "maze"),
     method="grpo",
+    seed=4,
     steps=80,
     seconds=171.6,
     temperature=1.0,
@@ -34,7 +35,7 @@ success on fixed eval sets, sampled at temperature 1, without experience, [95 % 
 the trained actor, in Hugging Face format: runs/one/checkpoints/80/actor
   repeat the eval:   crl eval runs/one
   train it further:  crl train --tasks room,maze --method grpo --set actor.model=runs/one/checkpoints/80/actor
-  another seed:      crl train --tasks room,maze --method grpo --seed 1
+  another seed:      crl train --tasks room,maze --method grpo --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
   every figure and every episode: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
 
