@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -40,6 +41,13 @@ def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """The processor's name, as Linux tells it; elsewhere its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def mean_and_interval(values: list[float]) -> str:
     """mean ± half the 95 % interval over seeds."""
     mean = statistics.fmean(values)
@@ -65,7 +73,7 @@ def main() -> None:
             )
         print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
     if arguments.out:
-        machine = {"platform": platform.platform(), "processor": platform.processor(), "python": platform.python_version()}
+        machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
         arguments.out.write_text(json.dumps({"metric": METRIC, "machine": machine, "arms": results}, indent=1) + "\n", "utf-8")
 
 

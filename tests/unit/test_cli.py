@@ -60,7 +60,6 @@ class FakeRun:
 
 
 def test_help_is_instant_and_without_torch():
-    start = time.monotonic()
     code = (
         "import sys\nfrom crl.cli.main import main\ntry: main()\n"
         "finally: print(sorted({'torch', 'transformers', 'nle', 'rich', 'numpy'} & set(sys.modules)))"
@@ -69,7 +68,6 @@ def test_help_is_instant_and_without_torch():
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[-1] == "[]"
     assert "make-models" in result.stdout
-    assert time.monotonic() - start < 5, "a generous bound for a busy machine; it takes 0.1 s"
 
 
 def test_help_texts():
