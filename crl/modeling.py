@@ -17,29 +17,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str, key: str = "device") -> torch.device:
     """`auto` is CUDA where there is one. Raises `ConfigError` when CUDA is asked for and absent."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device", device, "torch finds no CUDA device", "use auto or cpu")
+        raise ConfigError(key, device, "torch finds no CUDA device", "use auto or cpu")
     return torch.device(device)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises `ConfigError` when it has no chat template or no end-of-turn token."""
+    """The tokenizer beside a model. Raises `ConfigError` when it cannot render, encode and decode a chat, or ends no turn."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file fails in many ways
         reason = f"its tokenizer cannot be loaded ({_first_line(error)})"
         raise ConfigError("actor.model", str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
         raise ConfigError("actor.model", str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
     if tokenizer.eos_token_id is None:
         raise ConfigError("actor.model", str(path), "its tokenizer has no eos_token", "set eos_token to the end-of-turn token")
+    _require_chat(tokenizer, path)
     return tokenizer
+
+
+def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Without its files transformers makes an empty tokenizer, and a template's mistakes show when it is rendered."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        reason = f"its chat template cannot be rendered ({type(error).__name__}: {_first_line(error)})"
+        raise ConfigError("actor.model", str(path), reason, "mend the chat_template") from error
+    if "Go north?" not in str(text) or "north" not in str(tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))):
+        raise ConfigError("actor.model", str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -48,16 +60,16 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
     Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the
     in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()  # of loading, and of saving later: they would litter a run's stderr
+    set_verbosity_error()  # its reports of bad checkpoints too: they become one line here
     try:
         model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a broken file fails in many ways
         reason = f"it cannot be loaded ({_first_line(error)})"
         raise ConfigError("actor.model", str(path), reason, "give a directory with a causal LM") from error
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
@@ -98,7 +110,11 @@ def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
     ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        try:
+            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        except Exception as error:
+            reason = f"its generation_config.json cannot be read ({_first_line(error)})"
+            raise ConfigError("actor.model", str(model_path), reason, "mend or remove that file") from error
         ids += listed if isinstance(listed, list) else [listed]
     return tuple(sorted({i for i in ids if i is not None}))
 

@@ -1,7 +1,6 @@
 """The contracts between the rooms. Parts are built from these and never see the loop that wires them.
 
-A *method* (`crl/methods`) fills the extension points of the second half; plain RL is a null `Retriever` and an all-free
-`RolloutPlanner`, not an `if`.
+A *method* (`crl/methods`) fills the extension points of the second half; plain RL is an all-free `RolloutPlanner`, not an `if`.
 """
 
 from __future__ import annotations
@@ -143,8 +142,22 @@ class SearchRequest:
     member: int
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `ask` found for a situation: the text for the agent and the use to record; None twice when nothing was found."""
+
+    text: str | None
+    use: ExperienceUse | None
+
+
 class Retriever(Protocol):
-    async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]: ...
+    async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
+        """At the start of episodes: the best experience for each, or None."""
+        ...
+
+    async def ask(self, query: str, state: str, task: Task) -> Answer:
+        """In the middle of one: an experience for the agent's own question, refined for the state it describes."""
+        ...
 
 
 # ── the extension points that a method assembles ────────────────────────────────────────────────────────────────────
@@ -160,8 +173,8 @@ class TaskSource(Protocol):
 
 
 class RolloutPlanner(Protocol):
-    def plan(self, task: Task, members: int) -> Sequence[RolloutPlan]:
-        """One plan per member: its condition, and with it what it may see."""
+    def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
+        """One plan per member of a group of `step`: its condition, and with it what it may see."""
         ...
 
 
@@ -171,6 +184,12 @@ class Response:
 
     action: str
     extras: Mapping[str, str]
+
+
+class Distiller(Protocol):
+    def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Which of a batch's finished trajectories are distilled into experience."""
+        ...
 
 
 class ContextProvider(Protocol):
@@ -239,7 +258,7 @@ class Method:
 
 
 class Monitor(Protocol):
-    """Where figures and trajectories go. Every line is durable when the call returns."""
+    """Where figures and trajectories go. Every line is flushed when the call returns."""
 
     def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None: ...
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...

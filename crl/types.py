@@ -19,7 +19,8 @@ ExperienceStatus = Literal["active", "evicted", "merged"]
 UseKind = Literal["start", "ask", "ask_unrefined"]
 Param = int | float | str | bool
 
-TOOL_ORIGINS = frozenset({"tool_spec", "tool_call", "tool_result"})
+GUIDANCE_ORIGINS = frozenset({"experience", "tool_spec", "tool_call", "tool_result"})
+"""Segments that only an experience-guided episode may hold; a stripped view drops them."""
 
 
 def _one_of(name: str, value: object, literal: Any) -> None:
@@ -229,8 +230,8 @@ class Trajectory:
         _one_of("condition", self.condition, Condition)
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
-        if self.condition == "free" and (self.used or any(s.origin == "experience" for s in self.segments)):
-            raise ValueError("an experience-free trajectory must not have seen an experience")
+        if self.condition == "free" and (self.used or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
+            raise ValueError("an experience-free trajectory must not have seen an experience, nor a tool to ask for one")
         object.__setattr__(self, "rewards", dict(self.rewards))
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:

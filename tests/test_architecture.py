@@ -1,4 +1,4 @@
-"""Imports go downward only (DESIGN §2), concrete classes are named in one place, and the command line starts without torch."""
+"""Imports go downward only , concrete classes are named in one place, and the command line starts without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARED = {
     "crl.engines": frozenset[str](),
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
-    "crl.envs": frozenset({"base", "host", "registry"}),
+    "crl.envs": frozenset({"base", "host", "mixture", "registry"}),
 }
 """Rooms of concrete classes, and their modules that others may import all the same."""
 

@@ -35,7 +35,7 @@ def clipped_surrogate(
     ratio: Ratio = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate of CRL eq. 4 and 5, with token ratios and a mean per sequence (**ours**; DESIGN §4, "Ratio").
+    """The clipped surrogate of CRL eq. 4 and 5, with token ratios and a mean per sequence (**ours**, see the README's departures).
 
         loss = −Σ_i w_i · mean over i's unmasked tokens t of min(ρ_it Â_it, clip(ρ_it, 1 − clip_low, 1 + clip_high) Â_it)
 
@@ -104,7 +104,7 @@ def truncated_importance_weights(trainer_logp: Tensor, engine_logp: Tensor, mask
     """min(exp(trainer_logp − engine_logp), cap) at unmasked tokens, 0 elsewhere: truncated importance sampling (Ionides 2008).
 
     Corrects for an engine whose log-probs differ from the trainer's at the same weights; multiplies a per-token advantage, and is
-    legal only with recomputed old log-probs (DESIGN §4). All [b, t]; detached. Raises `ValueError` on wrong shapes, cap ≤ 0.
+    legal only with recomputed old log-probs. All [b, t]; detached. Raises `ValueError` on wrong shapes, cap ≤ 0.
     """
     if not cap > 0:
         raise ValueError(f"cap must be positive, not {cap}")
@@ -144,7 +144,7 @@ def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
 def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
     """`weights`, [b], or 1/b for each sequence."""
     if weights is None:
-        return logp.new_full(logp.shape[:1], 1 / len(logp))
+        return logp.new_full(logp.shape[:1], 1 / len(logp), dtype=torch.promote_types(logp.dtype, torch.float32))
     if weights.shape != logp.shape[:1]:
         raise ValueError(f"weights must be [{len(logp)}], not {list(weights.shape)}")
     return weights.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -92,7 +93,10 @@ def train(
         return 0
     from crl.run.main import train as run
 
-    return run(config, run_dir, plain=plain)
+    repeated = {"--tasks": tasks, "--method": method, "--preset": None if preset == "cpu" else preset, "--steps": steps}
+    words = [word for option, value in repeated.items() if value is not None for word in (option, str(value))]
+    words += [word for text in sets or () for word in ("--set", text)]
+    return run(config, run_dir, command=shlex.join(["crl", "train", *words]), plain=plain)
 
 
 @app.command("eval")

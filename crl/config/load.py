@@ -28,16 +28,19 @@ VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack")
 def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> RunConfig:
     """The resolved config of a run. `tasks`: names or paths of TOML files; `options`: values by dotted key; `sets`: key=value.
 
-    The model must exist, since its profile decides which rendering, and with it which numbers, a task uses.
+    The model must exist, since its profile decides whether the `[compact]` tables of the preset and of the tasks apply.
     """
-    start = Layer(str(preset_file(preset)), read_toml(preset_file(preset), "preset"))
+    settings_of_preset = read_toml(preset_file(preset), "preset")
+    compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
+    start = Layer(str(preset_file(preset)), settings_of_preset)
     chosen = [Layer(f"--{key.rpartition('.')[2]}", nested(key, value)) for key, value in (options or {}).items()]
     chosen += [parse_set(text) for text in sets]
     settings, _ = merge([start, *chosen])
     model = _model_name(settings)
     path = resolve_model(model) if model is not None else None
-    games = _task_layers(tasks, model_profile(path) if path else "full")
-    tree, origins = merge([start, *games.values(), *chosen])
+    profile = model_profile(path) if path else "full"
+    games = _task_layers(tasks, profile)
+    tree, origins = merge([start, *([compact] if profile == "compact" else []), *games.values(), *chosen])
     origins.update({f"tasks.{name}": layer.origin for name, layer in games.items()})
     _refuse_misplaced(tree, list(games))
     tree["preset"] = preset

@@ -229,6 +229,9 @@ class RunConfig(Section):
         _check_actor(self.actor)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
+            if task.max_response_tokens >= self.actor.max_context_tokens:
+                reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {self.actor.max_context_tokens}"
+                raise ConfigError(f"tasks.{name}.max_response_tokens", task.max_response_tokens, reason, "Lower it, or raise the other")
         return self
 
 

@@ -18,23 +18,24 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_ENVIRONMENTS))
 
 
-def get_spec(name: str) -> EnvSpec:
+def get_spec(name: str, key: str = "env") -> EnvSpec:
     """The declared environment: one of `names()`, or `package.module:ATTRIBUTE` for one of the user's own.
 
-    Raises `ConfigError` (key `tasks`) when there is no such environment.
+    Raises `ConfigError` (its key is `key`) when there is no such environment, or its module cannot be imported.
     """
     target = _ENVIRONMENTS.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError("tasks", name, f"no such environment; there are: {', '.join(names())}", _remedy(name))
+        raise ConfigError(key, name, f"no such environment; there are: {', '.join(names())}", _remedy(name))
     try:
         spec = getattr(importlib.import_module(module_name), attribute, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise  # the module is there and something that it needs is not
-        raise ConfigError("tasks", name, f"there is no module {module_name!r}", "Check its name and PYTHONPATH") from error
+    except Exception as error:  # whatever a user's module does when it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(key, name, f"there is no module {module_name!r}", "Check its name and PYTHONPATH") from error
+        reason = f"its module cannot be imported ({type(error).__name__}: {error})"
+        raise ConfigError(key, name, reason, "Install what it needs, or mend it") from error
     if not isinstance(spec, EnvSpec):
-        raise ConfigError("tasks", name, f"{attribute!r} of {module_name!r} is not an EnvSpec", "See crl/envs/base.py for an example")
+        raise ConfigError(key, name, f"{attribute!r} of {module_name!r} is not an EnvSpec", "See crl/envs/base.py for an example")
     return spec
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from crl.config.schema import OptimizerSection
-from crl.errors import LearnerError
+from crl.errors import CrlError, LearnerError
 from crl.learners.step import Trainer, TrainSettings
 from crl.modeling import InProcessWeights, load_model
 from crl.protocols import Loss, State
@@ -44,9 +44,7 @@ class LocalLearner:
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         """See `crl.protocols.Learner`. Raises `LearnerError`."""
-        stats = await self._compute(self._trainer.step, minibatches, self.version)
-        self.version += stats.updates > 0
-        return stats
+        return await self._compute(self._step, minibatches)
 
     async def publish(self) -> InProcessWeights:
         return await self._compute(InProcessWeights.snapshot, self.model, self.version)
@@ -66,6 +64,11 @@ class LocalLearner:
     async def aclose(self) -> None:
         self._thread.shutdown()
 
+    def _step(self, minibatches: Sequence[Minibatch]) -> StepStats:
+        stats = self._trainer.step(minibatches, self.version)
+        self.version += stats.updates > 0  # here, where a cancelled caller cannot part it from the weights
+        return stats
+
     def _save(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
         optimizer = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
@@ -80,5 +83,7 @@ class LocalLearner:
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-        except (RuntimeError, IndexError, OSError) as error:  # out of memory, a bad shape; a bad id; a full disk
-            raise LearnerError(f"the learner failed: {error}") from error
+        except CrlError:
+            raise
+        except Exception as error:  # out of memory, a full disk, a bug: whatever it is, the weights can no longer be trusted
+            raise LearnerError(f"the learner failed: {type(error).__name__}: {error}") from error

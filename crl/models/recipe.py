@@ -32,10 +32,19 @@ def make(out: Path, seed: int) -> None:
     make_actor(out / "tiny-actor", seed)
 
 
-def make_actor(directory: Path, seed: int) -> None:
-    """The tiny actor: plays the tasks' compact renderings like the drills' demonstrators."""
+def _make_directory(directory: Path) -> None:
+    """At the start: a bad path should not show after minutes of training."""
     if directory.exists():
         raise ConfigError("--out", str(directory), "it exists already", "give another directory, or remove it first")
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError("--out", str(directory), f"cannot be made ({error.strerror})", "give another directory") from error
+
+
+def make_actor(directory: Path, seed: int) -> None:
+    """The tiny actor: plays the tasks' compact renderings like the drills' demonstrators."""
+    _make_directory(directory)
     begin = time.monotonic()
     torch.set_num_threads(1)  # two are slower on matrices this small, and one is the same everywhere
     print(f"{directory.name}: demonstrations")
@@ -48,7 +57,6 @@ def make_actor(directory: Path, seed: int) -> None:
         f"{directory.name}: {len(traces)} demonstrations, {sum(len(t.ids) for t in traces):,} tokens, {model.num_parameters():,} parameters"
     )
     loss = school(model, traces, SCHOOLING, generator(seed, "school"), print)
-    directory.mkdir(parents=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "crl.json").write_text(json.dumps({"profile": "compact"}) + "\n", "utf-8")

@@ -64,7 +64,7 @@ def plain(value: Any) -> Figure:
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     """A line of trajectories.jsonl. The columns of a trajectory cut into several samples are lists of lists."""
     return {
-        "step": trajectory.step,
+        "step": trajectory.step + 1,  # from 1, as in metrics.jsonl: the step that trains it
         "task": trajectory.task.name,
         "seed": trajectory.task.seed,
         "split": trajectory.task.split,

@@ -33,6 +33,7 @@ def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = N
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
     if kind == "train":
         cells = [f"{label} {_number(figures[name], form)}" for label, name, form in TRAIN_COLUMNS if name in figures]
+        cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
     elif kind == "eval":
         cells = [_success(match, figures) for name in figures if (match := _SUCCESS.fullmatch(name))]
     else:

@@ -46,7 +46,7 @@ class Collector:
         tasks.create_task(self._play(group, task, keys), name=f"group {group}")
 
     async def _play(self, group: int, task: Task, keys: Sequence[EpisodeKey]) -> None:
-        plans = self._planner.plan(task, len(keys))
+        plans = self._planner.plan(task, len(keys), keys[0].step)
         async with asyncio.TaskGroup() as members:
             episodes = [members.create_task(self._runner.play(key, task, plan)) for key, plan in zip(keys, plans, strict=True)]
         async with self._changed:

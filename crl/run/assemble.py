@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, replace
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from crl.config import RunConfig, TaskConfig, resolve_model
 from crl.engines.torch import TorchEngine
-from crl.envs.base import EnvSpec, Rendering, StreamSettings
+from crl.envs.base import EnvSpec, Rendering
 from crl.envs.host import ThreadHost
-from crl.envs.mixture import Mixture
-from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.prompts import prompt
-from crl.protocols import Engine, EnvironmentPool, Method, Monitor, TaskSource
+from crl.protocols import Engine, EnvironmentPool, Method, Monitor
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.gate import StalenessGate
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import EvalSet, Evaluator
+from crl.run import tasks
+from crl.run.evaluate import Evaluator
 from crl.run.loop import Loop, Schedule
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
-from crl.types import Split, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @asynccontextmanager
 async def training(config: RunConfig, checkpoints: Path, monitor: Monitor) -> AsyncIterator[Loop]:
     """A run ready to start; its parts are closed on the way out, whatever happened."""
     async with AsyncExitStack() as stack:
-        specs = _specs(config)
+        specs = tasks.specs(config)
         method, path = _method(config, specs), resolve_model(config.actor.model)
         learner = _learner(config, method, path)
         stack.push_async_callback(learner.aclose)
         engine, pool = await _engine(config, path, stack), await _pool(config, specs, stack)
         runner = _runner(config, path, method, engine, pool)
-        source = _source(config, specs)
+        source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         size = config.rollout.group_size
         yield Loop(
@@ -70,13 +73,9 @@ async def training(config: RunConfig, checkpoints: Path, monitor: Monitor) -> As
 async def evaluation(config: RunConfig, model: Path) -> AsyncIterator[Evaluator]:
     """The run's evaluator with `model` as the actor: no learner, no train stream."""
     async with AsyncExitStack() as stack:
-        specs = _specs(config)
+        specs = tasks.specs(config)
         engine, pool = await _engine(config, model, stack), await _pool(config, specs, stack)
         yield _evaluator(config, specs, _runner(config, model, _method(config, specs), engine, pool), engine)
-
-
-def _specs(config: RunConfig) -> dict[str, EnvSpec]:
-    return {name: get_spec(task.env) for name, task in config.tasks.items()}
 
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
@@ -92,28 +91,6 @@ def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
     return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
 
 
-def _source(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
-    sources: dict[str, TaskSource] = {}
-    for name, spec in specs.items():
-        stream = _stream(config.tasks[name])
-        with _refusable(f"tasks.{name}.stream", asdict(stream)):
-            sources[name] = spec.task_source(config.run.seed, stream)
-    return Mixture(sources)
-
-
-def _stream(task: TaskConfig) -> StreamSettings:
-    return StreamSettings(**task.stream.model_dump())
-
-
-@contextmanager
-def _refusable(key: str, value: object) -> Iterator[None]:
-    """What an environment cannot offer it refuses with a `ValueError`; the value is the user's to correct."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(key, value, str(error), "Choose another value") from error
-
-
 def _learner(config: RunConfig, method: Method, path: Path) -> LocalLearner:
     actor = config.actor
     settings = TrainSettings(
@@ -123,21 +100,30 @@ def _learner(config: RunConfig, method: Method, path: Path) -> LocalLearner:
         recompute=actor.old_logp == "recompute",
         importance_cap=actor.importance_cap,
     )
-    model = load_model(path, resolve_device(config.learner.device))
+    model = load_model(path, resolve_device(config.learner.device, "learner.device"))
     return LocalLearner(model, method.actor.loss, actor.optimizer, settings, threads=config.learner.threads)
 
 
 async def _engine(config: RunConfig, path: Path, stack: AsyncExitStack) -> Engine:
     if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
+    model = load_model(path, resolve_device(config.engine.device, "engine.device"))
+    _require_context(config, model)
     engine = TorchEngine(
-        load_model(path, resolve_device(config.engine.device)),
+        model,
         max_batch=config.engine.max_batch,
         max_context=config.actor.max_context_tokens,
         threads=config.engine.threads,
     )
     stack.push_async_callback(engine.aclose)
     return engine
+
+
+def _require_context(config: RunConfig, model: PreTrainedModel) -> None:
+    longest, wanted = getattr(model.config, "max_position_embeddings", None), config.actor.max_context_tokens
+    if longest is not None and wanted > longest:
+        raise ConfigError("actor.max_context_tokens", wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
 
 
 async def _pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
@@ -164,19 +150,8 @@ def _runner(config: RunConfig, path: Path, method: Method, engine: Engine, pool:
 
 def _evaluator(config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine) -> Evaluator:
     """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode."""
-    sets = {key: tasks for name, spec in specs.items() for key, tasks in _eval_sets(config, name, spec).items()}
+    sets = tasks.eval_sets(config, specs)
     sampler = Waves(engine) if config.run.deterministic else Direct(engine)
     seed = derive_seed(config.run.seed, "eval")
     own = replace(runner, sampler=sampler, temperature=config.eval.temperature, seed=seed)
     return Evaluator(own, sets, concurrency=config.rollout.groups * config.rollout.group_size)
-
-
-def _eval_sets(config: RunConfig, name: str, spec: EnvSpec) -> dict[EvalSet, tuple[Task, ...]]:
-    task, stream = config.tasks[name], _stream(config.tasks[name])
-    sizes: dict[Split, int] = {"known": task.eval.known, "new": task.eval.new}
-    sets: dict[EvalSet, tuple[Task, ...]] = {}
-    for split, size in sizes.items():
-        if size:
-            with _refusable(f"tasks.{name}.eval.{split}", size):
-                sets[name, split] = tuple(replace(t, name=name) for t in spec.eval_tasks(split, size, config.run.seed, stream))
-    return sets

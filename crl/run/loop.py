@@ -37,7 +37,8 @@ SYNC_DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """steps: actor steps of the run; the others: steps between two, 0 = only at the ends."""
+    """steps: actor steps of the run; minibatches: of one step; seed: root of the draws of minibatches; eval_every and
+    checkpoint_every: steps between two, 0 = only at the ends."""
 
     steps: int
     minibatches: int
@@ -63,6 +64,8 @@ class Loop:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     skipped_updates: int = 0
+    mid_step: bool = False
+    """Between a batch's training and the step's completion: weights and counters do not belong together."""
 
     @property
     def completed(self) -> int:
@@ -93,6 +96,7 @@ class Loop:
             return False
         self.monitor.trajectories(batch)
         figures = rollout_figures(batch, self.engine.version)
+        self.mid_step = True
         with clock("train"):
             stats = await self.learner.step(self._minibatches(step, batch))
         with clock("sync"):
@@ -107,6 +111,7 @@ class Loop:
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)
         await self.collector.complete(step)
+        self.mid_step = False
         if self._due(step + 1, self.schedule.checkpoint_every):
             await self.checkpoint()
         return not self.stop.is_set()

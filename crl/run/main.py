@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError, LearnerError
+from crl.errors import ConfigError, CrlError, LearnerError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
@@ -30,11 +30,11 @@ from crl.run.summary import Summary, success_lines
 INTERRUPTED = 130
 
 
-def train(config: RunConfig, run_dir: Path, *, plain: bool) -> int:
+def train(config: RunConfig, run_dir: Path, *, command: str, plain: bool) -> int:
     """Trains, prints the summary and returns the exit code.
 
-    plain: log lines; they are the only form of output until there is a dashboard. Raises `CrlError`, whose traceback is in
-    RUN/log.txt.
+    command: the command line without --seed and --run-dir, for what the summary suggests; plain: log lines, the only form of
+    output until there is a dashboard. Raises `CrlError`, whose traceback is in RUN/log.txt.
     """
     begin = time.monotonic()
     run = RunDir.create(run_dir)
@@ -42,12 +42,14 @@ def train(config: RunConfig, run_dir: Path, *, plain: bool) -> int:
     try:
         with closing(_monitor(config, run)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
-            return asyncio.run(_train(config, run, monitor, begin))
+            return asyncio.run(_train(config, run, monitor, command, begin))
     except ConfigError:
         if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: leave the directory as it was found
             run.clear()
         raise
     except BaseException as error:
+        if isinstance(error, CrlError):
+            error.args = (f"{error} (traceback: {run.log})",)
         with run.log.open("a", encoding="utf-8") as stream:
             stream.write("".join(traceback.format_exception(error)))
         raise
@@ -71,21 +73,20 @@ async def _evaluate(config: RunConfig, model: Path) -> Evaluation:
             raise _first_cause(group) from group
 
 
-async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float) -> int:
+async def _train(config: RunConfig, run: RunDir, monitor: Monitor, command: str, begin: float) -> int:
     async with training(config, run.checkpoints, monitor) as loop:
         with _interruptible(loop):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:
                 cause = _first_cause(group)
-                if not isinstance(cause, LearnerError):
+                if not isinstance(cause, LearnerError) and not loop.mid_step:
                     await loop.checkpoint()
                 raise cause from group
         summary = Summary(
             run=run.path,
             checkpoint=run.checkpoint(loop.completed),
-            tasks=tuple(config.tasks),
-            method=config.method,
+            command=command,
             seed=config.run.seed,
             steps=loop.completed,
             seconds=time.monotonic() - begin,
@@ -100,7 +101,10 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, begin: float)
 
 @contextmanager
 def _interruptible(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second ends the process at once."""
+    """The first Ctrl-C, or SIGTERM, ends the run with a checkpoint of the last completed step; the second ends the process at once.
+
+    A step whose batch is being collected is given up; one that is being trained is completed.
+    """
     events = asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -109,11 +113,13 @@ def _interruptible(loop: Loop) -> Iterator[None]:
         loop.monitor.note("interrupted: writing a checkpoint (Ctrl-C again to exit at once)")
         loop.stop.set()
 
-    events.add_signal_handler(signal.SIGINT, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        events.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        events.remove_signal_handler(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            events.remove_signal_handler(number)
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:

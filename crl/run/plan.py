@@ -8,10 +8,14 @@ from typing import Any
 
 from crl.config.models import bundled_models, model_profile, model_size, resolve_model
 from crl.config.schema import RunConfig
+from crl.run import tasks
 
 
 def plan(config: RunConfig) -> str:
-    """Sections of text with a heading each. Raises `ConfigError` when the model cannot be found or read."""
+    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of model and tasks."""
+    specs = tasks.specs(config)
+    tasks.train_stream(config, specs)
+    tasks.eval_sets(config, specs)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
@@ -63,14 +67,12 @@ def _tasks(config: RunConfig) -> str:
     lines = []
     for name, task in config.tasks.items():
         why = f"the actor's model declares the {profile} profile" if task.rendering == profile else "set by hand"
-        stream, limit = task.stream, config.actor.max_context_tokens
+        stream = task.stream
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
             f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}",
             f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {_count(stream.visits, 'visit')}",
         ]
-        if task.max_response_tokens >= limit:
-            lines.append(f"  note: one response may fill the context; actor.max_context_tokens is {limit}")
     return "\n".join(lines)
 
 

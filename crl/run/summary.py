@@ -29,12 +29,12 @@ def _row(key: EvalSet, before: Rate, after: Mapping[EvalSet, Rate] | None) -> st
 
 @dataclass(frozen=True)
 class Summary:
-    """before, after: evaluations, None where the run was stopped earlier; seconds: wall time of the whole run."""
+    """before, after: evaluations, None where the run was stopped earlier; seconds: wall time of the whole run;
+    command: the command line that repeats the run, but for its seed and directory."""
 
     run: Path
     checkpoint: Path
-    tasks: tuple[str, ...]
-    method: str
+    command: str
     seed: int
     steps: int
     seconds: float
@@ -51,13 +51,12 @@ class Summary:
         return "\n".join([*lines, "", *self._next()])
 
     def _next(self) -> list[str]:
-        again = f"crl train --tasks {','.join(self.tasks)} --method {self.method}"
         actor = self.checkpoint / "actor"
         return [
             f"the trained actor, in Hugging Face format: {actor}",
             f"  repeat the eval:   crl eval {self.run}",
-            f"  train it further:  {again} --set actor.model={actor}",
-            f"  another seed:      {again} --seed {self.seed + 1}",
+            f"  train it further:  {self.command} --set actor.model={actor}",
+            f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
             f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
         ]

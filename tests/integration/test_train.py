@@ -222,12 +222,12 @@ FIELDS = [
     *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "turns", "segments"),
     *("ids", "mask", "logprobs", "versions", "used", "truncated", "error"),
 ]
-"""A trajectory's fields in DESIGN §10."""
+"""The fields of a line of trajectories.jsonl."""
 
 
 def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
     played = lines(done / "trajectories.jsonl")
-    assert [(t["step"], t["group"], t["member"]) for t in played] == [(i // 32, i // 8, i % 8) for i in range(96)]
+    assert [(t["step"], t["group"], t["member"]) for t in played] == [(1 + i // 32, i // 8, i % 8) for i in range(96)]
     for record in played:
         assert list(record) == FIELDS
         assert (record["task"], record["split"], record["condition"], record["used"], record["error"]) == (
@@ -249,7 +249,7 @@ def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
 def test_figures_agree_with_the_trajectories(done: Path) -> None:
     played = lines(done / "trajectories.jsonl")
     for line in metrics(done, "train"):
-        batch = [t for t in played if t["step"] == line["step"] - 1]
+        batch = [t for t in played if t["step"] == line["step"]]
         assert line["rollout/episodes"] == len(batch) == 32
         assert line["rollout/success"] == pytest.approx(sum(t["success"] for t in batch) / 32)
         assert line["rollout/reward"] == pytest.approx(sum(t["reward"] for t in batch) / 32)
@@ -413,7 +413,7 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", mortal)
         result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
-    assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
+    assert one_line(result) == f"error: the engine failed: RuntimeError: out of memory (traceback: {tmp_path / 'run' / 'log.txt'})\n"
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log
     assert "EngineError: the engine failed: RuntimeError: out of memory" in log
@@ -432,14 +432,15 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, m
 
     monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
-    assert one_line(result) == "error: the learner failed: shapes differ\n"
-    assert "LearnerError: the learner failed: shapes differ" in (tmp_path / "run" / "log.txt").read_text()
+    assert one_line(result) == f"error: the learner failed: RuntimeError: shapes differ (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    assert "LearnerError: the learner failed: RuntimeError: shapes differ" in (tmp_path / "run" / "log.txt").read_text()
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1]
     assert not (tmp_path / "run" / "checkpoints").exists(), "its weights can no longer be trusted"
     assert "it holds no complete checkpoint" in one_line(crl("eval", tmp_path / "run"))
 
 
-def test_ctrl_c_writes_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SMALL, 10_000, 0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -447,7 +448,7 @@ def test_ctrl_c_writes_a_checkpoint(tmp_path: Path) -> None:
         for line in process.stdout:
             if line.startswith("train     2/"):
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
     assert "interrupted" in output

@@ -118,7 +118,8 @@ def test_train_hands_over_the_config_and_its_exit_code(model: str, tmp_path: Pat
     assert result.exit_code == 1
     ((config, run_dir, options),) = run.calls
     assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "grpo")
-    assert (run_dir, options) == (tmp_path / "new", {"plain": True})
+    repeated = f"crl train --tasks room --steps 2 --set {model} --set rollout.groups=3 --set run.seed=6"
+    assert (run_dir, options) == (tmp_path / "new", {"plain": True, "command": repeated})
 
 
 def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -186,10 +187,9 @@ def test_the_plans_config_is_toml_again(model: str):
 
 def test_the_plan_follows_the_settings(model: str):
     sets = ["run.steps=10", "run.eval_every=5", "rollout.max_staleness=0", "engine.device=cpu", "tasks.room.rendering=full"]
-    text = plan(load(["room"], sets=[model, *sets, "tasks.room.max_response_tokens=2000"]))
+    text = plan(load(["room"], sets=[model, *sets]))
     assert "torch on cpu, 1 CPU thread" in text
     assert "room  full rendering: set by hand" in text
-    assert "note: one response may fill the context; actor.max_context_tokens is 1024" in text
     assert "rollouts, synchronous" in text
     assert "eval      3 times × 512 episodes" in text
     assert "eval      1 time × 512 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))

@@ -129,7 +129,7 @@ async def test_the_order_does_not_depend_on_who_finishes_first() -> None:
 
 async def test_the_planner_decides_what_each_member_is() -> None:
     class Half:
-        def plan(self, task: Task, members: int) -> list[RolloutPlan]:
+        def plan(self, task: Task, members: int, step: int) -> list[RolloutPlan]:
             return [RolloutPlan("guided" if member == 0 else "free") for member in range(members)]
 
     async with house() as home:

@@ -88,6 +88,21 @@ def test_the_config_imports_without_torch():
 # ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_what_is_meant_for_tiny_models_is_theirs_alone(model: Path):
+    """By the profile of the model: the preset's [compact] table and the tasks'; others get the paper's values."""
+    tiny = resolved(model)
+    assert (tiny.actor.optimizer.learning_rate, tiny.actor.max_context_tokens, tiny.tasks["room"].turns) == (2e-4, 1024, 4)
+    assert resolved(model, "actor.optimizer.learning_rate=1e-3").actor.optimizer.learning_rate == 1e-3
+    (model / "crl.json").unlink()
+    full = resolved(model)
+    assert (full.actor.optimizer.learning_rate, full.actor.max_context_tokens, full.tasks["room"].turns) == (1e-6, 32_768, 30)
+
+
+def test_a_response_leaves_room_for_its_prompt(model: Path):
+    with pytest.raises(ConfigError, match=r"tasks\.room\.max_response_tokens = 1024: leaves no room"):
+        resolved(model, "tasks.room.max_response_tokens=1024")
+
+
 def test_later_layers_win(model: Path, tmp_path: Path):
     assert RunConfig.model_fields["run"].default.steps == 128
     assert resolved(model).run.steps == 100, "preset over default"

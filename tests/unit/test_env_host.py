@@ -294,7 +294,7 @@ def test_finds_environments_by_name_and_by_path() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("rooom", r"tasks = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?"),
+        ("rooom", r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?"),
         ("chess", "Choose one of them; an environment of your own is named"),
         (":SPEC", "no such environment"),
         ("no_such_module:SPEC", "there is no module 'no_such_module'"),
@@ -304,7 +304,18 @@ def test_finds_environments_by_name_and_by_path() -> None:
 )
 def test_an_unknown_environment_is_a_config_error(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        registry.get_spec(name)
+        registry.get_spec(name, key="tasks.room.env")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"), [("import no_such_extra", "no_such_extra"), ("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError")]
+)
+def test_a_users_module_that_fails_is_one_clear_error(body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"broken_{abs(hash(body))}"
+    (tmp_path / f"{module}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"its module cannot be imported .*{words}"):
+        registry.get_spec(f"{module}:SPEC", key="tasks.mine.env")
 
 
 def test_hosting_and_declaring_import_nothing_heavy() -> None:

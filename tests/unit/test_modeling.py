@@ -132,6 +132,20 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Pat
         load_tokenizer(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "tokenizer.json").unlink(), "does not encode a chat|cannot be loaded"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "cannot be loaded"),
+        (lambda path: (path / "chat_template.jinja").write_text("{% for m in messages %}"), "cannot be rendered"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_and_not_made_up(copied: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(copied)
+    with pytest.raises(ConfigError, match=said):
+        load_tokenizer(copied)
+
+
 def test_cuda_is_an_error_where_there_is_none() -> None:
     assert resolve_device("cpu") == CPU
     if torch.cuda.is_available():

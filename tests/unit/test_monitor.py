@@ -117,7 +117,7 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
     FileMonitor(run).trajectories([record])
     assert lines(run.trajectories) == [
         {
-            "step": 2,
+            "step": 3,
             "task": "room",
             "seed": 7,
             "split": "train",

@@ -14,8 +14,7 @@ AFTER = Evaluation({("room", "known"): Rate(192, 256), ("room", "new"): Rate(141
 SUMMARY = Summary(
     run=Path("runs/one"),
     checkpoint=Path("runs/one/checkpoints/80"),
-    tasks=("room", "maze"),
-    method="grpo",
+    command="crl train --tasks room,maze --method grpo --set run.steps=80",
     seed=4,
     steps=80,
     seconds=171.6,
@@ -34,8 +33,8 @@ success on fixed eval sets, sampled at temperature 1, without experience, [95 % 
 
 the trained actor, in Hugging Face format: runs/one/checkpoints/80/actor
   repeat the eval:   crl eval runs/one
-  train it further:  crl train --tasks room,maze --method grpo --set actor.model=runs/one/checkpoints/80/actor
-  another seed:      crl train --tasks room,maze --method grpo --seed 5
+  train it further:  crl train --tasks room,maze --method grpo --set run.steps=80 --set actor.model=runs/one/checkpoints/80/actor
+  another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
   every figure and every episode: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
 

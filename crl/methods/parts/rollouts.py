@@ -13,7 +13,7 @@ from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Traje
 class AllFree:
     """`RolloutPlanner`: nobody sees an experience. Plain RL."""
 
-    def plan(self, task: Task, members: int) -> Sequence[RolloutPlan]:
+    def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
         return [RolloutPlan("free")] * members
 
 
@@ -41,6 +41,8 @@ class ChatContext:
     def parse(self, completion: str) -> Response:
         """The action is what follows the thinking, if there was any."""
         thinking, closed, answer = completion.rpartition("</think>")
+        if not closed and "<think>" in completion:
+            return Response("", {"thinking": completion})  # cut off in thought: nothing was decided
         return Response(answer.strip(), {"thinking": thinking} if closed else {})
 
 

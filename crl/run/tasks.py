@@ -1,0 +1,58 @@
+"""The tasks of a run: their environments, train stream and eval sets. Needs no torch, so that a dry run can check them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+from crl.config.schema import RunConfig, TaskConfig
+from crl.envs.base import EnvSpec, StreamSettings
+from crl.envs.mixture import Mixture
+from crl.envs.registry import get_spec
+from crl.errors import ConfigError
+from crl.protocols import TaskSource
+from crl.run.evaluate import EvalSet
+from crl.types import Split, Task
+
+
+def specs(config: RunConfig) -> dict[str, EnvSpec]:
+    """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not."""
+    return {name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()}
+
+
+def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
+    """The run's stream of training tasks. Raises `ConfigError` for a stream that an environment cannot offer."""
+    sources: dict[str, TaskSource] = {}
+    for name, spec in specs.items():
+        stream = _stream(config.tasks[name])
+        with _refusable(f"tasks.{name}.stream", asdict(stream)):
+            sources[name] = spec.task_source(config.run.seed, stream)
+    return Mixture(sources)
+
+
+def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:
+    """The run's fixed eval sets, those of size 0 left out. Raises `ConfigError` for one that an environment cannot offer."""
+    sets: dict[EvalSet, tuple[Task, ...]] = {}
+    for name, spec in specs.items():
+        task = config.tasks[name]
+        sizes: dict[Split, int] = {"known": task.eval.known, "new": task.eval.new}
+        for split, size in sizes.items():
+            if size:
+                with _refusable(f"tasks.{name}.eval.{split}", size):
+                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
+                    sets[name, split] = tuple(replace(t, name=name) for t in tasks)
+    return sets
+
+
+def _stream(task: TaskConfig) -> StreamSettings:
+    return StreamSettings(**task.stream.model_dump())
+
+
+@contextmanager
+def _refusable(key: str, value: object) -> Iterator[None]:
+    """What an environment cannot offer it refuses with a `ValueError`; the value is the user's to correct."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(key, value, str(error), "Choose another value") from error
