@@ -73,8 +73,11 @@ def main() -> None:
             )
         print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
     if arguments.out:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
-        arguments.out.write_text(json.dumps({"metric": METRIC, "machine": machine, "arms": results}, indent=1) + "\n", "utf-8")
+        arguments.out.write_text(
+            json.dumps({"metric": METRIC, "machine": machine, "commit": commit, "arms": results}, indent=1) + "\n", "utf-8"
+        )
 
 
 if __name__ == "__main__":

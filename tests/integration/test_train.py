@@ -421,6 +421,19 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monk
     assert crl("eval", tmp_path / "run").exit_code == 0
 
 
+def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights have moved on and the counters have not: a run resumed from that would train the step twice."""
+
+    def torn(self: Decoder, weights: Any) -> None:
+        raise RuntimeError("cable pulled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "load", torn)
+        result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), code=1)
+    assert "the engine failed: RuntimeError: cable pulled" in one_line(result)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, calls = SurrogateLoss.__call__, []
 
