@@ -60,6 +60,7 @@ class ExperienceManager:
         self._store, self._bank, self._distiller = store, bank, distiller
         self._engine, self._embedder, self._settings = engine, embedder, settings
         self._step = 0
+        self._places = asyncio.Semaphore(settings.concurrency)
         self._refused = 0
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -159,14 +160,11 @@ class ExperienceManager:
 
         What ends a distillation other than a `RolloutError` (a dead engine) ends it. What it had in work is then pending again.
         """
-        places = asyncio.Semaphore(self._settings.concurrency)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    await places.acquire()
                     request = await self._next()
-                    task = tasks.create_task(self._consume(request), name=f"distil {request.id}")
-                    task.add_done_callback(lambda _: places.release())
+                    tasks.create_task(self._consume(request), name=f"distil {request.id}")
         finally:
             self._working = 0
             await self._store.release()
@@ -179,15 +177,9 @@ class ExperienceManager:
         Also writes retrieval counts down and drops generations that can earn nothing any more.
         """
         requests = await self._store.lease()
-        places = asyncio.Semaphore(self._settings.concurrency)
-
-        async def distil(request: DistilRequest) -> Distilled | RolloutError:
-            async with places:
-                return await self._distil(request)
-
         try:
             async with asyncio.TaskGroup() as tasks:
-                outcomes = [tasks.create_task(distil(request)) for request in requests]
+                outcomes = [tasks.create_task(self._distil(request)) for request in requests]
             for request, outcome in zip(requests, outcomes, strict=True):
                 await self._apply(request, outcome.result())
         except BaseException:
@@ -199,6 +191,8 @@ class ExperienceManager:
         await self._store.prune(self._step - self._settings.keep_steps)
 
     async def _next(self) -> DistilRequest:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._working < self._settings.concurrency)
         while True:
             self._arrived.clear()
             self._working += 1  # before the lease: `drain` must not see a leased request in nobody's hands
@@ -217,10 +211,11 @@ class ExperienceManager:
             self._changed.notify_all()
 
     async def _distil(self, request: DistilRequest) -> Distilled | RolloutError:
-        try:
-            return await self._distiller.distil(request)
-        except RolloutError as error:
-            return error
+        async with self._places:
+            try:
+                return await self._distiller.distil(request)
+            except RolloutError as error:
+                return error
 
     async def _apply(self, request: DistilRequest, outcome: Distilled | RolloutError) -> None:
         async def change() -> None:

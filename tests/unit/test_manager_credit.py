@@ -8,7 +8,7 @@ import pytest
 
 from crl.manager.credit import CreditSettings, Ready, batch_samples, choose_batch, masked_trace
 from crl.manager.records import Generation, PendingUnit, UnitKey
-from crl.types import Completion, TokenTrace
+from crl.types import Completion
 
 SETTINGS = CreditSettings(cooldown=3, alpha=0.5, malformed_reward=-1.0)
 
@@ -98,9 +98,10 @@ def test_a_generation_without_an_op_is_one_sample_over_all_its_tokens():
 
 def test_the_mask_is_on_the_span_alone_and_nothing_follows_it():
     trace = masked_trace(generation("g"), (2, 4))
-    assert trace == TokenTrace(
-        (7, 8, 9, 100, 101, 102, 103), (0, 0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 0, pytest.approx(-0.3), -0.4), (-1, -1, -1, -1, -1, 3, 4)
-    )
+    assert trace.ids == (7, 8, 9, 100, 101, 102, 103)
+    assert trace.mask == (0, 0, 0, 0, 0, 1, 1)
+    assert trace.logprobs == pytest.approx((0, 0, 0, 0, 0, -0.3, -0.4))
+    assert trace.versions == (-1, -1, -1, -1, -1, 3, 4)
     assert trace.until_last_sampled() == trace
 
 

@@ -11,7 +11,7 @@ from extractors import WordEmbedder, search
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crl.manager.bank import Bank
+from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder
 from crl.manager.index import TAIL, ExactIndex
 from crl.manager.records import Entry
@@ -167,7 +167,7 @@ async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def bank(*entries: Entry, scope="task", **settings) -> Bank:
+async def bank(*entries: Entry, scope: Scope = "task", **settings) -> Bank:
     made = Bank(WordEmbedder.dim, scope, RetrievalSettings(**settings), seed=0)
     for one in entries:
         made.put(one, (await WordEmbedder().embed([one.text]))[0])
