@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -505,6 +507,54 @@ async def test_credit_for_what_the_bank_does_not_know_is_counted_as_stray(tmp_pa
     await made.credit([], True, episode="free")
     assert (await made.stats()).items() >= {"ops/stray": 1, "ops/credit": 1, "buffer/ready": 1}.items()
     await made.aclose()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_follow_from_the_log(tmp_path, seed):
+    rng = random.Random(seed)
+    settings = ManagerSettings(retrieval=ANY, credit=CreditSettings(cooldown=2, malformed_reward=-1.0))
+    answers = {"one": add("Go west."), "two": add("Go west.", "Go east."), "better": update("Go north."), "bad": "Go!", "none": RETURN}
+    made = await manager(bank(tmp_path), by_note(**answers), settings)
+    for step in range(12):
+        made.advance(step)
+        for group in range(3):
+            (guide,) = await made.search([search(group=3 * step + group)])
+            shown = (guide,) if guide else ()
+            note = rng.choice(list(answers) if guide else ["one", "two"])
+            episode = request(step, 3 * step + group, note=note, shown=shown)
+            await made.submit(episode)
+            for _ in range(rng.randrange(3)):
+                await made.credit([hit.use for hit in shown], rng.random() < 0.5, episode=episode.id)
+        while samples := await made.take_batch(2, step):
+            if rng.random() < 0.8:
+                await made.mark_trained([sample.id for sample in samples], step)
+            else:
+                break
+        await made.drain()
+    await made.aclose()
+
+    entries, rewards = {}, {}
+    with sqlite3.connect(bank(tmp_path)) as db:
+        for kind, origin, op, text in db.execute("SELECT kind, origin, op, data FROM log ORDER BY seq"):
+            data = json.loads(text)
+            if kind in ("add", "update"):
+                entries[data["uid"]] = (data["version"], data["text"])
+            elif kind == "credit":
+                assert data["reward"] in (-1.0, 1.0)
+                rewards.setdefault((data["uid"], data["version"]), []).append(data["reward"])
+            elif kind == "malformed":
+                rewards.setdefault((origin, 0), []).append(data["reward"])
+            elif kind == "train" and data:
+                pending = rewards[origin, op]
+                assert (data["count"], data["total"]) == (len(pending[: data["count"]]), sum(pending[: data["count"]]))
+                del pending[: data["count"]]
+        assert {uid: rest for uid, *rest in db.execute("SELECT uid, version, text FROM entries")} == {
+            u: list(e) for u, e in entries.items()
+        }
+        left = {(uid, version): rest for uid, version, *rest in db.execute("SELECT uid, version, pending_count, pending_sum FROM units")}
+    assert {unit: [len(rewards.get(unit, [])), sum(rewards.get(unit, []))] for unit in left} == left
+    assert any(count for count, _ in left.values())
+    assert len(entries) > 12
 
 
 # ── requests from trajectories ──────────────────────────────────────────────────────────────────────────────────────
