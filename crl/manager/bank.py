@@ -42,6 +42,12 @@ class Bank:
             self.entries[entry.uid] = entry
             self._indexes.setdefault(self._room(entry.task), ExactIndex(self._dim)).put(entry.uid, vector)
 
+    def remove(self, uid: str) -> None:
+        """The entry guides nobody any more; not an error when it is not there."""
+        entry = self.entries.pop(uid, None)
+        if entry is not None:
+            self._indexes[self._room(entry.task)].remove(uid)
+
     def credit(self, unit: UnitKey, reward: float) -> None:
         """One more credited episode of the unit, if it is a current version."""
         entry = self.entries.get(unit.uid)

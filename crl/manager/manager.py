@@ -18,7 +18,7 @@ from crl.errors import RolloutError
 from crl.manager.bank import Bank, Scope
 from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
 from crl.manager.distil import Distiller, DistilSettings, PromptWriter
-from crl.manager.records import Distilled, DistilRequest, PendingUnit, Stamp
+from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, Stamp
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
@@ -30,7 +30,8 @@ from crl.types import ExperienceUse
 class ManagerSettings:
     """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
     overflow: what `submit` does at that bound. concurrency: distillations at the same time. keep_steps: actor steps for which
-    a superseded experience may still earn credit after it was last returned; at least the staleness of an episode.
+    a superseded experience may still earn credit after it was last returned; at least the staleness of an episode. cap: active
+    entries of one goal, None = any number; the oldest goes, or with `retrieval.choice = "credit"` the one of the lowest credit.
     """
 
     scope: Scope = "task"
@@ -38,12 +39,14 @@ class ManagerSettings:
     overflow: Literal["wait", "refuse"] = "wait"
     concurrency: int = 32
     keep_steps: int = 8
+    cap: int | None = None
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
     distil: DistilSettings = field(default_factory=DistilSettings)
     credit: CreditSettings = field(default_factory=CreditSettings)
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.keep_steps < 0 or (self.queue_size is not None and self.queue_size < 1):
+        counts = [count for count in (self.concurrency, self.queue_size, self.cap) if count is not None]
+        if min(counts) < 1 or self.keep_steps < 0:
             raise ValueError(f"bad manager settings: {self}")
 
 
@@ -60,6 +63,7 @@ class ExperienceManager:
         self._store, self._bank, self._distiller = store, bank, distiller
         self._engine, self._embedder, self._settings = engine, embedder, settings
         self._step = 0
+        self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
         self._places = asyncio.Semaphore(settings.concurrency)
         self._refused = 0
         self._arrived = asyncio.Event()
@@ -223,8 +227,11 @@ class ExperienceManager:
                 await self._store.bury(request, str(outcome), self._stamp())
             else:
                 stamp = Stamp(self._step, outcome.generation.extractor)
-                for entry, write in await self._store.apply(outcome, stamp, self._settings.credit.malformed_reward):
+                applied = await self._store.apply(outcome, stamp, self._rules)
+                for entry, write in applied.changed:
                     self._bank.put(entry, write.vector)
+                for uid in applied.evicted:
+                    self._bank.remove(uid)
             async with self._changed:
                 self._settled += 1
                 self._changed.notify_all()

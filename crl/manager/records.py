@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +129,16 @@ class Distilled:
         return not self.writes and not self.returned
 
 
+@dataclass(frozen=True, slots=True)
+class ApplyRules:
+    """malformed_reward: what a generation without any op earns, None = it is not kept. cap: active entries of one goal, None =
+    any number; over it those go that `surplus` says, by `choice`."""
+
+    malformed_reward: float | None = None
+    cap: int | None = None
+    choice: Literal["diverse", "credit"] = "diverse"
+
+
 @dataclass(slots=True)
 class Entry:
     """An entry of the bank at its current version, with the counters of that version (its unit).
@@ -162,6 +172,14 @@ class Entry:
             self.uid, self.version, self.text, self.task, self.generation, self.span, self.parents, self.status,
             retrieved=self.retrieved, credited=self.credited, credit=self.credit,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """changed: the entries that were written, each with the write that made it; evicted: uids that are active no more."""
+
+    changed: tuple[tuple[Entry, Write], ...] = ()
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

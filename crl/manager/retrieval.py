@@ -11,6 +11,8 @@ from typing import Literal
 from crl.algo.experience import diversity_score
 from crl.manager.records import Entry
 
+Choice = Literal["diverse", "credit"]
+
 EQUAL = 1e-6
 """Similarities this close are one rank: float32 products differ in their last bits."""
 
@@ -25,7 +27,7 @@ class RetrievalSettings:
     eq. 6, in rank places per log count and in actor steps. per: members of a group share one pick, or each rollout has its own.
     """
 
-    choice: Literal["diverse", "credit"] = "diverse"
+    choice: Choice = "diverse"
     per: Literal["group", "rollout"] = "group"
     candidates: int = 16
     margin: float = 0.05
@@ -81,3 +83,12 @@ def credit_score(entry: Entry) -> float:
     visits = entry.credited + PRIOR_VISITS
     successes = (entry.credit + entry.credited) / 2  # credit sums r = ±1
     return (successes + PRIOR_SUCCESS * PRIOR_VISITS) / visits + BONUS / math.sqrt(visits)
+
+
+def surplus(entries: Sequence[Entry], cap: int, choice: Choice) -> list[Entry]:
+    """The entries that go so that `cap` remain: the lowest `credit_score` first with choice "credit", else the oldest.
+
+    entries: the oldest first; among equal scores the oldest goes.
+    """
+    over = max(0, len(entries) - cap)
+    return sorted(entries, key=credit_score)[:over] if choice == "credit" else list(entries[:over])

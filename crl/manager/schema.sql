@@ -4,7 +4,7 @@ CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
-    kind      TEXT NOT NULL,      -- submit, dead | add, update, return, drop, malformed | retrieve, credit, stray, train
+    kind      TEXT NOT NULL,      -- submit, dead | add, update, return, drop, malformed, evict | retrieve, credit, stray, train
     origin    TEXT NOT NULL,      -- the request, the episode or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON

@@ -18,10 +18,13 @@ import numpy as np
 
 from crl.manager.credit import Ready
 from crl.manager.database import Database
-from crl.manager.records import Distilled, DistilRequest, Entry, Generation, PendingUnit, Stamp, UnitKey, Write
+from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, Generation, PendingUnit, Stamp, UnitKey, Write
+from crl.manager.retrieval import surplus
 from crl.types import Completion, ExperienceUse
 
 Connection = aiosqlite.Connection
+
+ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 
 
 class Store:
@@ -47,8 +50,7 @@ class Store:
         """Acknowledges a request, or finds that it was acknowledged before. False: `bound` requests are open, nothing was stored."""
 
         async def work(db: Connection) -> bool:
-            known = await db.execute_fetchall("SELECT 1 FROM requests WHERE id = ?", (request.id,))
-            if list(known):
+            if list(await db.execute_fetchall("SELECT 1 FROM requests WHERE id = ?", (request.id,))):
                 return True
             (row,) = await db.execute_fetchall("SELECT COUNT(*) FROM requests WHERE state IN ('pending', 'leased')")
             if bound is not None and row[0] >= bound:
@@ -86,28 +88,26 @@ class Store:
 
         await self._database.transaction(work)
 
-    async def apply(self, distilled: Distilled, stamp: Stamp, malformed_reward: float | None) -> list[tuple[Entry, Write]]:
+    async def apply(self, distilled: Distilled, stamp: Stamp, rules: ApplyRules) -> Applied:
         """Writes what a request came to and marks it done, in one transaction; nothing when it is done or dead already.
 
-        Returns the entries as they are now, each with the write that made it. An update of a version that is no longer the
-        current one becomes an add with that version as its parent. malformed_reward: see `CreditSettings`.
+        An update of a version that is no longer the current one becomes an add with that version as its parent.
         """
 
-        async def work(db: Connection) -> list[tuple[Entry, Write]]:
-            request, generation = distilled.request, distilled.generation
+        async def work(db: Connection) -> Applied:
+            request = distilled.request
             sql = "UPDATE requests SET state = 'done', payload = NULL WHERE id = ? AND state IN ('pending', 'leased')"
             if not await _run(db, sql, (request.id,)):
-                return []
+                return Applied()
             changed = [(await _write(db, request, write, stamp), write) for write in distilled.writes]
             await _count_the_rest(db, distilled, stamp)
-            if distilled.malformed and malformed_reward is not None:
-                seq = await _log(db, stamp, "malformed", request.id, 0, {"reward": malformed_reward})
-                unit = (request.id, 0, generation.id, 0, len(generation.completion.ids), 1, malformed_reward, seq)
-                columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
-                await _run(db, f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
-            if distilled.writes or (distilled.malformed and malformed_reward is not None):
-                await _keep_generation(db, generation)
-            return changed
+            punished = distilled.malformed and rules.malformed_reward is not None
+            if punished:
+                await _punish(db, distilled.generation, rules.malformed_reward, stamp)
+            if changed or punished:
+                await _keep_generation(db, distilled.generation)
+            evicted = await _evict(db, request, rules, stamp) if changed and rules.cap is not None else ()
+            return Applied(tuple(changed), tuple(evicted))
 
         return await self._database.transaction(work)
 
@@ -115,8 +115,8 @@ class Store:
 
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
-        sql = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active' ORDER BY entries.rowid"
-        return [(_entry(row), np.frombuffer(row["vector"], "<f4")) for row in await self._database.rows(sql)]
+        rows = await self._database.rows(f"{ENTRIES} ORDER BY entries.rowid")
+        return [(_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replaces vectors by uid and remembers which embedder they are of."""
@@ -154,8 +154,7 @@ class Store:
 
         async def work(db: Connection) -> list[UnitKey]:
             credited = []
-            for op, use in enumerate(uses):
-                unit = UnitKey(use.uid, use.version)
+            for op, unit in enumerate(UnitKey(use.uid, use.version) for use in uses):
                 if await _credit(db, stamp, episode, op, unit, reward):
                     credited.append(unit)
             return credited
@@ -277,11 +276,29 @@ async def _is_current(db: Connection, unit: UnitKey) -> bool:
 
 async def _count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
     """Logs what changed nothing: `return` and the refused ops, by reason."""
-    request = distilled.request
     if distilled.returned:
-        await _log(db, stamp, "return", request.id, 0, {"count": distilled.returned})
+        await _log(db, stamp, "return", distilled.request.id, 0, {"count": distilled.returned})
     for op, (reason, count) in enumerate(sorted(distilled.dropped.items())):
-        await _log(db, stamp, "drop", request.id, op, {"reason": reason, "count": count})
+        await _log(db, stamp, "drop", distilled.request.id, op, {"reason": reason, "count": count})
+
+
+async def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
+    """A generation without any op is a unit of its own, version 0, and ready at once."""
+    seq = await _log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
+    unit = (generation.id, 0, generation.id, 0, len(generation.completion.ids), 1, reward, seq)
+    columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
+    await _run(db, f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
+
+
+async def _evict(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
+    """Makes room among the entries of the request's goal; an evicted entry stays in the history."""
+    sql = f"{ENTRIES} AND task = ? AND goal = ? ORDER BY entries.rowid"
+    rows = await db.execute_fetchall(sql, (request.task.name, request.task.goal))
+    gone = surplus([_entry(row) for row in rows], rules.cap or 0, rules.choice)
+    for entry in gone:
+        await _log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
+        await _run(db, "UPDATE entries SET status = 'evicted' WHERE uid = ?", (entry.uid,))
+    return [entry.uid for entry in gone]
 
 
 async def _keep_generation(db: Connection, generation: Generation) -> None:

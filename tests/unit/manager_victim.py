@@ -23,7 +23,12 @@ from crl.errors import RolloutError
 from crl.manager import CreditSettings, ExperienceManager, ManagerSettings
 from crl.types import Completion, Sampling, Segment
 
-ANSWERS = {"two": add("Go west.", "Then go north."), "better": update("Go southwest."), "late": update("Go southeast."), "none": "Hm."}
+ANSWERS = {
+    "two": add("Go west.", "Then go north.", "Mind the trap."),
+    "better": update("Go southwest."),
+    "late": update("Go southeast."),
+    "none": "Hm.",
+}
 
 
 class Characters:
@@ -55,7 +60,7 @@ class Extractor(ScriptedEngine):
 
 async def life(path: Path) -> None:
     """Every kind of change once. It may be lived again on what an earlier life left."""
-    settings = ManagerSettings(credit=CreditSettings(cooldown=0, malformed_reward=-1.0))
+    settings = ManagerSettings(cap=3, credit=CreditSettings(cooldown=0, malformed_reward=-1.0))
     renderer: Any = Characters()
     manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, write_prompt, settings, seed=0)
     guided = hit("run/0/0/0#0")

@@ -509,6 +509,29 @@ async def test_credit_for_what_the_bank_does_not_know_is_counted_as_stray(tmp_pa
     await made.aclose()
 
 
+async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn(tmp_path):
+    settings = ManagerSettings(retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0), cap=2, keep_steps=2)
+    other = request(9, note="c", of=task(goal="another room"))
+    answers = {"a": add("Go west.", "Go east."), "b": add("Go north."), "c": add("Go up."), "d": update("Go far west.")}
+    made = await filled(tmp_path, request(note="a"), other, settings=settings, **answers)
+    guide = hit("run/0/0/0#0", text="Go west.")
+    await made.credit([guide.use], False, episode="e1")
+    await made.submit(request(1, note="b"))
+    await made.drain()
+    assert sorted(texts(made).values()) == ["Go east.", "Go north.", "Go up."]
+    assert (await made.stats()).items() >= {"ops/evict": 1, "bank/size": 3}.items()
+    assert "Go west." not in {(await found(made, group=group)).text for group in range(20)}
+    assert (await taken(made, 1, 5))["run/0/0/0#0@1"] == (-1.0, 1.0)
+    await made.submit(request(2, note="d", shown=(guide,)))  # an update of an evicted entry is an add
+    await made.drain()
+    assert made._bank.entries["run/2/0/0#0"].parents == ("run/0/0/0#0@1",)
+    before = texts(made)
+    await made.aclose()
+    again = await manager(bank(tmp_path), by_note(), settings)
+    assert texts(again) == before
+    await again.aclose()
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_follow_from_the_log(tmp_path, seed):
     rng = random.Random(seed)
@@ -573,7 +596,7 @@ def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
         DistilRequest.of("a/b", Trajectory(task(), 4, 9, 2, "free"))
 
 
-@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}])
+@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}, {"cap": 0}])
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="bad manager settings"):
         ManagerSettings(**bad)

@@ -15,7 +15,7 @@ from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder
 from crl.manager.index import TAIL, ExactIndex
 from crl.manager.records import Entry
-from crl.manager.retrieval import Candidate, RetrievalSettings, credit_score, diverse_scores, pick
+from crl.manager.retrieval import Candidate, RetrievalSettings, credit_score, diverse_scores, pick, surplus
 
 
 def entry(uid: str, **fields) -> Entry:
@@ -89,6 +89,16 @@ def test_credit_takes_the_best_among_equals_whatever_their_rank():
     ]
     assert picked(found, choice="credit") == "good"
     assert picked([found[0], found[2]], choice="credit") == "new"
+
+
+def test_over_the_cap_the_lowest_credit_goes_or_the_oldest():
+    # scores: 1 of 2 = 0.649, untried 0.8, 0 of 1 = 0.441, 0 of 1 = 0.441
+    one, two = entry("half", credited=2, credit=0.0), entry("new")
+    three, four = entry("bad", credited=1, credit=-1.0), entry("as bad", credited=1, credit=-1.0)
+    assert surplus([one, two, three, four], 2, "credit") == [three, four]
+    assert surplus([one, two, three, four], 3, "credit") == [three]
+    assert surplus([one, two, three, four], 3, "diverse") == [one]
+    assert surplus([one, two], 2, "credit") == []
 
 
 @pytest.mark.parametrize("bad", [{"candidates": 0}, {"margin": -0.1}, {"lam": -1}, {"recent_steps": -1}])

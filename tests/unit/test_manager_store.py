@@ -232,6 +232,6 @@ def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing
     assert report["killed"] > 100
     left = report["left"]
     assert [row.split("'")[3] for row in left["requests"]] == ["done"] * 4 + ["dead"]
-    assert len(left["entries"]) == 3
+    assert [row.count("'active'") for row in left["entries"]] == [1, 0, 1, 1]
     kinds = sorted(row.split("'")[1] for row in left["log"])
-    assert kinds == sorted(["submit"] * 5 + ["dead", "drop", "malformed", "update"] + ["add"] * 3 + ["credit"] * 2 + ["train"] * 2)
+    assert kinds == sorted(["submit"] * 5 + ["dead", "drop", "malformed", "update", "evict"] + ["add"] * 4 + ["credit"] * 2 + ["train"] * 2)
