@@ -36,9 +36,12 @@ class Store:
     @classmethod
     async def open(cls, path: Path) -> Store:
         """Opens or makes the bank at `path`. Requests that a dead process had leased are pending again. Raises `StoreError`."""
-        database = await Database.open(path)
-        store = cls(database)
-        await store.release()
+        store = cls(await Database.open(path))
+        try:
+            await store.release()
+        except BaseException:
+            await store.aclose()  # else its thread would keep the process alive
+            raise
         return store
 
     async def aclose(self) -> None:
@@ -153,11 +156,8 @@ class Store:
         """
 
         async def work(db: Connection) -> list[UnitKey]:
-            credited = []
-            for op, unit in enumerate(UnitKey(use.uid, use.version) for use in uses):
-                if await _credit(db, stamp, episode, op, unit, reward):
-                    credited.append(unit)
-            return credited
+            units = [UnitKey(use.uid, use.version) for use in uses]
+            return [unit for op, unit in enumerate(units) if await _credit(db, stamp, episode, op, unit, reward)]
 
         return await self._database.transaction(work)
 
