@@ -1,0 +1,118 @@
+"""What the extractor is trained on: which credit units make a batch, with what weight and advantage. Pure.
+
+CRL §3.3 and appendix B. A unit is one op of one generation; its reward the mean of r = ±1 over the pending episodes it guided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from crl.algo.experience import training_weight
+from crl.manager.records import Generation, PendingUnit
+from crl.types import TokenTrace
+
+
+@dataclass(frozen=True, slots=True)
+class CreditSettings:
+    """cooldown, alpha: δ (actor steps) and α of CRL eq. 7. malformed_reward: what a generation without any op earns; None =
+    such generations are not trained on."""
+
+    cooldown: int = 2
+    alpha: float = 0.5
+    malformed_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cooldown < 0 or self.alpha < 0:
+            raise ValueError(f"cooldown and alpha must not be negative: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractorSample:
+    """A training sample: a generation with the mask on one op's tokens, or on those before its first op.
+
+    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1]; weight: w of eq. 7; advantage: w·(r̄ − mean of the batch).
+    """
+
+    id: str
+    generation: str
+    trace: TokenTrace
+    reward: float
+    weight: float
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A unit that may be trained on, with the counters of its generation."""
+
+    pending: PendingUnit
+    c_train: int
+    t_last: int | None
+
+    def weight(self, step: int, settings: CreditSettings) -> float:
+        return training_weight(step, self.t_last, self.c_train, cooldown=settings.cooldown, alpha=settings.alpha)
+
+
+def choose_batch(ready: Sequence[Ready], n: int, step: int, settings: CreditSettings) -> list[Ready] | None:
+    """The first `n` of `ready`, which is in order of becoming ready; None when there are not so many.
+
+    Units in cooldown wait and do not fill the batch; at most n // 4 of it are generations without an op. step: completed
+    actor steps.
+    """
+    batch: list[Ready] = []
+    malformed = 0
+    for unit in ready:
+        if unit.pending.malformed and malformed == n // 4:
+            continue
+        if unit.weight(step, settings) <= 0:
+            continue
+        malformed += unit.pending.malformed
+        batch.append(unit)
+        if len(batch) == n:
+            return batch
+    return None
+
+
+def batch_samples(
+    batch: Sequence[Ready], generations: Mapping[str, Generation], step: int, settings: CreditSettings
+) -> list[ExtractorSample]:
+    """The samples of a batch: one per unit in order, then one per generation for the tokens before its first op.
+
+    A = w·(r̄ − mean of r̄ over the units). The tokens before the first op have as r̄ the mean over those ops of their generation
+    that are in this batch.
+    """
+    mean = fmean(unit.pending.reward for unit in batch)
+    samples = []
+    by_generation: dict[str, list[Ready]] = {}
+    for unit in batch:
+        pending = unit.pending
+        by_generation.setdefault(pending.generation, []).append(unit)
+        trace = masked_trace(generations[pending.generation], pending.span)
+        samples.append(_sample(str(pending.unit), pending.generation, trace, pending.reward, unit.weight(step, settings), mean))
+    for name, units in by_generation.items():
+        generation = generations[name]
+        if generation.head and not units[0].pending.malformed:
+            reward = fmean(unit.pending.reward for unit in units)
+            trace = masked_trace(generation, (0, generation.head))
+            samples.append(_sample(f"{name}@head", name, trace, reward, units[0].weight(step, settings), mean))
+    return samples
+
+
+def _sample(name: str, generation: str, trace: TokenTrace, reward: float, weight: float, mean: float) -> ExtractorSample:
+    return ExtractorSample(name, generation, trace, reward, weight, weight * (reward - mean))
+
+
+def masked_trace(generation: Generation, span: tuple[int, int]) -> TokenTrace:
+    """Prompt and completion with the mask on the sampled tokens [start, stop) alone, and nothing after them."""
+    start, stop = span
+    completion = generation.completion
+    trace = TokenTrace().with_context(generation.prompt + completion.ids[:start])
+    marked = (1,) * (stop - start)
+    return TokenTrace(
+        trace.ids + completion.ids[start:stop],
+        trace.mask + marked,
+        trace.logprobs + completion.logprobs[start:stop],
+        trace.versions + completion.versions[start:stop],
+    )

@@ -1,0 +1,153 @@
+"""One SQLite file behind asyncio: opening it safely, whole transactions, and one error for whatever goes wrong.
+
+WAL with synchronous=FULL: what a transaction wrote is on disk when it returns, and readers never wait for a writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiosqlite
+
+from crl.errors import StoreError
+
+T = TypeVar("T")
+Work = Callable[[aiosqlite.Connection], Awaitable[T]]
+
+SCHEMA = Path(__file__).with_name("schema.sql")
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
+
+
+class Database:
+    """A bank's file. Made by `open`; every failure of SQLite is a `StoreError` that names the file."""
+
+    def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
+        self.path, self.connection = path, connection
+        self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def open(cls, path: Path) -> Database:
+        """Opens the bank at `path`, which is made when it is not there (its directory must be).
+
+        Raises `StoreError` when the file is of a newer version, is not a bank, is damaged or cannot be written.
+        """
+        with _errors(path):
+            connection = await aiosqlite.connect(path, isolation_level=None)
+            try:
+                await _prepare(connection, path)
+            except BaseException:
+                await connection.close()
+                raise
+        return cls(path, connection)
+
+    async def transaction(self, work: Work[T]) -> T:
+        """Runs `work` in one transaction: all of it is durable when this returns, or nothing of it happened.
+
+        A caller that is cancelled does not interrupt it.
+        """
+        task = asyncio.create_task(self._transaction(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _transaction(self, work: Work[T]) -> T:
+        async with self._lock:
+            with _errors(self.path):
+                await self.connection.execute("BEGIN IMMEDIATE")
+                try:
+                    result = await work(self.connection)
+                    await self.connection.execute("COMMIT")
+                except BaseException:
+                    if self.connection.in_transaction:
+                        await self.connection.execute("ROLLBACK")
+                    raise
+        return result
+
+    async def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[sqlite3.Row]:
+        """All rows of one query outside of any transaction."""
+        async with self._lock:
+            with _errors(self.path):
+                return list(await self.connection.execute_fetchall(sql, parameters))
+
+    async def aclose(self) -> None:
+        """Closes the file after the transactions that have begun."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+        async with self._lock:
+            with _errors(self.path):
+                await self.connection.close()
+
+
+async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
+    connection.row_factory = sqlite3.Row
+    await connection.execute("PRAGMA busy_timeout = 5000")
+    version = await _pragma(connection, "user_version")
+    if version > SCHEMA_VERSION:
+        raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")
+    tables = list(await connection.execute_fetchall("SELECT name FROM sqlite_master"))
+    if tables and await _pragma(connection, "application_id") != APPLICATION_ID:
+        raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
+    if await _pragma(connection, "journal_mode = WAL") != "wal":
+        raise StoreError(f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk.")
+    await connection.execute("PRAGMA synchronous = FULL")
+    # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
+    await connection.execute("BEGIN IMMEDIATE")
+    if not tables:
+        for statement in _statements(SCHEMA.read_text("utf-8")):
+            await connection.execute(statement)
+        await connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    await connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    await connection.execute("COMMIT")
+
+
+async def _pragma(connection: aiosqlite.Connection, pragma: str) -> Any:
+    (row,) = await connection.execute_fetchall(f"PRAGMA {pragma}")
+    return row[0]
+
+
+def _statements(script: str) -> Iterable[str]:
+    """The statements of a script one by one (`executescript` would commit what has begun)."""
+    statement = ""
+    for line in script.splitlines():
+        statement += line.split("--")[0] + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+class _errors:
+    """SQLite's errors as `StoreError`s that name the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, sqlite3.Error):
+            raise StoreError(f"{self._path}: {error}. {_remedy(error)}") from error
+
+
+def _remedy(error: sqlite3.Error) -> str:
+    name = getattr(error, "sqlite_errorname", "") or ""
+    for prefix, remedy in REMEDIES.items():
+        if name.startswith(prefix):
+            return remedy
+    return "What was acknowledged before is safe."
+
+
+REMEDIES = {
+    "SQLITE_NOTADB": "It is not a bank, or it is damaged: restore a copy or choose another path.",
+    "SQLITE_CORRUPT": "The file is damaged: restore a copy or choose another path.",
+    "SQLITE_READONLY": "Make the file and its directory writable.",
+    "SQLITE_CANTOPEN": "Its directory must exist and be writable.",
+    "SQLITE_FULL": "Free some disk space; what was acknowledged before is safe.",
+    "SQLITE_BUSY": "Another process is writing to it: end that one first.",
+}

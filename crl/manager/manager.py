@@ -1,0 +1,306 @@
+"""The ExperienceManager (DESIGN §6): between the actor's episodes, the extractor that distils them, and the bank.
+
+The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read.
+`Distiller` asks the extractor and reads its answer. `credit` chooses what the extractor is trained on. The manager wires them and
+keeps the clock; engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write or the
+disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from crl.errors import RolloutError
+from crl.manager.bank import Bank, Scope
+from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
+from crl.manager.distil import Distiller, DistilSettings, PromptWriter
+from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, Stamp
+from crl.manager.retrieval import RetrievalSettings
+from crl.manager.store import Store
+from crl.protocols import Embedder, Engine, Hit, SearchRequest
+from crl.tokens import ChatRenderer
+from crl.types import ExperienceUse
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
+    overflow: what `submit` does at that bound. concurrency: distillations at the same time. keep_steps: actor steps for which
+    a superseded experience may still earn credit after it was last returned; at least the staleness of an episode. cap: active
+    entries of one goal, None = any number; the oldest goes, or with `retrieval.choice = "credit"` the one of the lowest credit.
+    """
+
+    scope: Scope = "task"
+    queue_size: int | None = None
+    overflow: Literal["wait", "refuse"] = "wait"
+    concurrency: int = 32
+    keep_steps: int = 8
+    cap: int | None = None
+    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
+    distil: DistilSettings = field(default_factory=DistilSettings)
+    credit: CreditSettings = field(default_factory=CreditSettings)
+
+    def __post_init__(self) -> None:
+        counts = [count for count in (self.concurrency, self.queue_size, self.cap) if count is not None]
+        if min(counts) < 1 or self.keep_steps < 0:
+            raise ValueError(f"bad manager settings: {self}")
+
+
+class ExperienceManager:
+    """Made by `open`. Distillation runs in `run` (in the background) or in `drain` (at step boundaries), or both.
+
+    Deterministic runs call `drain` alone: requests are applied in (step, group, member) order, whatever their timing.
+    Its methods raise `StoreError` when the bank's file fails.
+    """
+
+    def __init__(
+        self, store: Store, bank: Bank, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings
+    ) -> None:
+        self._store, self._bank, self._distiller = store, bank, distiller
+        self._engine, self._embedder, self._settings = engine, embedder, settings
+        self._step = 0
+        self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self._refused = 0
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._settled = 0  # requests that this manager has applied or buried
+        self._working = 0  # requests that `run` has in its hands
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._offered: dict[str, PendingUnit] = {}
+        self._offered_by: dict[str, str] = {}
+
+    @classmethod
+    async def open(
+        cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompt: PromptWriter,
+        settings: ManagerSettings, *, seed: int,
+    ) -> ExperienceManager:  # fmt: skip
+        """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
+
+        engine: the extractor's; renderer: of its chat template; seed: root of all draws. A bank that another embedder wrote is
+        embedded again. Raises `StoreError`.
+        """
+        store = await Store.open(path)
+        try:
+            bank = Bank(embedder.dim, settings.scope, settings.retrieval, seed)
+            distiller = Distiller(engine, embedder, renderer, prompt, settings.distil, seed)
+            manager = cls(store, bank, distiller, engine, embedder, settings)
+            await manager._load()
+        except BaseException:
+            await store.aclose()
+            raise
+        return manager
+
+    async def _load(self) -> None:
+        entries = await self._store.entries()
+        vectors = [vector for _, vector in entries]
+        if await self._store.embedder() != self._embedder.name:
+            vectors = await self._embedder.embed([self._distiller.key(entry.goal, entry.text) for entry, _ in entries]) if entries else []
+            by_uid = {entry.uid: vector for (entry, _), vector in zip(entries, vectors, strict=True)}
+            await self._store.set_vectors(self._embedder.name, by_uid)
+        for (entry, _), vector in zip(entries, vectors, strict=True):
+            self._bank.put(entry, vector)
+
+    async def aclose(self) -> None:
+        """Writes what is still in memory and closes the bank; engine and embedder stay open."""
+        while self._changes:
+            await asyncio.wait(set(self._changes))
+        try:
+            await self._flush()
+        finally:
+            await self._store.aclose()
+
+    # ── the clock ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def step(self) -> int:
+        """Completed actor steps: what recency, cooldown and the log count in."""
+        return self._step
+
+    def advance(self, step: int) -> None:
+        """`step` actor steps are completed now. Raises `ValueError` when that is fewer than before."""
+        if step < self._step:
+            raise ValueError(f"{self._step} steps were completed already, not {step}")
+        self._step = step
+
+    def _stamp(self) -> Stamp:
+        return Stamp(self._step, self._engine.version)
+
+    # ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def search(self, requests: Sequence[SearchRequest], *, counted: bool = True) -> list[Hit | None]:
+        """`Retriever`: at most one experience per request, picked in request order and counted at once.
+
+        counted = False (evaluations): no counter moves and nothing is remembered.
+        """
+        queries = list(dict.fromkeys(request.query for request in requests))
+        vectors = dict(zip(queries, await self._embedder.embed(queries), strict=True)) if queries else {}
+        return [self._bank.search(request, vectors[request.query], self._step, counted=counted) for request in requests]
+
+    # ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def submit(self, request: DistilRequest) -> bool:
+        """Queues an episode for distillation: durable when it returns True. A repeat of an id changes nothing.
+
+        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted.
+        """
+        while True:
+            settled = self._settled
+            if await self._store.submit(request, self._stamp(), self._settings.queue_size):
+                self._arrived.set()
+                return True
+            if self._settings.overflow == "refuse":
+                self._refused += 1
+                return False
+            async with self._changed:
+                await self._changed.wait_for(lambda seen=settled: self._settled != seen)
+
+    async def run(self) -> None:
+        """Distils requests as they come, until it is cancelled; lives in the caller's task group, once.
+
+        What ends a distillation other than a `RolloutError` (a dead engine) ends it. What it had in work is then pending again.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    request = await self._next()
+                    tasks.create_task(self._consume(request), name=f"distil {request.id}")
+        finally:
+            self._working = 0
+            await self._store.release()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Returns when every request submitted before is distilled and applied, those of this call in request order.
+
+        Also writes retrieval counts down and drops generations that can earn nothing any more.
+        """
+        requests = await self._store.lease()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                outcomes = [tasks.create_task(self._distil(request)) for request in requests]
+            for request, outcome in zip(requests, outcomes, strict=True):
+                await self._apply(request, outcome.result())
+        except BaseException:
+            await self._store.release()
+            raise
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._working)
+        await self._flush()
+        await self._store.prune(self._step - self._settings.keep_steps)
+
+    async def _next(self) -> DistilRequest:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._working < self._settings.concurrency)
+        while True:
+            self._arrived.clear()
+            self._working += 1  # before the lease: `drain` must not see a leased request in nobody's hands
+            if leased := await self._store.lease(1):
+                return leased[0]
+            await self._put_down()
+            await self._arrived.wait()
+
+    async def _consume(self, request: DistilRequest) -> None:
+        await self._apply(request, await self._distil(request))
+        await self._put_down()
+
+    async def _put_down(self) -> None:
+        async with self._changed:
+            self._working -= 1
+            self._changed.notify_all()
+
+    async def _distil(self, request: DistilRequest) -> Distilled | RolloutError:
+        async with self._places:
+            try:
+                return await self._distiller.distil(request)
+            except RolloutError as error:
+                return error
+
+    async def _apply(self, request: DistilRequest, outcome: Distilled | RolloutError) -> None:
+        async def change() -> None:
+            if isinstance(outcome, RolloutError):
+                await self._store.bury(request, str(outcome), self._stamp())
+            else:
+                stamp = Stamp(self._step, outcome.generation.extractor)
+                applied = await self._store.apply(outcome, stamp, self._rules)
+                for entry, write in applied.changed:
+                    self._bank.put(entry, write.vector)
+                for uid in applied.evicted:
+                    self._bank.remove(uid)
+            async with self._changed:
+                self._settled += 1
+                self._changed.notify_all()
+
+        await self._whole(change())
+
+    async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
+        """Runs a change of store and memory to its end, also when the caller is cancelled."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+    # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str) -> None:
+        """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3).
+
+        episode: the id of its request; a second call for it changes nothing. Episodes with an error are not credited.
+        """
+        reward = 1.0 if success else -1.0
+
+        async def change() -> None:
+            for unit in await self._store.credit(episode, uses, reward, self._stamp()):
+                self._bank.credit(unit, reward)
+
+        await self._whole(change())
+
+    async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
+        """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
+
+        step: completed actor steps, t of eq. 7. The units stay pending until `mark_trained`; a batch that was not marked is
+        offered again. Raises `ValueError` for n < 1.
+        """
+        if n < 1:
+            raise ValueError(f"a batch holds at least one unit, not {n}")
+        batch = choose_batch(await self._store.ready(), n, step, self._settings.credit)
+        if batch is None:
+            return None
+        generations = await self._store.generations(unit.pending.generation for unit in batch)
+        samples = batch_samples(batch, generations, step, self._settings.credit)
+        self._offered = {str(unit.pending.unit): unit.pending for unit in batch}
+        self._offered_by = {sample.id: sample.generation for sample in samples}
+        return samples
+
+    async def mark_trained(self, ids: Sequence[str], step: int) -> None:
+        """Samples of the last batch were trained on at `step`: their rewards are spent and their generations' counters move.
+
+        A generation counts once, however many of its samples are among them. Raises `ValueError` for an id that the last
+        batch does not hold.
+        """
+        if unknown := [name for name in ids if name not in self._offered_by]:
+            raise ValueError(f"the last batch holds no {unknown}")
+        trained = [self._offered[name] for name in ids if name in self._offered]
+        await self._store.mark_trained(trained, [self._offered_by[name] for name in ids], step, self._stamp())
+        for name in ids:
+            self._offered.pop(name, None)
+            self._offered_by.pop(name, None)
+
+    # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def stats(self) -> dict[str, int]:
+        """Figures by name: bank/size, bank/size/TASK, queue/STATE and queue/refused, ops/KIND, dropped/REASON, buffer/ready, …"""
+        sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
+        for entry in self._bank.entries.values():
+            sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
+        return {**sizes, **await self._store.counts(), "queue/refused": self._refused}
+
+    async def _flush(self) -> None:
+        """Writes retrieval counts down. Searches do not wait for the disk: a crash forgets the counts since the last flush."""
+        if counts := self._bank.take_counts():
+            await self._store.retrieved(counts, self._stamp())

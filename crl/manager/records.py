@@ -1,0 +1,205 @@
+"""What the rooms of the manager hand each other: requests, generations, entries, credit units."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crl.protocols import Hit
+from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, Trajectory
+
+
+class UnitKey(NamedTuple):
+    """The unit of credit: one version of one entry. `uid@version` where text is wanted."""
+
+    uid: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.uid}@{self.version}"
+
+
+class Stamp(NamedTuple):
+    """What every operation is tagged with: completed actor steps, and the extractor's policy version."""
+
+    step: int
+    extractor: int
+
+
+@dataclass(frozen=True, slots=True)
+class DistilRequest:
+    """A finished episode to distil: R = (τ, g, o, m) of CRL §3.2.1.
+
+    run, step, group, member: its address, which makes its id; segments: τ as the agent saw it; task.goal: g; success: o;
+    shown: what guided it, in the order in which a prompt numbers it; empty for a free episode.
+    """
+
+    run: str
+    step: int
+    group: int
+    member: int
+    task: Task
+    segments: tuple[Segment, ...]
+    success: bool
+    truncated: bool
+    shown: tuple[Hit, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.run or "/" in self.run:
+            raise ValueError(f"a run's name in a request must not be empty nor hold a slash, not {self.run!r}")
+
+    @classmethod
+    def of(cls, run: str, trajectory: Trajectory, shown: tuple[Hit, ...] = ()) -> DistilRequest:
+        """The request for a trajectory. Raises `ValueError` where `shown` is not what the trajectory used, or it has an error."""
+        if trajectory.error is not None:
+            raise ValueError(f"a trajectory that failed is not distilled: {trajectory.error}")
+        if tuple(hit.use for hit in shown) != trajectory.used:
+            raise ValueError(f"shown {[hit.use for hit in shown]} is not what the trajectory used: {trajectory.used}")
+        address = (trajectory.step, trajectory.group, trajectory.member)
+        return cls(run, *address, trajectory.task, trajectory.segments, trajectory.success, trajectory.truncated, shown)
+
+    @property
+    def id(self) -> str:
+        return f"{self.run}/{self.step}/{self.group}/{self.member}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DistilRequest:
+        data: dict[str, Any] = json.loads(text)
+        return cls(
+            **data
+            | {
+                "task": Task(**data["task"]),
+                "segments": tuple(Segment(**segment) for segment in data["segments"]),
+                "shown": tuple(Hit(hit["text"], ExperienceUse(**hit["use"])) for hit in data["shown"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the extractor sampled once, as it is trained: prompt ids and the completion with its behaviour log-probs.
+
+    id: the request's; extractor: policy version when it began; head: sampled tokens before the first op; c_train, t_last: the
+    counters of eq. 7, which belong to the generation.
+    """
+
+    id: str
+    extractor: int
+    prompt: tuple[int, ...]
+    completion: Completion
+    head: int
+    c_train: int = 0
+    t_last: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An add, or with a `target` an update of that version, ready to be applied.
+
+    op: its index in the generation; span: its tokens [start, stop) in what was sampled; vector: float32 [dim] of its key.
+    """
+
+    op: int
+    text: str
+    span: tuple[int, int]
+    vector: NDArray[np.float32]
+    target: UnitKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What became of one request. returned: `return` ops; dropped: refused ops by reason; malformed: not one op stood."""
+
+    request: DistilRequest
+    generation: Generation
+    writes: tuple[Write, ...]
+    returned: int
+    dropped: Mapping[str, int]
+
+    @property
+    def malformed(self) -> bool:
+        return not self.writes and not self.returned
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRules:
+    """malformed_reward: what a generation without any op earns, None = it is not kept. cap: active entries of one goal, None =
+    any number; over it those go that `surplus` says, by `choice`."""
+
+    malformed_reward: float | None = None
+    cap: int | None = None
+    choice: Literal["diverse", "credit"] = "diverse"
+
+
+@dataclass(slots=True)
+class Entry:
+    """An entry of the bank at its current version, with the counters of that version (its unit).
+
+    retrieved: c(m) of eq. 6; last_returned_step: the actor step of the last time, None before; credited: episodes that it
+    guided and that were credited; credit: Σ r over them, r = ±1.
+    """
+
+    uid: str
+    version: int
+    text: str
+    task: str
+    goal: str
+    generation: str
+    span: tuple[int, int]
+    parents: tuple[str, ...] = ()
+    status: ExperienceStatus = "active"
+    retrieved: int = 0
+    last_returned_step: int | None = None
+    credited: int = 0
+    credit: float = 0.0
+
+    @property
+    def unit(self) -> UnitKey:
+        return UnitKey(self.uid, self.version)
+
+    @property
+    def experience(self) -> Experience:
+        """A frozen copy of what the entry is now."""
+        return Experience(
+            self.uid, self.version, self.text, self.task, self.generation, self.span, self.parents, self.status,
+            retrieved=self.retrieved, credited=self.credited, credit=self.credit,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """changed: the entries that were written, each with the write that made it; evicted: uids that are active no more."""
+
+    changed: tuple[tuple[Entry, Write], ...] = ()
+    evicted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUnit:
+    """A credit unit with rewards that were not trained on yet. Version 0 is a generation without any op.
+
+    span: its tokens in the generation; count, total: pending episodes and Σ r over them.
+    """
+
+    unit: UnitKey
+    generation: str
+    span: tuple[int, int]
+    count: int
+    total: float
+
+    @property
+    def malformed(self) -> bool:
+        return self.unit.version == 0
+
+    @property
+    def reward(self) -> float:
+        """r̄(m): the mean over the pending episodes."""
+        return self.total / self.count

@@ -1,0 +1,94 @@
+"""Which of the similar entries is returned: diversity among equals (CRL eq. 6), or the best credit. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from crl.algo.experience import diversity_score
+from crl.manager.records import Entry
+
+Choice = Literal["diverse", "credit"]
+
+EQUAL = 1e-6
+"""Similarities this close are one rank: float32 products differ in their last bits."""
+
+PRIOR_SUCCESS, PRIOR_VISITS, BONUS = 0.6, 1.0, 0.2
+"""`choice = "credit"`: an untried entry counts as PRIOR_VISITS visits with that success, plus BONUS / √(visits) for trying it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSettings:
+    """candidates: N·K nearest entries that are looked at. margin, min_similarity: in cosine; **ours**: only candidates within
+    `margin` of the best take part, and below `min_similarity` nothing is returned. lam, recent_steps: λ and the window of
+    eq. 6, in rank places per log count and in actor steps. per: members of a group share one pick, or each rollout has its own.
+    """
+
+    choice: Choice = "diverse"
+    per: Literal["group", "rollout"] = "group"
+    candidates: int = 16
+    margin: float = 0.05
+    min_similarity: float = 0.1
+    lam: float = 0.4
+    recent_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1 or self.margin < 0 or self.lam < 0 or self.recent_steps < 0:
+            raise ValueError(f"bad retrieval settings: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    entry: Entry
+    similarity: float
+
+
+def pick(candidates: Sequence[Candidate], step: int, rng: random.Random, settings: RetrievalSettings) -> Entry | None:
+    """The entry to return, or None. candidates: the most similar first; step: completed actor steps; rng: decides ties."""
+    if not candidates or candidates[0].similarity < settings.min_similarity:
+        return None
+    floor = max(candidates[0].similarity - settings.margin - EQUAL, settings.min_similarity)
+    equals = [candidate for candidate in candidates if candidate.similarity >= floor]
+    if settings.choice == "credit":
+        scores = [credit_score(candidate.entry) for candidate in equals]
+    else:
+        scores = diverse_scores(equals, step, settings)
+    best = max(scores)
+    return rng.choice([candidate.entry for candidate, score in zip(equals, scores, strict=True) if score == best])
+
+
+def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> list[float]:
+    """s(m) of CRL eq. 6. **Ours**: s_rank = −(number of candidates that are more similar), so that equals have one rank."""
+    return [
+        diversity_score(
+            -float(sum(other.similarity > candidate.similarity + EQUAL for other in candidates)),
+            candidate.entry.retrieved,
+            is_recent(candidate.entry, step, settings.recent_steps),
+            lam=settings.lam,
+        )
+        for candidate in candidates
+    ]
+
+
+def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
+    """Returned within the last `recent_steps` actor steps, the one that is running included."""
+    return entry.last_returned_step is not None and step - entry.last_returned_step < recent_steps
+
+
+def credit_score(entry: Entry) -> float:
+    """**Ours**: (guided successes + 0.6) / (n + 1) + 0.2 / √(n + 1) over the n credited episodes of this version."""
+    visits = entry.credited + PRIOR_VISITS
+    successes = (entry.credit + entry.credited) / 2  # credit sums r = ±1
+    return (successes + PRIOR_SUCCESS * PRIOR_VISITS) / visits + BONUS / math.sqrt(visits)
+
+
+def surplus(entries: Sequence[Entry], cap: int, choice: Choice) -> list[Entry]:
+    """The entries that go so that `cap` remain: the lowest `credit_score` first with choice "credit", else the oldest.
+
+    entries: the oldest first; among equal scores the oldest goes.
+    """
+    over = max(0, len(entries) - cap)
+    return sorted(entries, key=credit_score)[:over] if choice == "credit" else list(entries[:over])

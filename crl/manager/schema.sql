@@ -1,0 +1,75 @@
+-- The bank, version 1. `log` is what happened, in order; every other table follows from it.
+
+CREATE TABLE log (
+    seq       INTEGER PRIMARY KEY AUTOINCREMENT,
+    step      INTEGER NOT NULL,   -- completed actor steps
+    extractor INTEGER NOT NULL,   -- the extractor's policy version
+    kind      TEXT NOT NULL,      -- submit, dead | add, update, return, drop, malformed, evict | retrieve, credit, stray, train
+    origin    TEXT NOT NULL,      -- the request, the episode or the entry that it is about
+    op        INTEGER NOT NULL,   -- which op of that origin
+    data      TEXT NOT NULL       -- JSON
+);
+
+-- What a request or an episode did, it did once.
+CREATE UNIQUE INDEX log_once ON log (origin, op, kind) WHERE kind NOT IN ('retrieve', 'train');
+
+CREATE TABLE requests (
+    id      TEXT PRIMARY KEY,     -- run/step/group/member
+    step    INTEGER NOT NULL,
+    team    INTEGER NOT NULL,     -- the group ("group" is SQL's)
+    member  INTEGER NOT NULL,
+    state   TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'dead')),
+    reason  TEXT,                 -- why it is dead
+    payload TEXT                  -- JSON; NULL once done
+) WITHOUT ROWID;
+
+CREATE INDEX requests_queue ON requests (state, step, team, member, id);
+
+CREATE TABLE generations (
+    id         TEXT PRIMARY KEY,  -- the request's id
+    extractor  INTEGER NOT NULL,  -- policy version when it began
+    prompt     BLOB NOT NULL,     -- token ids, little-endian int32
+    sampled    BLOB NOT NULL,     -- token ids, little-endian int32
+    logprobs   BLOB NOT NULL,     -- behaviour log-probs of `sampled`, little-endian float64
+    versions   BLOB NOT NULL,     -- policy version of each token of `sampled`, little-endian int32
+    finish     TEXT NOT NULL,     -- stop or length
+    head       INTEGER NOT NULL,  -- sampled tokens before the first op
+    c_train    INTEGER NOT NULL DEFAULT 0,
+    t_last     INTEGER            -- the actor step that last trained on it
+);
+
+CREATE TABLE entries (
+    uid        TEXT PRIMARY KEY,  -- request#op of the add that made it
+    version    INTEGER NOT NULL,
+    text       TEXT NOT NULL,
+    task       TEXT NOT NULL,
+    goal       TEXT NOT NULL,
+    parents    TEXT NOT NULL,     -- JSON list of uid@version
+    status     TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
+    vector     BLOB NOT NULL      -- embedding of its key, little-endian float32
+);
+
+-- What earns credit: one version of one entry, or (version 0) a generation that held no op.
+CREATE TABLE units (
+    uid                TEXT NOT NULL,
+    version            INTEGER NOT NULL,
+    generation         TEXT NOT NULL,
+    start              INTEGER NOT NULL,   -- its tokens in the generation's `sampled`: start … stop − 1
+    stop               INTEGER NOT NULL,
+    retrieved          INTEGER NOT NULL DEFAULT 0,
+    last_returned_step INTEGER,
+    credited           INTEGER NOT NULL DEFAULT 0,  -- episodes ever
+    credit             REAL NOT NULL DEFAULT 0,     -- Σ r over them
+    pending_count      INTEGER NOT NULL DEFAULT 0,  -- episodes not yet trained on
+    pending_sum        REAL NOT NULL DEFAULT 0,
+    ready              INTEGER,                     -- seq at which it became ready; NULL with nothing pending
+    PRIMARY KEY (uid, version)
+) WITHOUT ROWID;
+
+CREATE INDEX units_ready ON units (ready) WHERE ready IS NOT NULL;
+CREATE INDEX units_generation ON units (generation);
+
+CREATE TABLE facts (
+    name  TEXT PRIMARY KEY,       -- embedder: the one that made entries.vector
+    value TEXT NOT NULL
+) WITHOUT ROWID;

@@ -1,0 +1,86 @@
+"""What the tests of the manager share: requests, scripted extractors that answer as language models do, and an embedder of words."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from doors import renderer
+
+from crl.engines.scripted import ScriptedEngine
+from crl.manager import DistilRequest, ExperienceManager, ManagerSettings
+from crl.protocols import Engine, Hit, SearchRequest
+from crl.types import ExperienceUse, Segment, Task
+
+GOAL = "Find the exit of the azure cellar."
+
+
+class WordEmbedder:
+    """A bag of words on 64 hashed directions, unit norm: texts with the same words are the same."""
+
+    name, dim = "words", 64
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    async def embed(self, texts: Sequence[str]) -> np.ndarray:
+        self.calls.append(list(texts))
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            for word in text.lower().split():
+                vector[zlib.crc32(word.encode()) % self.dim] += 1
+            vector /= np.linalg.norm(vector) or 1
+        return vectors
+
+
+def task(name: str = "room", goal: str = GOAL) -> Task:
+    return Task(name, 7, "train", goal, {"lgen": 3})
+
+
+def hit(uid: str, version: int = 1, text: str = "Go west.", generation: str = "") -> Hit:
+    return Hit(text, ExperienceUse(uid, version, generation or uid.split("#")[0], "start"))
+
+
+def request(step: int = 0, group: int = 0, member: int = 0, *, note: str = "", of: Task | None = None, **changes: Any) -> DistilRequest:
+    """note: what the scripted extractor is to see of the episode."""
+    segments = (Segment("user", "at 2 3", "env"), Segment("assistant", f"east {note}".strip(), "policy"))
+    fields = {"success": True, "truncated": False, "shown": (), **changes}
+    return DistilRequest("run", step, group, member, of or task(), segments, **fields)
+
+
+def write_prompt(request: DistilRequest) -> list[Segment]:
+    """A prompt as the real one: goal, outcome, what guided, the trace."""
+    shown = "\n".join(f"{i}. {hit.text}" for i, hit in enumerate(request.shown, start=1))
+    trace = "\n".join(segment.text for segment in request.segments)
+    outcome = "success" if request.success else "failure"
+    return [Segment("user", f"{request.id}\n{request.task.goal}\n{outcome}\n{shown}\n{trace}", "task")]
+
+
+def answering(answer: Callable[[str], str]) -> ScriptedEngine:
+    return ScriptedEngine(renderer(), answer)
+
+
+def add(*texts: str) -> str:
+    return json.dumps([{"op": "add", "text": text} for text in texts])
+
+
+def update(text: str, target: int = 1) -> str:
+    return json.dumps([{"op": "update", "target": target, "text": text}])
+
+
+RETURN = '[{"op": "return"}]'
+
+
+async def manager(path: Path, engine: Engine, settings: ManagerSettings | None = None, **parts: Any) -> ExperienceManager:
+    embedder = parts.pop("embedder", None) or WordEmbedder()
+    return await ExperienceManager.open(
+        path, engine, embedder, renderer(), parts.pop("prompt", write_prompt), settings or ManagerSettings(), seed=0, **parts
+    )
+
+
+def search(query: str = GOAL, *, name: str = "room", group: int = 0, member: int = 0) -> SearchRequest:
+    return SearchRequest(query, task(name), group, member)

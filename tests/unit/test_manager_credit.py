@@ -1,0 +1,121 @@
+"""What the extractor is trained on: DESIGN §6.6 on worked numbers. The store's part of it is in test_manager_manager.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crl.manager.credit import CreditSettings, Ready, batch_samples, choose_batch, masked_trace
+from crl.manager.records import Generation, PendingUnit, UnitKey
+from crl.types import Completion
+
+SETTINGS = CreditSettings(cooldown=3, alpha=0.5, malformed_reward=-1.0)
+
+
+def ready(
+    uid: str, total: float, count: int = 1, *, generation: str = "", span=(2, 4), c_train: int = 0, t_last: int | None = None
+) -> Ready:
+    return Ready(PendingUnit(UnitKey(uid, 1), generation or uid, span, count, total), c_train, t_last)
+
+
+def malformed(uid: str) -> Ready:
+    return Ready(PendingUnit(UnitKey(uid, 0), uid, (0, 6), 1, -1.0), 0, None)
+
+
+def generation(name: str, head: int = 2) -> Generation:
+    ids = tuple(range(100, 106))
+    completion = Completion(ids, tuple(-0.1 * i for i in range(1, 7)), (3, 3, 3, 4, 4, 4), "stop")
+    return Generation(name, 3, (7, 8, 9), completion, head)
+
+
+def names(batch: list[Ready] | None) -> list[str] | None:
+    return None if batch is None else [str(unit.pending.unit) for unit in batch]
+
+
+def samples(*batch: Ready, head: int = 2, step: int = 10):
+    generations = {unit.pending.generation: generation(unit.pending.generation, head) for unit in batch}
+    return batch_samples(batch, generations, step, SETTINGS)
+
+
+# ── which units ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_that_became_ready_make_the_batch():
+    units = [ready("c", 1), ready("a", -1), ready("b", 1)]
+    assert names(choose_batch(units, 2, 10, SETTINGS)) == ["c@1", "a@1"]
+    assert choose_batch(units, 4, 10, SETTINGS) is None
+
+
+def test_units_in_cooldown_wait_and_do_not_fill_the_batch():
+    units = [ready("trained at 8", 1, t_last=8), ready("trained at 7", 1, t_last=7), ready("never", 1)]
+    assert names(choose_batch(units, 2, 10, SETTINGS)) == ["trained at 7@1", "never@1"]  # 10 − 8 < 3 = δ ≤ 10 − 7
+    assert choose_batch(units, 3, 10, SETTINGS) is None
+    assert names(choose_batch(units, 3, 11, SETTINGS)) == ["trained at 8@1", "trained at 7@1", "never@1"]
+
+
+def test_generations_without_an_op_are_at_most_a_quarter():
+    units = [malformed("x"), malformed("y"), malformed("z"), *(ready(f"m{i}", 1) for i in range(7))]
+    assert names(choose_batch(units, 8, 0, SETTINGS)) == ["x@0", "y@0", "m0@1", "m1@1", "m2@1", "m3@1", "m4@1", "m5@1"]
+    assert names(choose_batch(units, 3, 0, SETTINGS)) == ["m0@1", "m1@1", "m2@1"]
+    assert choose_batch(units[:8], 8, 0, SETTINGS) is None
+
+
+# ── what they earn ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pooled_rewards_weights_and_advantages_on_worked_numbers():
+    # r̄: a 3 of 4 successes = +0.5, b −1, c +1, trained on 3 times: w = 4^−½ = 0.5; mean of the batch = 1/6
+    found = samples(ready("a", 2.0, 4), ready("b", -1.0), ready("c", 1.0, c_train=3, t_last=2), head=0)
+    assert [(s.id, s.reward, s.weight) for s in found] == [("a@1", 0.5, 1.0), ("b@1", -1.0, 1.0), ("c@1", 1.0, 0.5)]
+    assert [s.advantage for s in found] == pytest.approx([1 / 3, -7 / 6, 5 / 12])
+
+
+def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_in_the_batch():
+    first = ready("g#0", 1.0, generation="g", span=(2, 4), c_train=1)
+    second = ready("g#1", -1.0, 2, generation="g", span=(4, 6), c_train=1)  # r̄ = −0.5
+    other = ready("h#0", -1.0, generation="h", span=(2, 4))
+    found = samples(first, second, other)
+    assert [s.id for s in found] == ["g#0@1", "g#1@1", "h#0@1", "g@head", "h@head"]
+    weight, mean = 2**-0.5, (1 - 0.5 - 1) / 3
+    assert [s.reward for s in found] == [1.0, -0.5, -1.0, 0.25, -1.0]
+    assert [s.advantage for s in found] == pytest.approx(
+        [weight * (1 - mean), weight * (-0.5 - mean), -1 - mean, weight * (0.25 - mean), -1 - mean]
+    )
+    assert [s.generation for s in found] == ["g", "g", "h", "g", "h"]
+
+
+def test_a_batch_of_equal_rewards_teaches_nothing():
+    assert [s.advantage for s in samples(ready("a", 1.0), ready("b", 3.0, 3))] == [0.0] * 4
+
+
+def test_a_generation_without_an_op_is_one_sample_over_all_its_tokens():
+    found = samples(malformed("x"), ready("a", 1.0), ready("b", 1.0), ready("c", 1.0))
+    assert [s.id for s in found] == ["x@0", "a@1", "b@1", "c@1", "a@head", "b@head", "c@head"]
+    assert sum(found[0].trace.mask) == 6
+    assert found[0].advantage == pytest.approx(-1.5)
+
+
+def test_the_mask_is_on_the_span_alone_and_nothing_follows_it():
+    trace = masked_trace(generation("g"), (2, 4))
+    assert trace.ids == (7, 8, 9, 100, 101, 102, 103)
+    assert trace.mask == (0, 0, 0, 0, 0, 1, 1)
+    assert trace.logprobs == pytest.approx((0, 0, 0, 0, 0, -0.3, -0.4))
+    assert trace.versions == (-1, -1, -1, -1, -1, 3, 4)
+    assert trace.until_last_sampled() == trace
+
+
+def test_without_tokens_before_the_first_op_there_is_no_sample_of_them():
+    assert [s.id for s in samples(ready("a", 1.0), head=0)] == ["a@1"]
+
+
+@pytest.mark.parametrize("bad", [{"cooldown": -1}, {"alpha": -0.1}])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match="must not be negative"):
+        CreditSettings(**bad)
+
+
+def test_alpha_zero_leaves_every_weight_at_one():
+    unit = ready("a", 1.0, c_train=99)
+    assert unit.weight(10, CreditSettings(alpha=0.0)) == 1.0
+    assert math.isclose(unit.weight(10, CreditSettings(alpha=1.0)), 0.01)

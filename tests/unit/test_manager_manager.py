@@ -1,0 +1,602 @@
+"""The ExperienceManager as its callers see it: distil, search, credit, train; in the background and at step boundaries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from doors import renderer, until
+from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update
+
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import EngineError, RolloutError
+from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.protocols import Hit
+from crl.types import Completion, Sampling, TokenTrace, Trajectory
+
+ANY = RetrievalSettings(margin=2.0, min_similarity=0.0)
+NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0)
+SETTINGS = ManagerSettings(retrieval=ANY)
+
+
+def bank(tmp_path: Path) -> Path:
+    return tmp_path / "bank.sqlite"
+
+
+def by_note(**answers: str) -> ScriptedEngine:
+    """Answers by the last word of the episode."""
+    return answering(lambda prompt: answers[prompt.split("<|im_end|>")[-2].split()[-1]])
+
+
+async def filled(tmp_path: Path, *requests: DistilRequest, settings: ManagerSettings = SETTINGS, **answers: str) -> ExperienceManager:
+    made = await manager(bank(tmp_path), by_note(**answers), settings)
+    for one in requests:
+        assert await made.submit(one)
+    await made.drain()
+    return made
+
+
+async def found(made: ExperienceManager, **where) -> Hit:
+    (one,) = await made.search([search(**where)])
+    assert one is not None
+    return one
+
+
+def texts(made: ExperienceManager) -> dict[str, str]:
+    return {f"{entry.uid}@{entry.version}": entry.text for entry in made._bank.entries.values()}
+
+
+def trained_text(trace: TokenTrace) -> str:
+    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+
+
+# ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trains(tmp_path):
+    made = await filled(tmp_path, request(note="seen"), seen="The exit is west.</think>\n" + add("Go west."))
+    guide = await found(made)
+    assert (guide.text, guide.use.uid, guide.use.version, guide.use.how) == ("Go west.", "run/0/0/0#0", 1, "start")
+    await made.credit([guide.use], True, episode="run/1/0/0")
+    samples = await made.take_batch(1, 1)
+    assert samples is not None
+    op, head = samples
+    assert (op.id, head.id, op.reward, op.weight, op.advantage) == ("run/0/0/0#0@1", "run/0/0/0@head", 1.0, 1.0, 0.0)
+    assert '{"op": "add", "text": "Go west."}' in "[" + trained_text(op.trace) + "]"
+    assert trained_text(head.trace) + trained_text(op.trace) == "The exit is west.</think>\n" + add("Go west.")[:-1]
+    assert GOAL in renderer().decode(op.trace.ids)
+    assert set(op.trace.logprobs) == {0.0, -1.0}
+    await made.mark_trained([sample.id for sample in samples], 1)
+    assert await made.take_batch(1, 99) is None
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "stats", "stored"),
+    [
+        (f"Okay, the agent went west.\n</think>\n\nBased on the trace:\n```json\n{add('Go west.')}\n```", {"ops/add": 1}, ["Go west."]),
+        (f"<think>Nothing new.</think>{RETURN}", {"ops/return": 1}, []),
+        ("I think the agent should go west next time.", {"dropped/no op in the answer": 1}, []),
+        ("<think>Hmm, the agent went west, and then", {"dropped/the thinking did not end": 1}, []),
+        ('[{"op": "add", "text": "Go west."}, {"op": "update", "target": 1, "text": "x"}]',
+         {"ops/add": 1, "dropped/target out of range": 1}, ["Go west."]),
+        ('[{"op": "add", "text": "Go west."}, {"op": "add", "text": "Go', {"ops/add": 1, "dropped/not JSON": 1}, ["Go west."]),
+    ],
+)  # fmt: skip
+async def test_answers_as_language_models_give_them(tmp_path, answer, stats, stored):
+    made = await filled(tmp_path, request(note="seen"), seen=answer)
+    assert list(texts(made).values()) == stored
+    figures = await made.stats()
+    assert figures.items() >= {"bank/size": len(stored), "queue/done": 1, "queue/pending": 0, **stats}.items()
+    assert figures["generations"] == len(stored)  # what can earn nothing is not kept
+    await made.aclose()
+
+
+async def test_a_prompt_that_opens_the_thinking_makes_its_end_necessary(tmp_path):
+    from crl.types import Segment
+
+    def thinking(request: DistilRequest) -> list[Segment]:
+        return [Segment("user", "distil", "task")]
+
+    class Opening(type(renderer())):
+        def text(self, segments) -> str:
+            return super().text(segments) + "<think>\n"
+
+    tokenizer = renderer()
+    opening = Opening(tokenizer.tokenizer, tokenizer.stop_ids)
+    for answer, size in ((add("Go west."), 0), ("West?</think>" + add("Go west."), 1)):
+        path = tmp_path / f"{size}.sqlite"
+        engine = ScriptedEngine(opening, lambda prompt, answer=answer: answer)
+        made = await ExperienceManager.open(path, engine, WordEmbedder(), opening, thinking, SETTINGS, seed=0)
+        await made.submit(request())
+        await made.drain()
+        assert len(texts(made)) == size
+        await made.aclose()
+
+
+async def test_an_update_makes_the_next_version_with_fresh_counters(tmp_path):
+    made = await filled(tmp_path, request(note="first"), first=add("Go west."), better=update("Go southwest."))
+    guide = await found(made)
+    await made.credit([guide.use], True, episode="run/1/0/0")
+    await made.submit(request(1, note="better", shown=(guide,)))
+    await made.drain()
+    (entry,) = made._bank.entries.values()
+    assert (entry.uid, entry.version, entry.text, entry.parents) == ("run/0/0/0#0", 2, "Go southwest.", ("run/0/0/0#0@1",))
+    assert (entry.generation, entry.retrieved, entry.credited, entry.credit) == ("run/1/0/0", 0, 0, 0.0)
+    assert (await found(made, group=9)).use.version == 2
+    assert entry.experience.retrieved == 1
+    await made.aclose()
+
+
+async def test_a_stale_update_becomes_an_add_with_that_version_as_its_parent(tmp_path):
+    made = await filled(tmp_path, request(note="first"), first=add("Go west."), south=update("Go south."), north=update("Go north."))
+    guide = await found(made)
+    for member, note in enumerate(["south", "north"]):
+        await made.submit(request(1, member=member, note=note, shown=(guide,)))
+    await made.drain()
+    assert texts(made) == {"run/0/0/0#0@2": "Go south.", "run/1/0/1#0@1": "Go north."}
+    assert made._bank.entries["run/1/0/1#0"].parents == ("run/0/0/0#0@1",)
+    await made.aclose()
+
+
+async def test_a_request_that_the_engine_cannot_serve_is_dead_with_its_reason(tmp_path):
+    class Refusing(ScriptedEngine):
+        async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+            raise RolloutError("engine", "too long")
+
+    made = await manager(bank(tmp_path), Refusing(renderer(), str))
+    await made.submit(request())
+    await made.drain()
+    assert (await made.stats()).items() >= {"queue/dead": 1, "queue/pending": 0}.items()
+    await made.aclose()
+
+
+async def test_a_dead_engine_ends_the_drain_and_the_request_is_pending_still(tmp_path):
+    class Dead(ScriptedEngine):
+        async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+            raise EngineError("gone")
+
+    made = await manager(bank(tmp_path), Dead(renderer(), str))
+    await made.submit(request())
+    with pytest.raises(ExceptionGroup) as caught:
+        await made.drain()
+    assert caught.group_contains(EngineError, match="gone")
+    with pytest.raises(ExceptionGroup):
+        await made.run()
+    assert (await made.stats())["queue/pending"] == 1
+    await made.aclose()
+
+
+async def test_at_step_boundaries_the_bank_does_not_depend_on_timing(tmp_path):
+    rng = random.Random()
+
+    class Jittery(ScriptedEngine):
+        async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+            await asyncio.sleep(rng.random() / 100)
+            return await super().generate(ids, sampling, **options)
+
+    banks = []
+    for seed in range(3):
+        engine = Jittery(renderer(), lambda prompt: update(f"Go {prompt.splitlines()[1]}.") if "1. " in prompt else add("Go west."))
+        rng.seed(seed)
+        made = await manager(tmp_path / f"{seed}.sqlite", engine, SETTINGS)
+        requests = [request(0, group, member) for group in range(3) for member in range(3)]
+        requests += [request(1, 0, member, shown=(hit("run/0/0/0#0"),)) for member in range(3)]
+        rng.shuffle(requests)
+        for one in requests:
+            await made.submit(one)
+        await made.drain()
+        banks.append([(uid, text, made._bank.entries[uid.split("@")[0]].parents) for uid, text in texts(made).items()])
+        await made.aclose()
+    assert banks[0] == banks[1] == banks[2]
+    assert len(banks[0]) == 11
+
+
+# ── in the background ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gated(ScriptedEngine):
+    """Answers when the gate is open; counts who waits."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), lambda prompt: add("Go west."))
+        self.gate, self.waiting, self.most = asyncio.Event(), 0, 0
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await self.gate.wait()
+        self.waiting -= 1
+        return await super().generate(ids, sampling, **options)
+
+
+async def test_the_consumer_distils_as_they_come_with_bounded_concurrency(tmp_path):
+    engine = Gated()
+    made = await manager(bank(tmp_path), engine, ManagerSettings(concurrency=2))
+    consumer = asyncio.create_task(made.run())
+    for member in range(5):
+        await made.submit(request(member=member))
+    await until(lambda: engine.waiting == 2)
+    drained = asyncio.create_task(made.drain())
+    await asyncio.sleep(0.05)
+    assert await made.search([search()]) == [None]  # does not wait for the extractor
+    engine.gate.set()
+    await drained
+    assert engine.most == 2
+    assert (await made.stats()).items() >= {"bank/size": 5, "bank/size/room": 5, "queue/done": 5}.items()
+    consumer.cancel()
+    await asyncio.gather(consumer, return_exceptions=True)
+    await made.aclose()
+
+
+async def test_a_consumer_that_is_cancelled_gives_back_what_it_had(tmp_path):
+    engine = Gated()
+    made = await manager(bank(tmp_path), engine, SETTINGS)
+    consumer = asyncio.create_task(made.run())
+    await made.submit(request())
+    await until(lambda: engine.waiting == 1)
+    consumer.cancel()
+    await asyncio.gather(consumer, return_exceptions=True)
+    engine.gate.set()
+    await made.drain()
+    assert texts(made) == {"run/0/0/0#0@1": "Go west."}
+    await made.aclose()
+
+
+async def test_a_full_queue_refuses_and_counts_or_waits(tmp_path):
+    for overflow in ("refuse", "wait"):
+        made = await manager(tmp_path / overflow, Gated(), ManagerSettings(queue_size=1, overflow=overflow))
+        made._engine.gate.set()  # pyright: ignore[reportAttributeAccessIssue]
+        assert await made.submit(request())
+        assert await made.submit(request())
+        second = asyncio.create_task(made.submit(request(member=1)))
+        if overflow == "refuse":
+            assert not await second
+            assert (await made.stats()).items() >= {"queue/refused": 1, "queue/pending": 1}.items()
+        else:
+            await asyncio.sleep(0.05)
+            assert not second.done()
+            await made.drain()
+            assert await second
+        await made.aclose()
+
+
+async def test_submitting_a_distilled_episode_again_changes_nothing(tmp_path):
+    made = await filled(tmp_path, request(note="seen"), seen=add("Go west."))
+    await made.submit(request(note="seen"))
+    await made.drain()
+    assert len(texts(made)) == 1
+    await made.aclose()
+
+
+# ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_search_never_returns_an_entry_of_another_task(tmp_path):
+    made = await filled(tmp_path, request(note="a", of=task("maze")), request(1, note="b"), a=add("Find the exit."), b=add("Go west."))
+    hits = await made.search([search("Find the exit.", name=name, group=i) for i, name in enumerate(["room", "maze", "attic"])])
+    assert [hit and hit.text for hit in hits] == ["Go west.", "Find the exit.", None]
+    await made.aclose()
+
+
+async def test_the_key_is_the_text_or_the_goal_with_the_text(tmp_path):
+    for with_goal, expected in ((False, "Go west."), (True, "Go east.")):
+        settings = ManagerSettings(
+            distil=DistilSettings(key_with_goal=with_goal), retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0)
+        )
+        made = await manager(tmp_path / str(with_goal), by_note(a=add("Go west."), b=add("Go east.")), settings)
+        await made.submit(request(note="a", of=task(goal="the crimson attic far away")))
+        await made.submit(request(1, note="b", of=task(goal="azure cellar")))
+        await made.drain()
+        assert (await found(made, query="azure cellar west.")).text == expected
+        await made.aclose()
+
+
+async def test_identical_queries_are_embedded_once(tmp_path):
+    embedder = WordEmbedder()
+    made = await manager(bank(tmp_path), by_note(), embedder=embedder)
+    await made.search([search(member=m) for m in range(4)] + [search("another", group=1)])
+    assert embedder.calls == [[GOAL, "another"]]
+    assert await made.search([]) == []
+    await made.aclose()
+
+
+async def test_a_bank_comes_back_as_it_was(tmp_path):
+    made = await filled(tmp_path, request(note="a"), request(1, note="b"), a=add("Go west.", "Go east."), b=add("Go north."))
+    made.advance(5)
+    guide = await found(made)
+    await made.credit([guide.use], False, episode="run/5/0/0")
+    before = {uid: (entry.experience, entry.last_returned_step) for uid, entry in made._bank.entries.items()}
+    await made.aclose()
+    embedder = WordEmbedder()
+    again = await manager(bank(tmp_path), by_note(), SETTINGS, embedder=embedder)
+    assert {uid: (entry.experience, entry.last_returned_step) for uid, entry in again._bank.entries.items()} == before
+    assert embedder.calls == []
+    retrieved = before[guide.use.uid][0]
+    assert (retrieved.retrieved, retrieved.credited, retrieved.credit) == (1, 1, -1.0)
+    assert (await again.stats())["buffer/ready"] == 1
+    await again.aclose()
+
+
+async def test_another_embedder_embeds_the_bank_again(tmp_path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."))
+    await made.aclose()
+    embedder = WordEmbedder()
+    embedder.name = "other words"
+    for expected in ([["Go west."]], [["Go west."]]):  # once
+        await (await manager(bank(tmp_path), by_note(), SETTINGS, embedder=embedder)).aclose()
+        assert embedder.calls == expected
+
+
+async def test_time_does_not_run_backwards(tmp_path):
+    made = await manager(bank(tmp_path), by_note())
+    made.advance(3)
+    made.advance(3)
+    with pytest.raises(ValueError, match="3 steps were completed already, not 2"):
+        made.advance(2)
+    assert made.step == 3
+    await made.aclose()
+
+
+# ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def use(uid: str, version: int = 1):
+    return hit(uid, version).use
+
+
+async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, tuple[float, float]]:
+    """id → (r̄, w) of the next batch."""
+    return {sample.id: (sample.reward, sample.weight) for sample in await made.take_batch(n, step) or ()}
+
+
+TWO = {"a": add("Go west.", "Go east."), "b": add("Go north.")}
+
+
+async def two(tmp_path: Path, **credit) -> ExperienceManager:
+    """Generation run/0/0/0 with the ops #0 and #1, generation run/1/0/0 with #0."""
+    settings = ManagerSettings(retrieval=ANY, keep_steps=2, credit=CreditSettings(**credit))
+    return await filled(tmp_path, request(note="a"), request(1, note="b"), settings=settings, **TWO)
+
+
+A0, A1, B0 = use("run/0/0/0#0"), use("run/0/0/0#1"), use("run/1/0/0#0")
+
+
+async def test_rewards_are_pooled_while_pending_and_an_episode_counts_once(tmp_path):
+    made = await two(tmp_path)
+    for member, success in enumerate([True, True, False, True]):
+        for _ in range(2):
+            await made.credit([A0], success, episode=f"run/2/0/{member}")
+    await made.credit([A0], True, episode="run/9/0/0")
+    assert await taken(made, 1, 0) == {"run/0/0/0#0@1": (0.6, 1.0), "run/0/0/0@head": (0.6, 1.0)}
+    entry = made._bank.entries["run/0/0/0#0"]
+    assert (entry.credited, entry.credit) == (5, 3.0)
+    assert (await made.stats())["ops/credit"] == 5
+    await made.aclose()
+
+
+async def test_equation_7_holds_for_a_generation_and_all_its_ops(tmp_path):
+    made = await two(tmp_path, cooldown=3, alpha=0.5)
+    await made.credit([A0], True, episode="e1")
+    await made.mark_trained(list(await taken(made, 1, 4)), 4)
+    await made.credit([A1], True, episode="e2")
+    await made.credit([B0], False, episode="e3")
+    assert await taken(made, 1, 6) == {"run/1/0/0#0@1": (-1.0, 1.0), "run/1/0/0@head": (-1.0, 1.0)}  # 6 − 4 < 3: A1 waits
+    assert await taken(made, 2, 6) == {}
+    weight = 2**-0.5
+    assert await taken(made, 1, 7) == {"run/0/0/0#1@1": (1.0, weight), "run/0/0/0@head": (1.0, weight)}  # A1 was ready first
+    await made.mark_trained(["run/0/0/0#1@1", "run/0/0/0@head"], 7)
+    (generation,) = (await made._store.generations(["run/0/0/0"])).values()
+    assert (generation.c_train, generation.t_last) == (2, 7)
+    await made.aclose()
+
+
+async def test_a_batch_with_two_ops_of_a_generation_counts_once_for_it(tmp_path):
+    made = await two(tmp_path)
+    await made.credit([A0, A1], True, episode="e1")
+    await made.credit([B0], False, episode="e2")
+    batch = await taken(made, 3, 5)
+    assert list(batch) == ["run/0/0/0#0@1", "run/0/0/0#1@1", "run/1/0/0#0@1", "run/0/0/0@head", "run/1/0/0@head"]
+    await made.mark_trained(list(batch), 5)
+    found = await made._store.generations(["run/0/0/0", "run/1/0/0"])
+    assert [(g.c_train, g.t_last) for g in found.values()] == [(1, 5), (1, 5)]
+    await made.aclose()
+
+
+async def test_what_comes_in_while_a_batch_is_trained_stays_pending(tmp_path):
+    made = await two(tmp_path, cooldown=0)
+    await made.credit([A0], True, episode="e1")
+    batch = await taken(made, 1, 5)
+    await made.credit([A0], False, episode="e2")
+    await made.credit([B0], False, episode="e3")
+    await made.mark_trained(list(batch), 5)
+    assert list(await taken(made, 2, 5))[:2] == ["run/1/0/0#0@1", "run/0/0/0#0@1"]  # ready anew: behind the other
+    assert (await taken(made, 2, 5))["run/0/0/0#0@1"] == (-1.0, 2**-0.5)
+    await made.aclose()
+
+
+async def test_a_batch_that_was_not_marked_is_offered_again(tmp_path):
+    made = await two(tmp_path)
+    await made.credit([A0], True, episode="e1")
+    batch = await taken(made, 1, 5)
+    assert await taken(made, 1, 5) == batch
+    with pytest.raises(ValueError, match=r"the last batch holds no \['other@1'\]"):
+        await made.mark_trained([*batch, "other@1"], 5)
+    await made.mark_trained(list(batch), 5)
+    with pytest.raises(ValueError, match="holds no"):
+        await made.mark_trained(list(batch), 5)
+    with pytest.raises(ValueError, match="at least one unit, not 0"):
+        await made.take_batch(0, 5)
+    await made.aclose()
+
+
+async def test_an_updated_entry_that_guided_still_trains_the_generation_that_wrote_it(tmp_path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."), better=update("Go southwest."))
+    guide = await found(made)
+    await made.submit(request(1, note="better", shown=(guide,)))
+    await made.drain()
+    await made.credit([guide.use], True, episode="run/1/0/0")
+    await made.credit([(await found(made, group=5)).use], False, episode="run/2/0/0")
+    batch = await taken(made, 2, 3)
+    assert batch["run/0/0/0#0@1"][0] == 1.0
+    assert batch["run/0/0/0#0@2"][0] == -1.0
+    (entry,) = made._bank.entries.values()
+    assert (entry.version, entry.credited, entry.credit) == (2, 1, -1.0)
+    await made.aclose()
+
+
+async def test_an_old_generation_is_kept_as_long_as_it_can_earn(tmp_path):
+    settings = ManagerSettings(retrieval=ANY, keep_steps=2, credit=CreditSettings(cooldown=0))
+    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
+    made.advance(100)
+    await made.drain()
+    assert (await made.stats())["generations"] == 1  # current: may be returned any time
+    guide = await found(made)
+    await made.submit(request(100, note="better", shown=(guide,)))
+    for step, generations in ((102, 2), (103, 1)):  # superseded, last returned in step 100: two more steps
+        made.advance(step)
+        await made.drain()
+        assert (await made.stats())["generations"] == generations
+    await made.credit([guide.use], True, episode="run/100/0/0")
+    figures = await made.stats()
+    assert (figures["ops/credit"], figures["buffer/ready"]) == (1, 0)  # counted for the entry, nothing left to train on
+    await made.aclose()
+
+
+async def test_pending_reward_keeps_its_generation(tmp_path):
+    settings = ManagerSettings(retrieval=ANY, keep_steps=0, credit=CreditSettings(cooldown=0))
+    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
+    guide = await found(made)
+    await made.credit([guide.use], True, episode="run/1/0/0")
+    await made.submit(request(1, note="better", shown=(guide,)))
+    made.advance(50)
+    await made.drain()
+    batch = await taken(made, 1, 50)
+    assert batch
+    await made.mark_trained(list(batch), 50)
+    await made.drain()
+    assert (await made.stats())["generations"] == 1
+    await made.aclose()
+
+
+async def test_generations_without_an_op_earn_what_the_settings_say(tmp_path):
+    requests = [request(member=m, note="bad") for m in range(3)] + [request(1, member=m, note="good") for m in range(4)]
+    settings = ManagerSettings(credit=CreditSettings(malformed_reward=-1.0))
+    made = await filled(tmp_path, *requests, settings=settings, bad="Go west!", good=add("Go west."))
+    assert (await made.stats()).items() >= {"ops/malformed": 3, "buffer/ready": 3, "dropped/no op in the answer": 3}.items()
+    for member in range(4):
+        await made.credit([use(f"run/1/0/{member}#0")], True, episode=f"e{member}")
+    samples = await made.take_batch(4, 1)
+    assert samples is not None
+    assert [sample.id for sample in samples][:4] == ["run/0/0/0@0", "run/1/0/0#0@1", "run/1/0/1#0@1", "run/1/0/2#0@1"]
+    assert trained_text(samples[0].trace) == "Go west!" + renderer().decode(renderer().stop_ids[:1])
+    assert [sample.advantage for sample in samples][:4] == [-1.5, 0.5, 0.5, 0.5]
+    await made.mark_trained([sample.id for sample in samples], 1)
+    assert (await made.stats())["buffer/ready"] == 3
+    await made.aclose()
+
+
+async def test_credit_for_what_the_bank_does_not_know_is_counted_as_stray(tmp_path):
+    made = await two(tmp_path)
+    await made.credit([use("nobody#0"), A0], True, episode="e")
+    await made.credit([], True, episode="free")
+    assert (await made.stats()).items() >= {"ops/stray": 1, "ops/credit": 1, "buffer/ready": 1}.items()
+    await made.aclose()
+
+
+async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn(tmp_path):
+    settings = ManagerSettings(retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0), cap=2, keep_steps=2)
+    other = request(9, note="c", of=task(goal="another room"))
+    answers = {"a": add("Go west.", "Go east."), "b": add("Go north."), "c": add("Go up."), "d": update("Go far west.")}
+    made = await filled(tmp_path, request(note="a"), other, settings=settings, **answers)
+    guide = hit("run/0/0/0#0", text="Go west.")
+    await made.credit([guide.use], False, episode="e1")
+    await made.submit(request(1, note="b"))
+    await made.drain()
+    assert sorted(texts(made).values()) == ["Go east.", "Go north.", "Go up."]
+    assert (await made.stats()).items() >= {"ops/evict": 1, "bank/size": 3}.items()
+    assert "Go west." not in {(await found(made, group=group)).text for group in range(20)}
+    assert (await taken(made, 1, 5))["run/0/0/0#0@1"] == (-1.0, 1.0)
+    await made.submit(request(2, note="d", shown=(guide,)))  # an update of an evicted entry is an add
+    await made.drain()
+    assert made._bank.entries["run/2/0/0#0"].parents == ("run/0/0/0#0@1",)
+    before = texts(made)
+    await made.aclose()
+    again = await manager(bank(tmp_path), by_note(), settings)
+    assert texts(again) == before
+    await again.aclose()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_follow_from_the_log(tmp_path, seed):
+    rng = random.Random(seed)
+    settings = ManagerSettings(retrieval=ANY, credit=CreditSettings(cooldown=2, malformed_reward=-1.0))
+    answers = {"one": add("Go west."), "two": add("Go west.", "Go east."), "better": update("Go north."), "bad": "Go!", "none": RETURN}
+    made = await manager(bank(tmp_path), by_note(**answers), settings)
+    for step in range(12):
+        made.advance(step)
+        for group in range(3):
+            (guide,) = await made.search([search(group=3 * step + group)])
+            shown = (guide,) if guide else ()
+            note = rng.choice(list(answers) if guide else ["one", "two"])
+            episode = request(step, 3 * step + group, note=note, shown=shown)
+            await made.submit(episode)
+            for _ in range(rng.randrange(3)):
+                await made.credit([hit.use for hit in shown], rng.random() < 0.5, episode=episode.id)
+        while samples := await made.take_batch(2, step):
+            if rng.random() < 0.8:
+                await made.mark_trained([sample.id for sample in samples], step)
+            else:
+                break
+        await made.drain()
+    await made.aclose()
+
+    entries, rewards = {}, {}
+    with sqlite3.connect(bank(tmp_path)) as db:
+        for kind, origin, op, text in db.execute("SELECT kind, origin, op, data FROM log ORDER BY seq"):
+            data = json.loads(text)
+            if kind in ("add", "update"):
+                entries[data["uid"]] = (data["version"], data["text"])
+            elif kind == "credit":
+                assert data["reward"] in (-1.0, 1.0)
+                rewards.setdefault((data["uid"], data["version"]), []).append(data["reward"])
+            elif kind == "malformed":
+                rewards.setdefault((origin, 0), []).append(data["reward"])
+            elif kind == "train" and data:
+                pending = rewards[origin, op]
+                assert (data["count"], data["total"]) == (len(pending[: data["count"]]), sum(pending[: data["count"]]))
+                del pending[: data["count"]]
+        assert {uid: rest for uid, *rest in db.execute("SELECT uid, version, text FROM entries")} == {
+            u: list(e) for u, e in entries.items()
+        }
+        left = {(uid, version): rest for uid, version, *rest in db.execute("SELECT uid, version, pending_count, pending_sum FROM units")}
+    assert {unit: [len(rewards.get(unit, [])), sum(rewards.get(unit, []))] for unit in left} == left
+    assert any(count for count, _ in left.values())
+    assert len(entries) > 12
+
+
+# ── requests from trajectories ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
+    guide = hit("run/0/0/0#0")
+    trajectory = Trajectory(task(), 4, 9, 2, "guided", success=True, used=(guide.use,))
+    made = DistilRequest.of("run", trajectory, (guide,))
+    assert (made.id, made.task, made.success, made.shown) == ("run/4/9/2", task(), True, (guide,))
+    with pytest.raises(ValueError, match="is not what the trajectory used"):
+        DistilRequest.of("run", trajectory)
+    with pytest.raises(ValueError, match="not distilled: env: lost"):
+        DistilRequest.of("run", Trajectory(task(), 4, 9, 2, "free", error="env: lost"))
+    with pytest.raises(ValueError, match="must not be empty nor hold a slash"):
+        DistilRequest.of("a/b", Trajectory(task(), 4, 9, 2, "free"))
+
+
+@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}, {"cap": 0}])
+def test_settings_are_checked(bad):
+    with pytest.raises(ValueError, match="bad manager settings"):
+        ManagerSettings(**bad)

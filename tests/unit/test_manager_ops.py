@@ -1,0 +1,147 @@
+"""Reading an extractor's answer: what models write around JSON, what is refused and why, and where each op's tokens are."""
+
+from __future__ import annotations
+
+import pytest
+from doors import renderer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.manager.ops import OpLimits, parse_ops, token_spans
+
+ADD = '{"op": "add", "text": "Go west."}'
+UPDATE = '{"op": "update", "target": 2, "text": "Go south."}'
+
+
+def kinds(completion: str, shown: int = 2, **options) -> list[str]:
+    return [op.kind for op in parse_ops(completion, shown, **options).ops]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (f"[{ADD}, {UPDATE}]", ["add", "update"]),
+        (ADD, ["add"]),
+        (f"{ADD}\n{UPDATE}", ["add", "update"]),
+        (f'{{"operations": [{ADD}, {{"op": "return"}}]}}', ["add", "return"]),
+        (f"Here is what I learned:\n```json\n[{ADD}]\n```\nI hope this helps!", ["add"]),
+        (f"<think>Maybe {UPDATE}? No.</think>\n[{ADD}]", ["add"]),
+        (f"Maybe {UPDATE}? No.\n</think>\n\n[{ADD}]", ["add"]),
+        ("[]", ["return"]),
+        ("<think>Nothing.</think>```json\n[ ]\n```", ["return"]),
+        ('[{"op": "update", "target": "1", "text": "x"}]', ["update"]),
+        ('{"op": "add", "text": "say {\\"op\\": \\"return\\"} and {x}"}', ["add"]),
+        (f"The set {{a, b}} holds. {ADD}", ["add"]),
+    ],
+)
+def test_ops_are_found_where_models_write_them(completion, expected):
+    parsed = parse_ops(completion, 2)
+    assert [op.kind for op in parsed.ops] == expected
+    assert parsed.dropped == {}
+    assert not parsed.malformed
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("I would add that west is good.", "no op in the answer"),
+        ("", "no op in the answer"),
+        (f"<think>Let me see. {ADD}", "the thinking did not end"),
+        ('[{"op": "add", "text": "Go we', "not JSON"),
+        ("[{'op': 'add', 'text': 'Go west.'}]", "not JSON"),
+        ('[{"op": "delete", "target": 1}]', "unknown op"),
+        ('[{"op": ["add"], "text": "x"}]', "unknown op"),
+        ('[{"op": "add"}]', "no text"),
+        ('[{"op": "add", "text": 5}]', "no text"),
+        ('[{"op": "add", "text": "\\ud800"}]', "no text"),
+        ('[{"op": "add", "text": "  "}]', "empty text"),
+        ('[{"op": "add", "text": "' + "x" * 41 + '"}]', "text too long"),
+        ('[{"op": "update", "text": "x"}]', "no target"),
+        ('[{"op": "update", "target": true, "text": "x"}]', "no target"),
+        ('[{"op": "update", "target": 1.0, "text": "x"}]', "no target"),
+        ('[{"op": "update", "target": 0, "text": "x"}]', "target out of range"),
+        ('[{"op": "update", "target": 3, "text": "x"}]', "target out of range"),
+    ],
+)
+def test_a_bad_op_is_dropped_with_its_reason(completion, reason):
+    parsed = parse_ops(completion, 2, limits=OpLimits(max_chars=40))
+    assert parsed.malformed
+    assert parsed.dropped == {reason: 1}
+
+
+def test_the_good_ones_stand():
+    parsed = parse_ops(f'[{{"op": "drop"}}, {ADD}, {{"op": "add", "text": "cut {UPDATE}', 2)
+    assert [op.kind for op in parsed.ops] == ["add", "update"]
+    assert parsed.dropped == {"unknown op": 1, "not JSON": 1}
+
+
+def test_what_is_beyond_the_limit_is_dropped():
+    parsed = parse_ops(f"[{ADD}, {ADD}, {ADD}]", 0, limits=OpLimits(max_ops=2))
+    assert len(parsed.ops) == 2
+    assert parsed.dropped == {"too many ops": 1}
+
+
+def test_when_the_prompt_opened_the_thinking_only_what_follows_it_counts():
+    assert kinds(f"Perhaps {ADD}", thinking=True) == []
+    assert kinds(f"Perhaps {UPDATE}</think>{ADD}", thinking=True) == ["add"]
+
+
+def test_each_op_keeps_its_characters_and_the_head_ends_at_the_first_bad_or_good():
+    text = f'Fine: [{{"op": "drop"}}, {ADD}, {UPDATE}]'
+    parsed = parse_ops(text, 2)
+    assert [text[slice(*op.span)] for op in parsed.ops] == [ADD, UPDATE]
+    assert text[: parsed.head] == "Fine: ["
+
+
+PIECES = st.sampled_from(
+    ["[", "]", "{", "}", '"', ",", ":", "\\", "op", '"op"', '"add"', '"update"', '"text"', '"target"', "1", "<think>", "</think>", " ",
+     "```json\n", ADD, UPDATE, '{"op": "return"}', "\ud800", "中", "NaN", "1e999", '{"a": ' * 3]
+)  # fmt: skip
+
+
+@settings(max_examples=1000)
+@given(st.lists(PIECES, max_size=30).map("".join) | st.text(), st.integers(0, 3), st.booleans())
+def test_any_text_is_parsed(completion, shown, thinking):
+    parsed = parse_ops(completion, shown, thinking=thinking)
+    assert 0 <= parsed.head <= len(completion)
+    end = parsed.head
+    for op in parsed.ops:
+        assert end <= op.span[0] < op.span[1] <= len(completion)
+        end = op.span[1]
+        assert op.kind == "return" or op.text
+        assert (op.kind == "update") == (op.target is not None)
+        assert op.target is None or op.target < shown
+    assert parsed.ops or parsed.dropped
+
+
+BOMBS = ["{" * 50_000, '{"a":' * 20_000, "[" * 50_000 + ADD, '{"op":' * 10_000, '{"op": "add", "text": ' + "9" * 9999 + "}"]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_no_answer_takes_long_or_too_deep(bomb):
+    assert len(parse_ops(bomb, 0).ops) <= 1
+
+
+# ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.sampled_from(["wé go", "中文", "🙂", ADD, UPDATE, ", ", "[", "]", "\n"]), max_size=12).map("".join))
+def test_the_tokens_of_an_op_hold_its_text_and_little_more(text):
+    ids = renderer().encode(text)
+    assert renderer().decode(ids) == text
+    ops = parse_ops(text, 2).ops
+    spans = token_spans(renderer().decode, ids, [op.span for op in ops])
+    end = 0
+    for op, (start, stop) in zip(ops, spans, strict=True):
+        assert end <= start < stop <= len(ids)
+        end = stop
+        inside = renderer().decode(ids[start:stop])
+        assert text[slice(*op.span)].removeprefix("{") in inside  # its brace may be in the token before, with the last op's end
+        assert len(renderer().decode(ids[start + 1 : stop - 1])) < op.span[1] - op.span[0]
+
+
+def test_tokens_of_one_character_map_exactly():
+    text = f"[{ADD}]"
+    decode = "".join  # a tokenizer whose ids are characters
+    ((start, stop),) = token_spans(decode, list(text), [(1, 1 + len(ADD))])  # pyright: ignore[reportArgumentType]
+    assert (start, stop) == (1, 1 + len(ADD))

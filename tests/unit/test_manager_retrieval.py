@@ -1,0 +1,241 @@
+"""The pick among similar entries on worked numbers, the exact index, the hashing embedder, and the bank's searches."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from extractors import WordEmbedder, search
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.manager.bank import Bank, Scope
+from crl.manager.embed import HashEmbedder
+from crl.manager.index import TAIL, ExactIndex
+from crl.manager.records import Entry
+from crl.manager.retrieval import Candidate, RetrievalSettings, credit_score, diverse_scores, pick, surplus
+
+
+def entry(uid: str, **fields) -> Entry:
+    return Entry(uid, fields.pop("version", 1), fields.pop("text", uid), fields.pop("task", "room"), "goal", uid, (0, 1), **fields)
+
+
+def candidates(*similarities: float, **fields) -> list[Candidate]:
+    return [Candidate(entry(f"m{i}", **fields), similarity) for i, similarity in enumerate(similarities)]
+
+
+def picked(found: list[Candidate], step: int = 10, seed: int = 0, **settings) -> str | None:
+    chosen = pick(found, step, random.Random(seed), RetrievalSettings(**settings))
+    return chosen.uid if chosen else None
+
+
+# ── eq. 6 in context ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_equation_6_on_worked_numbers():
+    # m0: rank 0, c = 11, returned in this step: −0 − 0.4·log 12 − 1 = −1.99396; m1: rank 1, c = 1: −1 − 0.4·log 2 = −1.27726;
+    # m2: rank 2, c = 0: −2.
+    found = candidates(0.95, 0.94, 0.93)
+    found[0].entry.retrieved, found[0].entry.last_returned_step = 11, 10
+    found[1].entry.retrieved, found[1].entry.last_returned_step = 1, 9
+    settings = RetrievalSettings(lam=0.4, recent_steps=1)
+    assert diverse_scores(found, 10, settings) == pytest.approx([-1.993963, -1.277259, -2.0], abs=1e-6)
+    assert picked(found) == "m1"
+    assert picked(found, recent_steps=2) == "m0"  # m1 is recent now as well: −2.277; m0 is the best of the three
+    assert picked(found, recent_steps=0, lam=0.0) == "m0"
+
+
+def test_equals_share_a_rank_and_the_tie_is_drawn_from_the_generator():
+    found = candidates(0.9, 0.9 - 1e-8, 0.9 - 2e-8)
+    assert diverse_scores(found, 0, RetrievalSettings()) == [0, 0, 0]
+    drawn = {picked(found, seed=seed) for seed in range(20)}
+    assert drawn == {"m0", "m1", "m2"}
+    assert picked(found, seed=3) == picked(found, seed=3)
+
+
+def test_beyond_the_margin_diversity_never_takes_a_worse_match():
+    found = candidates(0.9, 0.84)
+    found[0].entry.retrieved, found[0].entry.last_returned_step = 10**6, 10
+    assert picked(found, margin=0.05) == "m0"
+    assert picked(found, margin=0.07) == "m1"
+
+
+def test_below_the_least_similarity_nothing_is_returned():
+    assert picked(candidates(0.29), min_similarity=0.3) is None
+    assert picked([], min_similarity=0.0) is None
+    found = candidates(0.31, 0.29)
+    found[0].entry.retrieved = 10**6
+    assert picked(found, min_similarity=0.3, margin=0.1) == "m0"
+
+
+# ── choice = credit ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_credit_score_on_worked_numbers():
+    # untried: 0.6 / 1 + 0.2 / 1 = 0.8; 3 of 4: (3 + 0.6) / 5 + 0.2 / √5 = 0.80944; 1 of 2: 1.6 / 3 + 0.2 / √3 = 0.64880
+    assert credit_score(entry("m")) == pytest.approx(0.8)
+    assert credit_score(entry("m", credited=4, credit=2.0)) == pytest.approx(0.72 + 0.2 / math.sqrt(5))
+    assert credit_score(entry("m", credited=2, credit=0.0)) == pytest.approx(0.648803, abs=1e-6)
+
+
+def test_credit_takes_the_best_among_equals_whatever_their_rank():
+    found = [
+        Candidate(entry("half", credited=2, credit=0.0), 0.95),
+        Candidate(entry("good", credited=4, credit=2.0), 0.94),
+        Candidate(entry("new"), 0.93),
+        Candidate(entry("perfect but elsewhere", credited=9, credit=9.0), 0.5),
+    ]
+    assert picked(found, choice="credit") == "good"
+    assert picked([found[0], found[2]], choice="credit") == "new"
+
+
+def test_over_the_cap_the_lowest_credit_goes_or_the_oldest():
+    # scores: 1 of 2 = 0.649, untried 0.8, 0 of 1 = 0.441, 0 of 1 = 0.441
+    one, two = entry("half", credited=2, credit=0.0), entry("new")
+    three, four = entry("bad", credited=1, credit=-1.0), entry("as bad", credited=1, credit=-1.0)
+    assert surplus([one, two, three, four], 2, "credit") == [three, four]
+    assert surplus([one, two, three, four], 3, "credit") == [three]
+    assert surplus([one, two, three, four], 3, "diverse") == [one]
+    assert surplus([one, two], 2, "credit") == []
+
+
+@pytest.mark.parametrize("bad", [{"candidates": 0}, {"margin": -0.1}, {"lam": -1}, {"recent_steps": -1}])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match="bad retrieval settings"):
+        RetrievalSettings(**bad)
+
+
+# ── the index ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unit(rng: np.random.Generator, n: int, dim: int = 8) -> np.ndarray:
+    rows = rng.normal(size=(n, dim)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "remove"]), st.integers(0, 30)), max_size=80), st.integers(1, 8), st.integers(0, 99))
+def test_the_index_equals_sorting_everything(monkeypatch_tail, changes, k, seed):
+    rng = np.random.default_rng(seed)
+    index, truth = ExactIndex(8), {}
+    for change, number in changes:
+        if change == "put":
+            truth.pop(f"m{number}", None)
+            truth[f"m{number}"] = unit(rng, 1)[0]
+            index.put(f"m{number}", truth[f"m{number}"])
+        else:
+            truth.pop(f"m{number}", None)
+            index.remove(f"m{number}")
+        query = unit(rng, 1)[0]
+        best = sorted(truth, key=lambda uid: -float(truth[uid] @ query))[:k]
+        found = index.nearest(query, k)
+        assert [neighbour.uid for neighbour in found] == best
+        assert [neighbour.similarity for neighbour in found] == pytest.approx([float(truth[uid] @ query) for uid in best], abs=1e-5)
+    assert len(index) == len(truth)
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_tail():
+    """A short tail, so that folds happen."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("crl.manager.index.TAIL", 4)
+    yield
+    patch.undo()
+
+
+def test_equals_come_in_the_order_in_which_they_were_put():
+    index = ExactIndex(2)
+    for i in range(3 * TAIL):
+        index.put(f"m{i}", np.array([1, 0], np.float32))
+    index.put("m1", np.array([1, 0], np.float32))  # put again: the youngest
+    assert [n.uid for n in index.nearest(np.array([1, 0], np.float32), 3)] == ["m0", "m2", "m3"]
+
+
+def test_a_vector_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"\(3,\) does not fit an index of dimension 2"):
+        ExactIndex(2).put("m", np.zeros(3, np.float32))
+
+
+# ── the hashing embedder ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
+    embedder = HashEmbedder()
+    texts = ["the azure cellar: go west", "the azure cellar: go east first", "the crimson attic: go west", "", "a"]
+    vectors = await embedder.embed(texts)
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (5, embedder.dim) == (5, 384)
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(5), abs=1e-6)
+    query = (await embedder.embed(["the azure cellar"]))[0]
+    similarities = vectors @ query
+    assert min(similarities[:2]) > similarities[2] + 0.1
+    assert np.array_equal(await HashEmbedder().embed(texts), vectors)
+    assert (await embedder.embed([])).shape == (0, 384)
+
+
+# ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def bank(*entries: Entry, scope: Scope = "task", **settings) -> Bank:
+    made = Bank(WordEmbedder.dim, scope, RetrievalSettings(**settings), seed=0)
+    for one in entries:
+        made.put(one, (await WordEmbedder().embed([one.text]))[0])
+    return made
+
+
+async def vector(text: str) -> np.ndarray:
+    return (await WordEmbedder().embed([text]))[0]
+
+
+async def test_an_entry_of_another_task_is_never_returned_when_the_scope_is_the_task():
+    entries = [entry("a", text="go west now", task="room"), entry("b", text="go west", task="maze")]
+    query = await vector("go west")
+    apart, shared = await bank(*entries), await bank(*entries, scope="shared", margin=0.0)
+    for group in range(20):
+        hit = apart.search(search("go west", group=group), query, 0, counted=True)
+        assert hit is not None
+        assert hit.use.uid == "a"
+        assert apart.search(search("go west", name="attic", group=group), query, 0, counted=True) is None
+    hit = shared.search(search("go west"), query, 0, counted=True)
+    assert hit is not None
+    assert hit.use.uid == "b"
+
+
+async def test_the_members_of_a_group_share_one_pick_that_counts_once():
+    made = await bank(entry("a", text="go west"), entry("b", text="go west"))
+    query = await vector("go west")
+    picks = [[made.search(search("go west", group=g, member=m), query, 4, counted=True) for m in range(3)] for g in range(2)]
+    assert [len({hit.use.uid for hit in group if hit}) for group in picks] == [1, 1]
+    assert picks[0][0] != picks[1][0]  # the first is recent and counted, so the second group gets the other
+    assert {uid: (e.retrieved, e.last_returned_step) for uid, e in made.entries.items()} == {"a": (1, 4), "b": (1, 4)}
+    assert {unit.uid: count for unit, count in made.take_counts().items()} == {"a": (1, 4), "b": (1, 4)}
+    assert made.take_counts() == {}
+
+
+async def test_with_per_rollout_every_search_is_counted_at_once():
+    made = await bank(entry("a", text="go west"), entry("b", text="go west"), per="rollout")
+    query = await vector("go west")
+    hits = [made.search(search("go west", member=m), query, 0, counted=True) for m in range(4)]
+    uids = [hit.use.uid for hit in hits if hit]
+    assert sorted(uids[:2]) == sorted(uids[2:]) == ["a", "b"]
+
+
+async def test_an_uncounted_search_leaves_no_trace():
+    made = await bank(entry("a", text="go west"), entry("b", text="go west"))
+    query = await vector("go west")
+    first = [made.search(search("go west", member=m), query, 0, counted=False) for m in range(4)]
+    assert len({hit.use.uid for hit in first if hit}) == 1
+    assert all(e.retrieved == 0 and e.last_returned_step is None for e in made.entries.values())
+    assert made.take_counts() == {}
+    assert made.search(search("go west"), query, 0, counted=True) == first[0]  # the draw's address is the same, nothing moved
+
+
+async def test_a_newer_version_replaces_an_older_one_and_never_the_reverse():
+    made = await bank(entry("a", text="go west", retrieved=5), entry("a", version=2, text="go north"), entry("a", text="go west"))
+    assert made.entries["a"].text == "go north"
+    assert made.entries["a"].retrieved == 0
+    assert made.search(search("go west"), await vector("west"), 0, counted=True) is None
+    hit = made.search(search("go north", group=1), await vector("go north"), 0, counted=True)
+    assert hit is not None
+    assert (hit.text, hit.use.version) == ("go north", 2)

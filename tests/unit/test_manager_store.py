@@ -1,0 +1,241 @@
+"""The bank on disk: opening it, what is refused and how, and that a process killed anywhere loses and repeats nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from extractors import hit, request
+
+from crl.errors import StoreError
+from crl.manager.database import SCHEMA_VERSION, Database
+from crl.manager.records import DistilRequest, Stamp, UnitKey
+from crl.manager.store import Store
+
+AT = Stamp(4, 2)
+
+
+def sql(path: Path, statement: str) -> list[tuple]:
+    with sqlite3.connect(path) as db:
+        return list(db.execute(statement))
+
+
+# ── opening ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_new_bank_is_a_write_ahead_log_of_this_schema(tmp_path):
+    path = tmp_path / "bank.sqlite"
+    store = await Store.open(path)
+    assert (await store.counts())["log/seq"] == 0
+    assert [row[0] for row in await store._database.rows("PRAGMA synchronous")] == [2]  # FULL
+    await store.aclose()
+    assert sql(path, "PRAGMA user_version") == [(SCHEMA_VERSION,)]
+    assert sql(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+async def refused(path: Path) -> str:
+    with pytest.raises(StoreError) as caught:
+        await Store.open(path)
+    text = str(caught.value)
+    assert str(path) in text
+    assert "\n" not in text
+    return text
+
+
+async def test_a_bank_of_a_newer_crl_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "bank.sqlite"
+    await (await Store.open(path)).aclose()
+    sql(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    assert "newer than this crl's 1. Upgrade crl." in await refused(path)
+    assert sql(path, "PRAGMA user_version") == [(SCHEMA_VERSION + 1,)]
+
+
+async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "other.sqlite"
+    sql(path, "CREATE TABLE songs (title)")
+    before = path.read_bytes()
+    assert "not a bank of crl" in await refused(path)
+    assert path.read_bytes() == before
+
+
+async def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "bank.sqlite"
+    path.write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
+    assert "restore a copy or choose another path" in await refused(path)
+
+
+async def test_a_damaged_page_is_an_error_with_a_remedy(tmp_path):
+    path = tmp_path / "bank.sqlite"
+    store = await Store.open(path)
+    for member in range(200):
+        await store.submit(request(member=member), AT)
+    await store.aclose()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    before = set(threading.enumerate())
+    assert "The file is damaged" in await refused(path)
+    for thread in set(threading.enumerate()) - before:  # SQLite's would keep the process alive
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+async def test_a_directory_that_is_not_there_is_an_error(tmp_path):
+    assert "must exist and be writable" in await refused(tmp_path / "absent" / "bank.sqlite")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+async def test_a_read_only_bank_is_refused(tmp_path):
+    path = tmp_path / "bank.sqlite"
+    await (await Store.open(path)).aclose()
+    path.chmod(0o400)
+    tmp_path.chmod(0o500)
+    try:
+        await refused(path)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+async def test_a_bank_that_cannot_be_written_any_more_is_an_error_and_loses_nothing(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await store.submit(request(), AT)
+    await store._database.connection.execute("PRAGMA query_only = 1")
+    with pytest.raises(StoreError, match=r"bank\.sqlite: attempt to write a readonly database\. Make the file .* writable"):
+        await store.submit(request(member=1), AT)
+    await store._database.connection.execute("PRAGMA query_only = 0")
+    assert [r.id for r in await store.lease()] == ["run/0/0/0"]
+    await store.aclose()
+
+
+# ── transactions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
+    database = await Database.open(tmp_path / "bank.sqlite")
+
+    async def half(db) -> None:
+        await db.execute("INSERT INTO facts VALUES ('a', 'b')")
+        raise RuntimeError("in between")
+
+    with pytest.raises(RuntimeError, match="in between"):
+        await database.transaction(half)
+    assert await database.rows("SELECT * FROM facts") == []
+    await database.aclose()
+
+
+async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
+    database = await Database.open(tmp_path / "bank.sqlite")
+    begun = asyncio.Event()
+
+    async def slow(db) -> None:
+        await db.execute("INSERT INTO facts VALUES ('a', 'b')")
+        begun.set()
+        await asyncio.sleep(0.05)
+        await db.execute("INSERT INTO facts VALUES ('c', 'd')")
+
+    caller = asyncio.create_task(database.transaction(slow))
+    await begun.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await database.aclose()  # waits for it
+    assert sql(database.path, "SELECT name FROM facts") == [("a",), ("c",)]
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    submitted = request(3, 17, 2, note="ünïcode \ud800", shown=(hit("run/0/0/0#1", 2),), success=False, truncated=True)
+    assert await store.submit(submitted, AT)
+    assert await store.lease() == [submitted]
+    assert DistilRequest.from_json(submitted.to_json()) == submitted
+    assert submitted.id == "run/3/17/2"
+    await store.aclose()
+
+
+async def test_submitting_again_changes_nothing(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    assert await store.submit(request(), AT)
+    assert await store.submit(request(note="another text"), AT)
+    assert await store.lease() == [request()]
+    assert await store.submit(request(), AT)
+    assert await store.lease() == []
+    await store.aclose()
+    assert sql(tmp_path / "bank.sqlite", "SELECT kind, origin FROM log") == [("submit", "run/0/0/0")]
+
+
+async def test_requests_are_leased_in_order_of_step_group_and_member(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    for address in [(1, 0, 0), (0, 10, 1), (0, 9, 2), (0, 10, 0)]:
+        await store.submit(request(*address), AT)
+    assert [r.id for r in await store.lease(3)] == ["run/0/9/2", "run/0/10/0", "run/0/10/1"]
+    assert [r.id for r in await store.lease(3)] == ["run/1/0/0"]
+    await store.aclose()
+
+
+async def test_what_was_leased_when_the_process_went_is_pending_again(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await store.submit(request(), AT)
+    await store.lease()
+    await store.aclose()
+    again = await Store.open(tmp_path / "bank.sqlite")
+    assert await again.lease() == [request()]
+    await again.aclose()
+
+
+async def test_a_full_queue_takes_no_more_and_knows_what_it_has(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    assert await store.submit(request(), AT, bound=1)
+    assert not await store.submit(request(member=1), AT, bound=1)
+    assert await store.submit(request(), AT, bound=1)
+    await store.lease()
+    assert not await store.submit(request(member=1), AT, bound=1)  # leased is open still
+    await store.bury(request(), "no", AT)
+    assert await store.submit(request(member=1), AT, bound=1)
+    await store.aclose()
+
+
+async def test_a_buried_request_keeps_payload_and_reason(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await store.submit(request(), AT)
+    await store.bury(request(), "too long", AT)
+    await store.bury(request(), "again", AT)
+    await store.aclose()
+    rows = sql(tmp_path / "bank.sqlite", "SELECT state, reason, payload IS NULL FROM requests")
+    assert rows == [("dead", "too long", 0)]
+
+
+async def test_retrieval_counts_are_kept(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await store.retrieved({UnitKey("nobody", 1): (1, 2)}, AT)
+    await store.aclose()
+    assert sql(tmp_path / "bank.sqlite", "SELECT step, extractor, kind, origin, op FROM log") == [(4, 2, "retrieve", "nobody", 1)]
+
+
+# ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing(tmp_path):
+    victim = Path(__file__).with_name("manager_victim.py")
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, str(victim), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["different"] == []
+    assert report["killed"] > 100
+    left = report["left"]
+    assert [row.split("'")[3] for row in left["requests"]] == ["done"] * 4 + ["dead"]
+    assert [row.count("'active'") for row in left["entries"]] == [1, 0, 1, 1]
+    kinds = sorted(row.split("'")[1] for row in left["log"])
+    assert kinds == sorted(["submit"] * 5 + ["dead", "drop", "malformed", "update", "evict"] + ["add"] * 4 + ["credit"] * 2 + ["train"] * 2)
