@@ -3,7 +3,7 @@
 Cast. `TorchEngine` lives on the event loop: it queues requests, decides what the next slice of work is and resolves
 futures. `Decoder` lives on the engine's one compute thread: it owns the model and the key-value cache, and each of its
 calls is one forward pass. `SlotCache` holds keys and values; running sequences occupy its first rows, so that every pass
-works on views.
+works on views. `Prefixes` keeps what a conversation's last turn computed for its next one, until the weights change.
 
 A swap of weights waits until no request is decoding; requests that arrive meanwhile wait for the new weights.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from crl.engines.kv_cache import Prefixes, SlotCache
 from crl.errors import EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, head_logits, named_weights, token_logprobs
 from crl.protocols import PublishHandle
@@ -43,6 +43,7 @@ class Request:
     sampling: Sampling
     draw: random.Random
     future: asyncio.Future[Completion]
+    session: str | None = None
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -57,71 +58,6 @@ class Request:
         return Completion(tuple(self.sampled), tuple(self.logprobs), tuple(self.versions), finish)
 
 
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values [slots, heads, capacity, head_dim]; sequence i fills its row from position 0."""
-
-    def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = self._empty(key_states), self._empty(value_states)
-        self.is_initialized = True
-
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self._cache.slots, like.shape[1], self._cache.capacity, like.shape[3])
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the pass's new keys and values at its positions; returns those of its rows up to its longest sequence."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        first, positions, longest = self._cache.view
-        rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
-        self.keys[rows, :, positions] = key_states.transpose(1, 2)
-        self.values[rows, :, positions] = value_states.transpose(1, 2)
-        block = slice(first, first + positions.shape[0])
-        return self.keys[block, :, :longest], self.values[block, :, :longest]
-
-    def move(self, source: int, target: int) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys[target], self.values[target] = self.keys[source], self.values[source]
-
-    def grow(self, capacity: int) -> None:
-        if self.keys is not None and self.values is not None:
-            more = capacity - self.keys.shape[2]
-            self.keys, self.values = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self._cache.capacity
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.view[2], 0
-
-
-class SlotCache(Cache):
-    """A cache of `slots` rows whose capacity (tokens a row) doubles as needed. `view` says which rows a pass is for."""
-
-    def __init__(self, layers: int, slots: int) -> None:
-        self.slots, self.capacity = slots, 128
-        self.view: tuple[int, torch.Tensor, int] = (0, torch.zeros(0, 0, dtype=torch.long), 0)
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
-
-    def reserve(self, tokens: int) -> None:
-        while self.capacity < tokens:
-            self.capacity *= 2
-            for layer in self.layers:
-                layer.grow(self.capacity)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def move(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer.move(source, target)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class Decoder:
     """The model, its cache and the requests that run. Every method is called on the compute thread only."""
 
@@ -130,13 +66,19 @@ class Decoder:
         self.version = version
         self.running: list[Request] = []  # request i owns cache row i
         self._cache = SlotCache(model.config.num_hidden_layers, slots)
+        self._prefixes = Prefixes(self._cache)
+
+    def unread(self, request: Request) -> int:
+        """Prompt tokens of a waiting request that its prefill has to read."""
+        return len(request.ids) - self._prefixes.reusable(request.session, request.ids)
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[Request]) -> list[Request]:
         """Starts `requests` and samples their first token; returns those already finished."""
         first = len(self.running)
         self.running.extend(requests)
-        logits = self._forward(first, [r.ids for r in requests], [0] * len(requests))
+        known = [self._prefixes.take(r.session, r.ids, row) for row, r in enumerate(requests, start=first)]
+        logits = self._forward(first, [r.ids[n:] for r, n in zip(requests, known, strict=True)], known)
         return self._advance(first, logits)
 
     @torch.inference_mode()
@@ -161,6 +103,7 @@ class Decoder:
             raise EngineError("the published weights are not this model's: their names differ")
         for name, tensor in weights.tensors.items():
             own[name].copy_(tensor)
+        self._prefixes.clear()  # they are the old weights'
         if checksum(own) != weights.checksum:
             raise EngineError(f"the weights of version {weights.version} arrived with another checksum")
         self.version = weights.version
@@ -175,7 +118,7 @@ class Decoder:
         """One pass over rows first … first + b − 1: their new tokens, each from its start. Returns the last ones' logits [b, V]."""
         device, width = self.model.device, max(map(len, new))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in new], device=device)
-        start = torch.tensor(starts, device=device)
+        start, ends = torch.tensor(starts, device=device), torch.tensor([len(row) - 1 for row in new], device=device)
         positions = start[:, None] + torch.arange(width, device=device)
         longest = max(starts) + width
         self._cache.reserve(longest)
@@ -184,9 +127,12 @@ class Decoder:
         # next token of the sequence overwrites it.
         mask = torch.arange(longest, device=device) <= positions[:, :, None]
         hidden = self.model.base_model(
-            input_ids=ids, attention_mask=mask[:, None], position_ids=positions, past_key_values=self._cache, use_cache=True
+            input_ids=ids,
+            attention_mask=mask[:, None],
+            position_ids=positions.minimum((start + ends)[:, None]),  # padding claims no position beyond the context
+            past_key_values=self._cache,
+            use_cache=True,
         ).last_hidden_state
-        ends = torch.tensor([len(row) - 1 for row in new], device=device)
         return head_logits(self.model, hidden[torch.arange(len(new), device=device), ends]).float()
 
     def _advance(self, first: int, logits: torch.Tensor) -> list[Request]:
@@ -197,7 +143,11 @@ class Decoder:
             request.logprobs.append(logprob)
             request.versions.append(self.version)
         finished = [r for r in requests if r.finish]
-        self.forget(finished)
+        for request in finished:
+            row = self.running.index(request)
+            if request.session is not None:  # the last token was sampled and never read
+                self._prefixes.keep(request.session, (*request.ids, *request.sampled[:-1]), row)
+            self._release(row)
         return finished
 
     def _release(self, row: int) -> None:
@@ -260,7 +210,7 @@ class TorchEngine:
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling needs a seed: pass rng")
-        request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future())
+        request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future(), session)
         self._waiting.append(request)
         return await self._answered(request.future)
 
@@ -347,7 +297,7 @@ class TorchEngine:
         batch: list[Request] = []
         longest = 0
         while self._waiting and self._swap is None and len(self._decoder.running) + len(batch) < self._max_batch:
-            longest = max(longest, len(self._waiting[0].ids))
+            longest = max(longest, self._decoder.unread(self._waiting[0]))
             if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
                 break
             request = self._waiting.popleft()

@@ -1,0 +1,106 @@
+"""Conversations keep what their last turn computed: only new tokens are read, the answers stay the same, a swap forgets all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from engines import Passes, greedy, prompts, qwen2, reference, serving
+
+from crl.engines.kv_cache import Prefixes, SlotCache
+from crl.modeling import InProcessWeights
+
+
+async def test_the_second_turn_reads_only_what_is_new() -> None:
+    """By hand: 20 prompt tokens and 4 sampled ones, of which the last was never read; then 6 more: 1 + 6 to read."""
+    model = qwen2()
+    first, more = prompts(20, 6)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        one = await engine.generate(first, greedy(4), session="a")
+        second = (*first, *one.ids, *more)
+        two = await engine.generate(second, greedy(5), session="a")
+    assert passes.shapes == [(1, 20), (1, 1), (1, 1), (1, 1), (1, 7), (1, 1), (1, 1), (1, 1), (1, 1)]
+    assert one.ids == reference(model, first, 4)
+    assert two.ids == reference(model, second, 5)
+
+
+async def test_many_conversations_at_once_each_keep_their_own() -> None:
+    model = qwen2()
+    asked = prompts(*range(3, 40, 2))
+    more = prompts(*(1 + i % 7 for i in range(len(asked))), seed=1)
+    async with serving(model, max_batch=5) as engine:
+
+        async def talk(i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            one = await engine.generate(asked[i], greedy(3 + i % 4), session=str(i))
+            second = (*asked[i], *one.ids, *more[i])
+            return second, (await engine.generate(second, greedy(6), session=str(i))).ids
+
+        for second, sampled in await asyncio.gather(*(talk(i) for i in range(len(asked)))):
+            assert sampled == reference(model, second, 6)
+
+
+async def test_a_prompt_that_turns_off_shares_what_it_shares() -> None:
+    """A rewriting template or a window: 12 of 20 tokens are the same, 8 + 3 are read."""
+    model = qwen2()
+    first, other = prompts(20, 11)
+    async with serving(model) as engine:
+        await engine.generate(first, greedy(2), session="a")
+        passes = Passes(model)
+        assert other[0] != first[12]
+        turned = (*first[:12], *other)
+        assert (await engine.generate(turned, greedy(3), session="a")).ids == reference(model, turned, 3)
+        assert passes.shapes[0] == (1, 11)
+
+
+async def test_the_same_prompt_again_reads_its_last_token() -> None:
+    model = qwen2()
+    (prompt,) = prompts(9)
+    async with serving(model) as engine:
+        await engine.generate(prompt, greedy(4), session="a")
+        passes = Passes(model)
+        assert (await engine.generate(prompt, greedy(4), session="a")).ids == reference(model, prompt, 4)
+        assert passes.shapes[0] == (1, 1)
+
+
+async def test_without_a_session_nothing_is_kept() -> None:
+    model = qwen2()
+    (prompt,) = prompts(9)
+    async with serving(model) as engine:
+        await engine.generate(prompt, greedy(4))
+        passes = Passes(model)
+        await engine.generate((*prompt, 1, 2), greedy(1))
+        assert passes.shapes == [(1, 11)]
+
+
+async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
+    old, new = qwen2(seed=0), qwen2(seed=1)
+    first, more = prompts(20, 6)
+    async with serving(old) as engine:
+        one = await engine.generate(first, greedy(4), session="a")
+        second = (*first, *one.ids, *more)
+        await engine.update_weights(InProcessWeights.snapshot(new, version=1))
+        passes = Passes(old)
+        swapped = await engine.generate(second, greedy(5), session="a")
+        assert passes.shapes[0] == (1, len(second)), "everything is read again"
+    async with serving(new) as engine:
+        fresh = await engine.generate(second, greedy(5), session="a")
+    assert (swapped.ids, swapped.logprobs) == (fresh.ids, fresh.logprobs)
+    assert swapped.versions == (1,) * 5
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """Two rows of 128 tokens: 256 tokens of prefixes and no more; the oldest go first."""
+    cache = SlotCache(layers=1, slots=2)
+    cache.view = (0, torch.zeros(1, 1, dtype=torch.long), 1)
+    cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
+    prefixes = Prefixes(cache)
+    ids = tuple(range(100))
+    for session in "abc":
+        prefixes.keep(session, ids, row=0)
+    assert [prefixes.reusable(session, (*ids, 1)) for session in "abc"] == [0, 100, 100]
+    prefixes.keep("b", ids[:56], row=0)
+    prefixes.keep("d", ids, row=0)
+    assert [prefixes.reusable(session, (*ids, 1)) for session in "bcd"] == [56, 100, 100]
+    prefixes.clear()
+    assert prefixes.reusable("d", (*ids, 1)) == 0
