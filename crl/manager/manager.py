@@ -1,4 +1,4 @@
-"""The ExperienceManager (DESIGN §6): between the actor's episodes, the extractor that distils them, and the bank.
+"""The ExperienceManager: between the actor's episodes, the extractor that distils them, and the bank.
 
 The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read.
 `Distiller` asks the extractor and reads its answer. `credit` chooses what the extractor is trained on. The manager wires them and

@@ -1,4 +1,4 @@
-"""What the extractor is trained on: DESIGN §6.6 on worked numbers. The store's part of it is in test_manager_manager.py."""
+"""What the extractor is trained on, on worked numbers. The store's part of it is in test_manager_manager.py."""
 
 from __future__ import annotations
 

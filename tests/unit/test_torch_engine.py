@@ -497,6 +497,8 @@ async def test_closing_fails_a_request_whose_first_pass_has_not_begun() -> None:
 async def test_an_unused_engine_closes() -> None:
     async with serving(qwen2()) as engine:
         await engine.health()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.health()
 
 
 async def test_what_does_not_fit_is_a_rollout_error_and_nothing_breaks() -> None:
