@@ -33,7 +33,7 @@ Demonstration = Sequence[Segment]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 of this size; tied embeddings, float32."""
+    """A Qwen2 of this size; tied embeddings, float32. vocabulary: at most so many tokens, fewer when the text has no more merges."""
 
     vocabulary: int = 512
     hidden: int = 64
@@ -48,7 +48,7 @@ class Schooling:
     """AdamW with linear warm-up and decay.
 
     batch_tokens: padded tokens of an update; context_weight: weight of the likelihood of what the demonstrator was told,
-    beside 1 for what it said. Reading the game's text well is what copying from it takes.
+    beside 1 for what it said.
     """
 
     epochs: int
