@@ -26,12 +26,12 @@ and `my_module:SPEC` is its name in a task file.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from crl.protocols import TaskSource
-from crl.types import Split, StepResult, Task
+from crl.types import Segment, Split, StepResult, Task
 
 Rendering = Literal["full", "compact"]
 """How a game speaks: `full` for real LLMs, `compact` for the bundled tiny models."""
@@ -92,6 +92,36 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a lesson is: its kind, and whether it is the right advice for a place."""
+
+    kind: str
+    correct: bool
+
+
+class Advisor(Protocol):
+    """The truth about an environment's places, for the advice probe and the diagnostics of lessons; never for rollouts.
+
+    Its methods may play the game to find out: they block.
+    """
+
+    kinds: tuple[str, ...]
+
+    def right(self, task: Task) -> str:
+        """The lesson that helps most in the task's place, in the words of a good extractor."""
+        ...
+
+    def wrong(self, task: Task, rng: random.Random) -> str:
+        """A lesson of the same wording that misleads."""
+        ...
+
+    def judge(self, task: Task, text: str) -> Verdict: ...
+    def informative(self, segments: Sequence[Segment]) -> bool:
+        """Whether an episode shows what the right advice needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class EnvSpec:
     """What an environment declares.
 
@@ -105,6 +135,9 @@ class EnvSpec:
     eval_tasks(split, n, seed, settings): `known` tasks are fixed under the run's seed and settings, `new` ones are the
     same in every run; the first n of a larger request are the n of a smaller one. Leaves no trace anywhere.
     scripted_player(rng): a player for either rendering.
+    revisit(task, visit): the task's place under held-out dynamics of its own; None where places do not persist.
+    digest(segments): an episode in few words, read off its texts alone, for tiny extractors; None: its whole texts.
+    advisor, probe_tasks(n): the truth for diagnostics, and the tasks of the advice probe; None and empty where there is no such truth.
     """
 
     name: str
@@ -118,6 +151,10 @@ class EnvSpec:
     task_source: Callable[[int, StreamSettings], TaskSource]
     eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
     scripted_player: Callable[[random.Random], ScriptedPlayer]
+    revisit: Callable[[Task, int], Task] | None = None
+    digest: Callable[[Sequence[Segment]], str] | None = None
+    advisor: Advisor | None = None
+    probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Streams of named places whose layout persists over visits, for environments that are fixed by a layout and a dynamics
 seed (the MiniHack tasks).
 
-A run has `places` places. They are visited in shuffled rounds; the `permanent` ones keep their layout for the whole run,
-each of the others gets a new layout (and keeps its name) after `visits` visits, staggered so that they do not all change
-at once. Dynamics are new on every visit.
+A run has `places` places. They are visited in shuffled rounds; the `permanent` ones stay for the whole run, each of the
+others is replaced by a new place, with a name and a layout of its own, after `visits` visits, staggered so that they do not
+all change at once. Dynamics are new on every visit.
 
 Every draw is addressed by (run seed, name, place, number), so task k of a stream is a pure function of k: the stream's
 state is one cursor, and evals, which use other names, cannot disturb it.
@@ -12,6 +12,7 @@ state is one cursor, and evals, which use other names, cannot disturb it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crl.envs.base import StreamSettings
 from crl.protocols import State
@@ -33,9 +34,16 @@ TRAIN_DYNAMICS = range(0, 1 << 30)
 HELD_OUT_DYNAMICS = range(1 << 30, 1 << 31)
 """Every eval, probe and demonstration."""
 
-_ADJECTIVES = ["amber", "azure", "black", "brass", "coral", "ivory", "jade", "olive", "pearl", "rusty", "silver", "stone"]
-_NOUNS = ["attic", "cellar", "crypt", "den", "hall", "lodge", "nook", "shrine", "tower", "vault", "well", "yard"]
-PLACE_NAMES = tuple(f"{adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS)
+_ADJECTIVES = """amber azure black brass broken bright cold copper coral cracked crimson damp deep dusty empty frozen golden green
+    hollow iron ivory jade lost narrow old olive pale pearl quiet red ruined rusty sandy silver small stone tall violet white
+    wooden""".split()  # noqa: SIM905
+_NOUNS = """arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den dome forge gate grotto hall hut keep
+    lodge loft mill mine nook oven pit porch shed shop shrine stable stall store tower tunnel vault well yard""".split()  # noqa: SIM905
+_NAMES = [(i + j, f"{adjective} {noun}") for i, adjective in enumerate(_ADJECTIVES) for j, noun in enumerate(_NOUNS)]
+PLACE_NAMES = tuple(name for number, name in _NAMES if number % 4)
+"""Names of places in train streams."""
+FIXED_NAMES = tuple(name for number, name in _NAMES if number % 4 == 0)
+"""Names of all other places: what a bank learnt in a run is never about them."""
 
 
 class PlaceStream:
@@ -45,8 +53,6 @@ class PlaceStream:
     """
 
     def __init__(self, env: str, goal: str, seed: int, settings: StreamSettings) -> None:
-        if settings.places > len(PLACE_NAMES):
-            raise ValueError(f"there are names for {len(PLACE_NAMES)} places, not for {settings.places}")
         self._env, self._goal, self._seed, self._settings = env, goal, seed, settings
         self._names, self._ages = _place_names(env, seed), _ages(env, seed, settings)
         self._drawn = 0
@@ -66,7 +72,7 @@ class PlaceStream:
         layout = (self._ages[place] + number) // self._settings.visits if place >= self._settings.permanent else 0
         lgen = _layout(self._env, self._seed, place, layout)
         core = _pick(TRAIN_DYNAMICS, self._seed, f"{self._env}/dynamics", k)
-        return _task(self._env, self._goal, "train", self._names[place], lgen, core)
+        return _task(self._env, self._goal, "train", _place_name(self._names, self._settings, place, layout), lgen, core)
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         """The stream does not depend on what came of its tasks."""
@@ -93,7 +99,8 @@ def known_tasks(env: str, goal: str, n: int, seed: int, settings: StreamSettings
     for i in range(n):
         place = i % settings.permanent
         core = _pick(HELD_OUT_DYNAMICS, seed, f"{env}/known", i)
-        tasks.append(_task(env, goal, "known", names[place], _layout(env, seed, place, 0), core))
+        name = _place_name(names, settings, place, 0)
+        tasks.append(_task(env, goal, "known", name, _layout(env, seed, place, 0), core))
     return tuple(tasks)
 
 
@@ -102,10 +109,16 @@ def fixed_tasks(env: str, goal: str, layouts: range, n: int, split: Split = "new
     if n > len(layouts):
         raise ValueError(f"{layouts} holds {len(layouts)} layouts, not {n}")
     tasks = []
-    for lgen in layouts[:n]:
-        name = PLACE_NAMES[derive_seed(0, f"{env}/fixed/name", lgen) % len(PLACE_NAMES)]
+    for i, lgen in enumerate(layouts[:n]):
+        name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # neighbours share no word
         tasks.append(_task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen)))
     return tuple(tasks)
+
+
+def revisited(env: str, task: Task, visit: int) -> Task:
+    """The task's place under the held-out dynamics of its visit number `visit` (from 0)."""
+    core = _pick(HELD_OUT_DYNAMICS, 0, f"{env}/visit", int(task.params["lgen"]), visit)
+    return replace(task, seed=core, params={**task.params, "core": core})
 
 
 def _task(env: str, goal: str, split: Split, place: str, lgen: int, core: int) -> Task:
@@ -118,6 +131,14 @@ def _pick(values: range, seed: int, name: str, *key: int) -> int:
 
 def _layout(env: str, seed: int, place: int, number: int) -> int:
     return _pick(TRAIN_LAYOUTS, seed, f"{env}/layout", place, number)
+
+
+def _place_name(names: Sequence[str], settings: StreamSettings, place: int, layout: int) -> str:
+    """Every place of a run has a name of its own; when the names run out, they come again with a number."""
+    changing = settings.places - settings.permanent
+    index = place if layout == 0 else settings.places + (layout - 1) * changing + place - settings.permanent
+    again, index = divmod(index, len(names))
+    return f"{names[index]} {again + 1}" if again else names[index]
 
 
 def _place_names(env: str, seed: int) -> list[str]:

@@ -7,9 +7,12 @@ stream persist over visits so that there is something to know.
 
 from __future__ import annotations
 
+from functools import partial
+
 from crl.envs.actions import COMPASS
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
+from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.room.lessons import RoomAdvisor, digest
 from crl.envs.room.player import RoomPlayer
 from crl.types import Split, Task
 
@@ -62,4 +65,8 @@ SPEC = EnvSpec(
     task_source=RoomStream,
     eval_tasks=eval_tasks,
     scripted_player=RoomPlayer,
+    revisit=partial(revisited, NAME),
+    digest=digest,
+    advisor=RoomAdvisor(),
+    probe_tasks=probe_tasks,
 )

@@ -114,6 +114,13 @@ def true_exit(lgen: int) -> tuple[int, int]:
 
 
 @cache
+def true_start(lgen: int) -> tuple[int, int]:
+    """Where a layout's episodes start, whatever their dynamics: (x, y) from the room's top left. Never for rollouts."""
+    with _peek_lock:
+        return _lit_level().reset(lgen, 0).position
+
+
+@cache
 def _lit_level() -> Level:
     from minihack.envs.room import MiniHackRoom
 
