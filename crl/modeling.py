@@ -26,7 +26,7 @@ def resolve_device(device: str, key: str = "device") -> torch.device:
     return torch.device(device)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerBase:
     """The tokenizer beside a model. Raises `ConfigError` when it cannot render, encode and decode a chat, or ends no turn."""
     from transformers import AutoTokenizer
 
@@ -34,28 +34,30 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a broken file fails in many ways
         reason = f"its tokenizer cannot be loaded ({_first_line(error)})"
-        raise ConfigError("actor.model", str(path), reason, "put the tokenizer's files there") from error
+        raise ConfigError(key, str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
-        raise ConfigError("actor.model", str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
+        raise ConfigError(key, str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
     if tokenizer.eos_token_id is None:
-        raise ConfigError("actor.model", str(path), "its tokenizer has no eos_token", "set eos_token to the end-of-turn token")
-    _require_chat(tokenizer, path)
+        raise ConfigError(key, str(path), "its tokenizer has no eos_token", "set eos_token to the end-of-turn token")
+    _require_chat(tokenizer, path, key)
     return tokenizer
 
 
-def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> None:
     """Without its files transformers makes an empty tokenizer, and a template's mistakes show when it is rendered."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True)
     except Exception as error:
         reason = f"its chat template cannot be rendered ({type(error).__name__}: {_first_line(error)})"
-        raise ConfigError("actor.model", str(path), reason, "mend the chat_template") from error
+        raise ConfigError(key, str(path), reason, "mend the chat_template") from error
     if "Go north?" not in str(text) or "north" not in str(tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))):
-        raise ConfigError("actor.model", str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
+        raise ConfigError(key, str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
 
 
-def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal LM for sampling and training.
+def load_model(
+    path: Path, device: torch.device, dtype: torch.dtype = torch.float32, *, key: str = "actor.model"
+) -> PreTrainedModel:
+    """A causal LM for sampling and training; `key`: the setting that named it.
 
     Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the
     in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
@@ -71,14 +73,14 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
         )
     except Exception as error:  # a broken file fails in many ways
         reason = f"it cannot be loaded ({_first_line(error)})"
-        raise ConfigError("actor.model", str(path), reason, "give a directory with a causal LM") from error
+        raise ConfigError(key, str(path), reason, "give a directory with a causal LM") from error
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
-        raise ConfigError("actor.model", str(path), reason, "download or make the model again")
+        raise ConfigError(key, str(path), reason, "download or make the model again")
     if kinds := _other_attention(model.config):
-        raise ConfigError("actor.model", str(path), f"it has layers of {kinds}", "the torch engine serves full attention only")
+        raise ConfigError(key, str(path), f"it has layers of {kinds}", "the torch engine serves full attention only")
     model = model.to(device).eval()
-    _require_plain_head(model, path)
+    _require_plain_head(model, path, key)
     return model
 
 
@@ -95,16 +97,16 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _require_plain_head(model: PreTrainedModel, path: Path) -> None:
+def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     with torch.no_grad():
         plain = head_logits(model, hidden_states(model, ids))
         full = model(input_ids=ids, use_cache=False).logits
     if not torch.equal(plain, full):
-        raise ConfigError("actor.model", str(path), "it post-processes the logits of its output head", "use a model with a plain head")
+        raise ConfigError(key, str(path), "it post-processes the logits of its output head", "use a model with a plain head")
 
 
-def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model") -> tuple[int, ...]:
     """Every token that ends a turn: the tokenizer's and those of the model's generation config."""
     from transformers import GenerationConfig
 
@@ -114,7 +116,7 @@ def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
             listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
         except Exception as error:
             reason = f"its generation_config.json cannot be read ({_first_line(error)})"
-            raise ConfigError("actor.model", str(model_path), reason, "mend or remove that file") from error
+            raise ConfigError(key, str(model_path), reason, "mend or remove that file") from error
         ids += listed if isinstance(listed, list) else [listed]
     return tuple(sorted({i for i in ids if i is not None}))
 

@@ -142,21 +142,9 @@ class SearchRequest:
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What `ask` found for a situation: the text for the agent and the use to record; None twice when nothing was found."""
-
-    text: str | None
-    use: ExperienceUse | None
-
-
 class Retriever(Protocol):
     async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
         """At the start of episodes: the best experience for each, or None."""
-        ...
-
-    async def ask(self, query: str, state: str, task: Task) -> Answer:
-        """In the middle of one: an experience for the agent's own question, refined for the state it describes."""
         ...
 
 
@@ -194,6 +182,10 @@ class Distiller(Protocol):
 
 class ContextProvider(Protocol):
     """Writes the prompts of an episode and reads its completions."""
+
+    def query(self, task: Task, observation: Observation) -> str:
+        """What an experience for this episode is searched by."""
+        ...
 
     def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]: ...
     def following(self, result: StepResult) -> Sequence[Segment]: ...
@@ -248,13 +240,27 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtractorRole:
+    """The extractor as a trained model: `batch` credit units make a step. Its samples and their advantages (CRL eq. 3, 7) are
+    the ExperienceManager's."""
+
+    loss: Loss
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
-    """What a method is made of. `crl/methods/NAME.py` builds it from the run's config."""
+    """What a method is made of. `crl/methods/NAME.py` builds it from the run's config.
+
+    distiller: None = a run without experience; no extractor is loaded and there is no bank. extractor: None = it is not trained.
+    """
 
     planner: RolloutPlanner
     context: ContextProvider
     shaper: RewardShaper
     actor: Role
+    distiller: Distiller | None = None
+    extractor: ExtractorRole | None = None
 
 
 class Monitor(Protocol):

@@ -107,9 +107,9 @@ class Conversation:
         self._text = text
         return self._trace.ids
 
-    def sampled(self, completion: Completion) -> str:
-        """Records what the engine sampled; returns its text without the stop token."""
-        self._trace = self._trace.with_sampled(completion)
+    def sampled(self, completion: Completion, *, trained: bool = True) -> str:
+        """Records what the engine sampled; returns its text without the stop token. trained = False: it is nobody's sample."""
+        self._trace = self._trace.with_sampled(completion) if trained else self._trace.with_context(completion.ids)
         stopped = completion.finish == "stop"
         text = self._renderer.decode(completion.ids[:-1] if stopped else completion.ids)
         self._text += text + (self._renderer.decode(completion.ids[-1:]) if stopped else "")

@@ -206,7 +206,7 @@ class Trajectory:
     """A finished episode. `segments` is the conversation as the agent saw it; `traces` are its training samples.
 
     `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict.
-    `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
+    `shown`: the texts of the experiences in `used`. `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
     such a trajectory is never trained on.
     """
 
@@ -223,6 +223,7 @@ class Trajectory:
     turns: int = 0
     invalid_actions: int = 0
     used: tuple[ExperienceUse, ...] = ()
+    shown: tuple[str, ...] = ()
     truncated: bool = False
     error: str | None = None
 

@@ -63,7 +63,7 @@ def _root(
 @_command
 def train(
     tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")],
-    method: Annotated[str | None, typer.Option(metavar="NAME", help="Training method (default: grpo).")] = None,
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")] = None,
     preset: Annotated[str, typer.Option(metavar="NAME", help="Settings to start from: a name, or a TOML file.")] = "cpu",
     steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps (default: the preset's).")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every random draw (default: 0).")] = None,

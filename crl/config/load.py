@@ -18,7 +18,7 @@ import crl
 from crl.config.catalog import did_you_mean, preset_file, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, model_profile, resolve_model
-from crl.config.schema import ActorSection, RunConfig, TaskConfig
+from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
@@ -36,26 +36,51 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     chosen = [Layer(f"--{key.rpartition('.')[2]}", nested(key, value)) for key, value in (options or {}).items()]
     chosen += [parse_set(text) for text in sets]
     settings, _ = merge([start, *chosen])
-    model = _model_name(settings)
-    path = resolve_model(model) if model is not None else None
-    profile = model_profile(path) if path else "full"
+    method = settings.get("method", RunConfig.model_fields["method"].default)
+    roles = ("actor",) if method in WITHOUT_EXPERIENCE else ("actor", "extractor")
+    models = {role: _model(settings, role) for role in roles}
+    profile = models["actor"].profile
     games = _task_layers(tasks, profile)
-    tree, origins = merge([start, *([compact] if profile == "compact" else []), *games.values(), *chosen])
+    tree, origins = merge([start, *_compact_layers(compact, models), *games.values(), *chosen])
     origins.update({f"tasks.{name}": layer.origin for name, layer in games.items()})
     _refuse_misplaced(tree, list(games))
     tree["preset"] = preset
-    if path and model not in bundled_models():
-        put(tree, "actor.model", str(path))  # a saved run must find it from any working directory
+    for role, model in models.items():
+        if model.path and not model.bundled:
+            put(tree, f"{role}.model", str(model.path))  # a saved run must find it from any working directory
+    if isinstance(init := tree.get("bank", {}).get("init"), str) and init:
+        put(tree, "bank.init", str(Path(init).expanduser().resolve()))
     config = validated(RunConfig, tree, origins=origins)
     require_method(config.method)
     return config
 
 
-def _model_name(settings: Tree) -> str | None:
-    """The actor's model as the layers set it; None when that is no name at all, which the schema will refuse."""
-    actor = settings.get("actor", {})
-    name = actor.get("model", ActorSection().model) if isinstance(actor, dict) else None
-    return name if isinstance(name, str) else None
+@dataclass(frozen=True)
+class _Model:
+    """A role's model: its directory, None when the setting is no name at all (which the schema will refuse), and its profile."""
+
+    path: Path | None
+    profile: Profile
+    bundled: bool
+
+
+def _model(settings: Tree, role: str) -> _Model:
+    section = settings.get(role, {})
+    default = RunConfig.model_fields[role].default.model
+    name = section.get("model", default) if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        return _Model(None, "full", bundled=False)
+    key = f"{role}.model"
+    path = resolve_model(name, key)
+    return _Model(path, model_profile(path, key), name in bundled_models())
+
+
+def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
+    """The preset's `[compact]` tables that apply: [compact.extractor] by the extractor's profile, the others by the actor's."""
+    of_extractor = {name: table for name, table in layer.data.items() if name == "extractor"}
+    others = {name: table for name, table in layer.data.items() if name != "extractor"}
+    parts = {"actor": others, "extractor": of_extractor}
+    return [Layer(layer.origin, parts[role]) for role, model in models.items() if model.profile == "compact"]
 
 
 def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:

@@ -12,7 +12,6 @@ from typing import Literal, cast
 from crl.config.catalog import PACKAGE, did_you_mean
 from crl.errors import ConfigError
 
-KEY = "actor.model"
 Profile = Literal["full", "compact"]
 
 
@@ -21,7 +20,7 @@ def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in (PACKAGE / "models").glob("*/config.json"))
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, key: str = "actor.model") -> Path:
     """The directory of a bundled model, or `name` itself when it is a directory with a config.json. Raises `ConfigError`."""
     if name in bundled_models():
         return PACKAGE / "models" / name
@@ -29,12 +28,12 @@ def resolve_model(name: str) -> Path:
     if (path / "config.json").is_file():
         return path.resolve()
     if path.is_dir():
-        raise ConfigError(KEY, name, "that directory holds no config.json", "Give a directory in Hugging Face format")
+        raise ConfigError(key, name, "that directory holds no config.json", "Give a directory in Hugging Face format")
     remedy = f"{did_you_mean(name, bundled_models())}; or give a directory in Hugging Face format (crl downloads nothing)"
-    raise ConfigError(KEY, name, "is neither a bundled model nor a directory", remedy)
+    raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
 
 
-def model_profile(path: Path) -> Profile:
+def model_profile(path: Path, key: str = "actor.model") -> Profile:
     """Which rendering the model was made for: {"profile": ...} in its crl.json; without that file, full. Raises `ConfigError`."""
     declared = path / "crl.json"
     if not declared.is_file():
@@ -42,9 +41,9 @@ def model_profile(path: Path) -> Profile:
     try:
         profile = json.loads(declared.read_text("utf-8")).get("profile", "full")
     except (ValueError, AttributeError) as error:
-        raise ConfigError(KEY, str(path), f"its crl.json cannot be read ({error})", 'Write {"profile": "full"} or remove it') from error
+        raise ConfigError(key, str(path), f"its crl.json cannot be read ({error})", 'Write {"profile": "full"} or remove it') from error
     if profile not in ("full", "compact"):
-        raise ConfigError(KEY, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact")
+        raise ConfigError(key, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact")
     return cast(Profile, profile)
 
 
@@ -54,17 +53,17 @@ class ModelSize:
     bytes: int
 
 
-def model_size(path: Path) -> ModelSize | None:
+def model_size(path: Path, key: str = "actor.model") -> ModelSize | None:
     """Size of the model's weights from the headers of its safetensors files; None without any. Raises `ConfigError`."""
     files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     if not files:
         return None
-    tensors = [tensor for file in files for tensor in _safetensors_header(file)]
+    tensors = [tensor for file in files for tensor in _safetensors_header(file, key)]
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     return ModelSize(parameters, sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors))
 
 
-def _safetensors_header(file: Path) -> list[dict]:
+def _safetensors_header(file: Path, key: str) -> list[dict]:
     """The header's entries, one a tensor: a little-endian u64 with its length, then JSON."""
     try:
         with file.open("rb") as stream:
@@ -74,4 +73,4 @@ def _safetensors_header(file: Path) -> list[dict]:
             header = json.loads(stream.read(length))
         return [entry for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, struct.error, AttributeError) as error:
-        raise ConfigError(KEY, str(file), f"is not a safetensors file ({error})", "Download or make the model again") from error
+        raise ConfigError(key, str(file), f"is not a safetensors file ({error})", "Download or make the model again") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,9 @@ SEQUENCE_CLIP = 3e-4
 
 SEQUENCE_CLIP_LIMIT = 1e-2
 """Wider than this, the clip of a sequence ratio never acts: averaged over an episode's tokens, the ratio stays that close to 1."""
+
+WITHOUT_EXPERIENCE = frozenset({"grpo"})
+"""Methods that have neither an extractor nor a bank."""
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
@@ -112,11 +116,87 @@ class ActorSection(Section):
         return data
 
 
+class ExtractorSection(Section):
+    """The model that distils episodes into experience (a method without experience ignores it)."""
+
+    model: Annotated[str, Field(min_length=1)] = "tiny-extractor"
+    """the extractor: a bundled model's name, or a directory with a Hugging Face causal LM and its tokenizer"""
+    train: bool = True
+    """train the extractor on what its experiences did; false = a static extractor, which distils all the same"""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """softmax temperature of sampling and training, above 0"""
+    max_context_tokens: Annotated[int, Field(ge=2)] = 65_536
+    """tokens of a distillation's prompt and answer"""
+    max_response_tokens: Count = 4096
+    """sampled tokens of one answer, thinking and the stop token included"""
+    concurrency: Count = 128
+    """distillations at the same time"""
+    batch: Count = 64
+    """credit units of one training step"""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """CISPO's clip of the importance ratio below 1: 1 - clip_low"""
+    clip_high: Annotated[float, Field(gt=0)] = 0.1
+    """CISPO's clip of the importance ratio above 1: 1 + clip_high"""
+    cooldown: Natural = 2
+    """actor steps before a generation is trained on again (eq. 7)"""
+    alpha: Annotated[float, Field(ge=0)] = 0.5
+    """how fast a generation's weight falls with the times that it was trained on (eq. 7)"""
+    malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """reward of an answer without any operation; unset = such answers are not trained on"""
+    optimizer: OptimizerSection = OptimizerSection()
+    """the extractor's optimizer"""
+
+
+class BankSection(Section):
+    """The experience bank (a method without experience ignores it)."""
+
+    scope: Literal["task", "shared"] = "task"
+    """whom an experience guides: episodes of its own task alone, or of any"""
+    frozen: bool = False
+    """search the bank of bank.init and write nothing to it; nothing is distilled and the extractor is not trained"""
+    init: str = ""
+    """start from a copy of this bank.sqlite of another run; empty = an empty bank"""
+    cap: Count | None = None
+    """active experiences of one goal; the oldest goes, or with retrieval.choice = "credit" the worst; unset = any number"""
+    queue_size: Count = 1024
+    """episodes that may wait for distillation; a step that finds the queue full waits"""
+    key_text_weight: Annotated[float, Field(gt=0)] | None = None
+    """weight of an experience's text beside its goal in what it is found by; unset = its text alone"""
+
+
+class RetrievalSection(Section):
+    """How an experience is chosen for an episode (a method without experience ignores it)."""
+
+    choice: Literal["diverse", "credit"] = "diverse"
+    """among equally similar ones: diverse = the paper's eq. 6, credit = the one that helped most so far"""
+    per: Literal["group", "rollout"] = "group"
+    """the guided members of a group share one experience, or each has its own"""
+    candidates: Count = 16
+    """nearest experiences that are looked at"""
+    margin: Annotated[float, Field(ge=0, le=2)] = 0.05
+    """cosine similarity below the best at which an experience still counts as equally similar"""
+    min_similarity: Annotated[float, Field(ge=-1, le=1)] = 0.1
+    """cosine similarity below which nothing is returned"""
+    lam: Annotated[float, Field(ge=0)] = 0.4
+    """rank places lost per unit of log retrieval count (eq. 6)"""
+    recent_steps: Natural = 1
+    """actor steps for which a returned experience counts as recent (eq. 6)"""
+
+
+class ComplementarySection(Section):
+    """Ablations of the method `complementary`; the other switches are extractor.train, bank.frozen and retrieval.per."""
+
+    guided: Literal["half", "all"] = "half"
+    """members of a group that are guided by experience"""
+    advantages: Literal["split", "cross"] = "split"
+    """advantages within the guided and the free members apart (eq. 5), or across the whole group"""
+
+
 class EngineSection(Section):
     kind: Literal["torch"] = "torch"
     """inference engine: torch = in-process continuous batching"""
     device: Device = "auto"
-    """device of the engine; auto = cuda when present, else cpu"""
+    """device of the engines; auto = cuda when present, else cpu"""
     threads: Count = 1
     """CPU threads of the engine's compute (tiny matrices are slower on two)"""
     max_batch: Count = 256
@@ -137,6 +217,8 @@ class LearnerSection(Section):
 class EvalSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """softmax temperature in evaluations; 0 = greedy"""
+    probe_every: Natural = 0
+    """steps between advice probes; 0 = never"""
 
 
 class MonitorSection(Section):
@@ -170,6 +252,10 @@ class EvalSets(Section):
     """episodes in places that stay in the train stream, under held-out dynamics"""
     new: Natural = 256
     """episodes in places never trained on"""
+    online: Natural = 0
+    """places of `new` that are visited again and again, with a bank that is built on the way"""
+    probe: Natural = 0
+    """places of the advice probe, each played three times"""
 
 
 class TaskConfig(Section):
@@ -183,6 +269,8 @@ class TaskConfig(Section):
     """observations for language models (full), or in few tokens for tiny ones (compact)"""
     turns: Count
     """actions after which an episode ends as truncated"""
+    overtime: Natural = 0
+    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded nor trained on"""
     max_response_tokens: Count
     """sampled tokens of one response, the stop token included"""
     context: Annotated[str, AfterValidator(_context)] = "full"
@@ -202,7 +290,7 @@ class TaskConfig(Section):
 class RunConfig(Section):
     """Everything that defines a run. Raises `ConfigError` where two sections contradict each other."""
 
-    method: str = "grpo"
+    method: str = "complementary"
     """training method: a module of crl/methods"""
     preset: str = "cpu"
     """the preset that the values started from (chosen by --preset)"""
@@ -212,10 +300,18 @@ class RunConfig(Section):
     """episodes of a step"""
     actor: ActorSection = ActorSection()
     """the model that plays, and how it is trained"""
+    extractor: ExtractorSection = ExtractorSection()
+    """the model that distils, and how it is trained"""
+    bank: BankSection = BankSection()
+    """what is kept of what it wrote"""
+    retrieval: RetrievalSection = RetrievalSection()
+    """how an experience is chosen"""
+    complementary: ComplementarySection = ComplementarySection()
+    """ablations of the method complementary"""
     engine: EngineSection = EngineSection()
-    """how the actor samples"""
+    """how both models sample"""
     learner: LearnerSection = LearnerSection()
-    """how the actor is trained"""
+    """how both models are trained"""
     eval: EvalSection = EvalSection()
     """how evaluations sample"""
     monitor: MonitorSection = MonitorSection()
@@ -223,10 +319,17 @@ class RunConfig(Section):
     tasks: dict[Name, TaskConfig] = Field(min_length=1)
     """the tasks of the run by name (chosen by --tasks)"""
 
+    @property
+    def with_experience(self) -> bool:
+        """Whether the method has an extractor and a bank."""
+        return self.method not in WITHOUT_EXPERIENCE
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
         _check_actor(self.actor)
+        if self.with_experience:
+            _check_experience(self)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
@@ -269,6 +372,17 @@ def _check_actor(actor: ActorSection) -> None:
             "log-probs already correct the mismatch, and it would be corrected twice",
             "Remove it or add --set actor.old_logp=recompute",
         )
+
+
+def _check_experience(config: RunConfig) -> None:
+    extractor, bank = config.extractor, config.bank
+    if extractor.max_response_tokens >= extractor.max_context_tokens:
+        reason = f"leaves no room for a prompt in extractor.max_context_tokens, which is {extractor.max_context_tokens}"
+        raise ConfigError("extractor.max_response_tokens", extractor.max_response_tokens, reason, "Lower it, or raise the other")
+    if bank.frozen and not bank.init:
+        raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
+    if bank.init and not Path(bank.init).is_file():
+        raise ConfigError("bank.init", bank.init, "there is no such file", "Give the bank.sqlite of another run")
 
 
 def _check_task(key: str, name: str, task: TaskConfig) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from crl.config.schema import RunConfig
-from crl.methods.parts.rollouts import AllFree, ChatContext, OutcomeReward
+from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
 from crl.methods.parts.training import FullView, GroupAdvantage, SurrogateLoss
-from crl.protocols import Method, Role
+from crl.protocols import ContextProvider, Method, Role
 
 
-def build(config: RunConfig, instructions: Mapping[str, str]) -> Method:
-    """`instructions`: the system prompt of each task, by task name."""
+def build(config: RunConfig, context: ContextProvider) -> Method:
+    """context: how the run's tasks are put to the actor."""
     actor = config.actor
     return Method(
-        planner=AllFree(),
-        context=ChatContext(instructions),
+        planner=GuidedShare(0.0),
+        context=context,
         shaper=OutcomeReward(),
         actor=Role(
             name="actor",

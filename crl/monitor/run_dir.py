@@ -47,6 +47,10 @@ class RunDir:
         return self.path / "log.txt"
 
     @property
+    def bank(self) -> Path:
+        return self.path / "bank.sqlite"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

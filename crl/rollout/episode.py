@@ -6,23 +6,29 @@ Everything else (a dead engine, a bug) passes through and ends the run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crl.errors import RolloutError
-from crl.protocols import ContextProvider, Environment, EnvironmentPool, Hit, RewardShaper
+from crl.protocols import ContextProvider, Environment, EnvironmentPool, Hit, Retriever, RewardShaper, SearchRequest
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer, Conversation
-from crl.types import RolloutPlan, Sampling, StepResult, Task, Trajectory
+from crl.types import Observation, RolloutPlan, Sampling, StepResult, Task, Trajectory
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A task's bounds: turns of an episode, sampled tokens of a turn, turns in view (None: all)."""
+    """A task's bounds: turns of an episode, sampled tokens of a turn, turns in view (None: all).
+
+    overtime: turns for which an episode that is not over at the limit goes on, for the record alone: they change neither its
+    reward nor its success, and are not trained on.
+    """
 
     turns: int
     max_response_tokens: int
     window: int | None = None
+    overtime: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,13 @@ class EpisodeKey:
         return f"{self.purpose}/{self.step:08d}/{self.group:08d}/{self.member:04d}"
 
 
+class Nothing:
+    """`Retriever` of a run without experience: it finds nothing."""
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        return [None] * len(requests)
+
+
 @dataclass(frozen=True)
 class EpisodeRunner:
     """Plays episodes. limits: by task name; max_context: tokens of one sequence; seed: the root of all sampling draws."""
@@ -47,43 +60,54 @@ class EpisodeRunner:
     pool: EnvironmentPool
     context: ContextProvider
     shaper: RewardShaper
+    retriever: Retriever
     renderer: ChatRenderer
     limits: dict[str, Limits]
     max_context: int
     temperature: float
     seed: int
 
-    async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan, hit: Hit | None = None) -> Trajectory:
+    async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
         """Plays to the end; the caller has joined `key.session` at the sampler, this leaves it. Raises what is not a `RolloutError`."""
         conversation = Conversation(self.renderer, self.limits[task.name].window)
         record = Record()
         try:
-            await self._play(key, task, hit, conversation, record)
+            await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
             record.error = str(error)
         finally:
             self.sampler.leave(key.session)
+        hit = record.hit
         trajectory = Trajectory(
             task, key.step, key.group, key.member, plan.condition, conversation.segments, conversation.traces,
             rewards={"outcome": record.reward}, reward=record.reward, success=record.success, turns=record.turns,
-            invalid_actions=record.invalid, used=(hit.use,) if hit else (), truncated=record.truncated, error=record.error,
+            invalid_actions=record.invalid, used=(hit.use,) if hit else (), shown=(hit.text,) if hit else (), truncated=record.truncated, error=record.error,
         )  # fmt: skip
         return trajectory if trajectory.error else trajectory.with_rewards(self.shaper.shape(trajectory))
 
-    async def _play(self, key: EpisodeKey, task: Task, hit: Hit | None, conversation: Conversation, record: Record) -> None:
+    async def _play(self, key: EpisodeKey, task: Task, plan: RolloutPlan, conversation: Conversation, record: Record) -> None:
         environment = await self.pool.acquire(task)
         try:
-            conversation.add(self.context.opening(task, await environment.reset(task), hit))
+            observation = await environment.reset(task)
+            if plan.condition == "guided":
+                record.hit = await self._retrieve(key, task, observation)
+            conversation.add(self.context.opening(task, observation, record.hit))
             await self._converse(key, self.limits[task.name], environment, conversation, record)
         finally:
             await self.pool.release(environment)
+
+    async def _retrieve(self, key: EpisodeKey, task: Task, observation: Observation) -> Hit | None:
+        await self.sampler.turn(key.session)
+        (hit,) = await self.retriever.search([SearchRequest(self.context.query(task, observation), task, key.group, key.member)])
+        return hit
 
     async def _converse(
         self, key: EpisodeKey, limits: Limits, environment: Environment, conversation: Conversation, record: Record
     ) -> None:
         while not record.over:
-            if record.turns == limits.turns:
-                record.truncated = True
+            late = record.played >= limits.turns
+            record.truncated |= late
+            if record.played == limits.turns + limits.overtime:
                 return
             prompt = conversation.prompt()
             room = self.max_context - len(prompt)
@@ -91,11 +115,12 @@ class EpisodeRunner:
                 record.truncated = True
                 return
             sampling = Sampling(min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature)
-            draw = derive_seed(self.seed, "sampling", key.session, record.turns)
+            draw = derive_seed(self.seed, "sampling", key.session, record.played)
             completion = await self.sampler.generate(prompt, sampling, session=key.session, rng=draw)
             record.truncated |= completion.finish == "length"
-            result = await environment.step(self.context.parse(conversation.sampled(completion)).action)
-            record.add(result)
+            response = self.context.parse(conversation.sampled(completion, trained=not late))
+            result = await environment.step(response.action)
+            record.add(result, late=late)
             conversation.add(self.context.following(result))
 
 
@@ -103,6 +128,8 @@ class EpisodeRunner:
 class Record:
     """What an episode has come to so far."""
 
+    hit: Hit | None = None
+    played: int = 0
     reward: float = 0.0
     success: bool = False
     over: bool = False
@@ -111,9 +138,13 @@ class Record:
     truncated: bool = False
     error: str | None = None
 
-    def add(self, result: StepResult) -> None:
+    def add(self, result: StepResult, *, late: bool) -> None:
+        """late: played in overtime, which does not count."""
+        self.played += 1
+        self.over = result.done
+        if late:
+            return
         self.turns += 1
         self.reward += result.reward
         self.success |= result.success
-        self.over = result.done
         self.invalid += not result.valid

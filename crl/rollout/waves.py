@@ -19,6 +19,10 @@ class Sampler(Protocol):
 
     def join(self, session: str) -> None: ...
     def leave(self, session: str) -> None: ...
+    async def turn(self, session: str) -> None:
+        """Returns when this episode may do what must happen in order, such as a search."""
+        ...
+
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion: ...
 
 
@@ -34,12 +38,15 @@ class Direct:
     def leave(self, session: str) -> None:
         """Nobody waits for anybody here."""
 
+    async def turn(self, session: str) -> None:
+        """Nobody waits for anybody here."""
+
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
 
 class Waves:
-    """Every request waits until all live episodes have one; a wave is submitted as a whole, in the order of the names."""
+    """Every request and search waits until all live episodes have one; a wave is let go as a whole, in the order of the names."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -54,10 +61,13 @@ class Waves:
         self._held.pop(session, None)
         self._release_soon()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+    async def turn(self, session: str) -> None:
         turn = self._held[session] = asyncio.get_running_loop().create_future()
         self._release_soon()
         await turn
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+        await self.turn(session)
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
     def _release_soon(self) -> None:

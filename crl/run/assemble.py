@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
-from collections.abc import AsyncIterator, Mapping
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
 from crl.config import RunConfig, TaskConfig, resolve_model
+from crl.config.models import model_profile
+from crl.config.schema import ActorSection, ExtractorSection
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec, Rendering
 from crl.envs.host import ThreadHost
 from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
+from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
+from crl.manager.embed import CachedEmbedder, HashEmbedder
+from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
+from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
+from crl.monitor.run_dir import RunDir
 from crl.prompts import prompt
-from crl.protocols import Engine, EnvironmentPool, Method, Monitor
+from crl.protocols import Embedder, Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
-from crl.rollout.episode import EpisodeRunner, Limits
+from crl.rollout.episode import EpisodeRunner, Limits, Nothing
 from crl.rollout.gate import StalenessGate
-from crl.rollout.waves import Direct, Waves
+from crl.rollout.waves import Direct, Sampler, Waves
 from crl.run import tasks
+from crl.run.diagnostics import Diagnostics
 from crl.run.evaluate import Evaluator
+from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted, WatchedRetriever
 from crl.run.loop import Loop, Schedule
+from crl.run.online import OnlineBank
+from crl.run.probe import AdviceProbe
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+EMBEDDINGS = 65_536
+"""Texts whose vectors are remembered: 100 MB at 384 dimensions."""
+
 
 @asynccontextmanager
-async def training(config: RunConfig, checkpoints: Path, monitor: Monitor) -> AsyncIterator[Loop]:
+async def training(config: RunConfig, run: RunDir, monitor: Monitor) -> AsyncIterator[Loop]:
     """A run ready to start; its parts are closed on the way out, whatever happened."""
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
-        method, path = _method(config, specs), resolve_model(config.actor.model)
-        learner = _learner(config, method, path)
-        stack.push_async_callback(learner.aclose)
-        engine, pool = await _engine(config, path, stack), await _pool(config, specs, stack)
-        runner = _runner(config, path, method, engine, pool)
+        method, actor = _method(config, specs), _actor(config)
+        learner = _learner(config, actor, method.actor.loss, stack)
+        engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
+        experience, bank = await _experience(config, specs, method, run, monitor, stack)
+        retriever = WatchedRetriever(experience.manager, experience.diagnostics) if experience else Nothing()
+        runner = _runner(config, specs, actor, method, engine, pool, retriever)
         source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         size = config.rollout.group_size
+        evaluator, probe = _measures(config, specs, runner, engine, bank)
         yield Loop(
             method=method,
             schedule=Schedule(
@@ -57,30 +77,74 @@ async def training(config: RunConfig, checkpoints: Path, monitor: Monitor) -> As
                 seed=config.run.seed,
                 eval_every=config.run.eval_every,
                 checkpoint_every=config.run.checkpoint_every,
+                probe_every=config.eval.probe_every,
             ),
             source=source,
             collector=Collector(runner, source, method.planner, gate, group_size=size, steps=config.run.steps),
             engine=engine,
             learner=learner,
-            evaluator=_evaluator(config, specs, runner, engine),
+            evaluator=evaluator,
+            probe=probe,
+            experience=experience,
             monitor=monitor,
-            checkpoints=checkpoints,
-            companions={"actor": path},
+            checkpoints=run.checkpoints,
+            companions={"actor": actor.path} | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
         )
 
 
 @asynccontextmanager
-async def evaluation(config: RunConfig, model: Path) -> AsyncIterator[Evaluator]:
-    """The run's evaluator with `model` as the actor: no learner, no train stream."""
+async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncIterator[Evaluator]:
+    """The evaluator of a finished run on the models of a checkpoint, with a copy of its bank: no learner, no train stream."""
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
-        engine, pool = await _engine(config, model, stack), await _pool(config, specs, stack)
-        yield _evaluator(config, specs, _runner(config, model, _method(config, specs), engine, pool), engine)
+        method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
+        engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
+        bank = None
+        if method.distiller:
+            trained = checkpoint / "extractor"
+            extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
+            parts = _bank_parts(config, specs)
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            shutil.copy2(run.bank, folder / run.bank.name)
+            manager = await parts.open(folder / run.bank.name, _engine(config, extractor, stack), stack)
+            manager.advance(int(checkpoint.name))
+            bank = RunBank(manager, parts, partial(_engine, config, _extractor(config)))
+        runner = _runner(config, specs, actor, method, engine, pool, Nothing())
+        yield _measures(config, specs, runner, engine, bank)[0]
+
+
+# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """One of the two models, as its section of the config describes it. key: the setting that names it."""
+
+    path: Path
+    key: str
+    section: ActorSection | ExtractorSection
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        tokenizer = load_tokenizer(self.path, self.key)
+        return ChatRenderer(tokenizer, stop_ids(self.path, tokenizer, self.key))
+
+
+def _actor(config: RunConfig) -> ModelRole:
+    return ModelRole(resolve_model(config.actor.model), "actor.model", config.actor)
+
+
+def _extractor(config: RunConfig) -> ModelRole:
+    return ModelRole(resolve_model(config.extractor.model, "extractor.model"), "extractor.model", config.extractor)
 
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
-    return module.build(config, {name: _instructions(task, specs[name]) for name, task in config.tasks.items()})
+    context = ChatContext(
+        {name: _instructions(task, specs[name]) for name, task in config.tasks.items()},
+        observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
+    )
+    return module.build(config, context)
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
@@ -91,67 +155,182 @@ def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
     return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
 
 
-def _learner(config: RunConfig, method: Method, path: Path) -> LocalLearner:
-    actor = config.actor
+def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> LocalLearner:
+    section = role.section
+    actor = section if isinstance(section, ActorSection) else None
     settings = TrainSettings(
-        temperature=actor.temperature,
+        temperature=section.temperature,
         micro_batch_tokens=config.learner.micro_batch_tokens,
-        max_grad_norm=actor.optimizer.max_grad_norm,
-        recompute=actor.old_logp == "recompute",
-        importance_cap=actor.importance_cap,
+        max_grad_norm=section.optimizer.max_grad_norm,
+        recompute=actor is not None and actor.old_logp == "recompute",
+        importance_cap=actor.importance_cap if actor else None,
     )
-    model = load_model(path, resolve_device(config.learner.device, "learner.device"))
-    return LocalLearner(model, method.actor.loss, actor.optimizer, settings, threads=config.learner.threads)
+    model = load_model(role.path, resolve_device(config.learner.device, "learner.device"), key=role.key)
+    learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)
+    stack.push_async_callback(learner.aclose)
+    return learner
 
 
-async def _engine(config: RunConfig, path: Path, stack: AsyncExitStack) -> Engine:
+def _engine(config: RunConfig, role: ModelRole, stack: AsyncExitStack) -> Engine:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
-    model = load_model(path, resolve_device(config.engine.device, "engine.device"))
-    _require_context(config, model)
-    engine = TorchEngine(
-        model,
-        max_batch=config.engine.max_batch,
-        max_context=config.actor.max_context_tokens,
-        threads=config.engine.threads,
-    )
+    model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), key=role.key)
+    _require_context(role, model)
+    context = role.section.max_context_tokens
+    engine = TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
     stack.push_async_callback(engine.aclose)
     return engine
 
 
-def _require_context(config: RunConfig, model: PreTrainedModel) -> None:
-    longest, wanted = getattr(model.config, "max_position_embeddings", None), config.actor.max_context_tokens
+def _require_context(role: ModelRole, model: PreTrainedModel) -> None:
+    longest, wanted = getattr(model.config, "max_position_embeddings", None), role.section.max_context_tokens
     if longest is not None and wanted > longest:
-        raise ConfigError("actor.max_context_tokens", wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
+        key = f"{role.key.partition('.')[0]}.max_context_tokens"
+        raise ConfigError(key, wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
 
 
-async def _pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
+def _pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
     hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
     host = ThreadHost(hosted, threads=config.rollout.env_threads, deadline=config.rollout.env_deadline)
     stack.push_async_callback(host.aclose)
     return host
 
 
-def _runner(config: RunConfig, path: Path, method: Method, engine: Engine, pool: EnvironmentPool) -> EpisodeRunner:
-    tokenizer = load_tokenizer(path)
+def _runner(
+    config: RunConfig, specs: Mapping[str, EnvSpec], role: ModelRole, method: Method, engine: Engine, pool: EnvironmentPool,
+    retriever: Retriever,
+) -> EpisodeRunner:  # fmt: skip
     return EpisodeRunner(
-        sampler=Waves(engine) if config.run.deterministic else Direct(engine),
+        sampler=_sampler(config, engine),
         pool=pool,
         context=method.context,
         shaper=method.shaper,
-        renderer=ChatRenderer(tokenizer, stop_ids(path, tokenizer)),
-        limits={name: Limits(task.turns, task.max_response_tokens, task.window) for name, task in config.tasks.items()},
+        retriever=retriever,
+        renderer=role.renderer,
+        limits={name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime) for name, task in config.tasks.items()},
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
         seed=config.run.seed,
     )
 
 
-def _evaluator(config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine) -> Evaluator:
+def _sampler(config: RunConfig, engine: Engine) -> Sampler:
+    return Waves(engine) if config.run.deterministic else Direct(engine)
+
+
+# ── extractor and bank ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class BankParts:
+    """What a bank needs beside its file and its extractor's engine."""
+
+    embedder: Embedder
+    renderer: ChatRenderer
+    prompt: PromptWriter
+    settings: ManagerSettings
+    seed: int
+
+    async def open(
+        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None
+    ) -> ExperienceManager:
+        manager = await ExperienceManager.open(
+            path, engine, self.embedder, self.renderer, self.prompt, self.settings, seed=self.seed, on_distilled=on_distilled
+        )
+        stack.push_async_callback(manager.aclose)
+        return manager
+
+
+@dataclass(frozen=True)
+class RunBank:
+    """The run's bank, and what evaluations make of it. untrained_engine: with the extractor that the run started with."""
+
+    manager: ExperienceManager
+    parts: BankParts
+    untrained_engine: Callable[[AsyncExitStack], Engine]
+
+    @asynccontextmanager
+    async def scratch(self, on_distilled: Callable[[Distilled], None]) -> AsyncIterator[ExperienceManager]:
+        """A copy of the bank."""
+        async with AsyncExitStack() as stack:
+            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            await self.manager.export_copy(path)
+            manager = await self.parts.open(path, self.manager.engine, stack, on_distilled)
+            manager.advance(self.manager.step)
+            yield manager
+
+    @asynccontextmanager
+    async def untrained(self, on_distilled: Callable[[Distilled], None]) -> AsyncIterator[ExperienceManager]:
+        """An empty bank."""
+        async with AsyncExitStack() as stack:
+            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            yield await self.parts.open(path, self.untrained_engine(stack), stack, on_distilled)
+
+
+def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
+    extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
+    settings = ManagerSettings(
+        scope=bank.scope,
+        queue_size=bank.queue_size,
+        concurrency=extractor.concurrency,
+        keep_steps=config.rollout.max_staleness + 8,
+        cap=bank.cap,
+        retrieval=RetrievalSettings(**retrieval.model_dump()),
+        distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
+        credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
+    )
+    embedder = CachedEmbedder(HashEmbedder(), EMBEDDINGS)
+    seed = derive_seed(config.run.seed, "bank")
+    return BankParts(embedder, _extractor(config).renderer, _distil_prompt(config, specs), settings, seed)
+
+
+def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec]) -> PromptWriter:
+    """By the extractor's profile: a compact one reads digests, another the whole episode."""
+    path = _extractor(config).path
+    if model_profile(path, "extractor.model") == "full":
+        return FullDistilPrompt()
+    for name, task in config.tasks.items():
+        if task.rendering == "full":
+            reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
+            raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
+    return CompactDistilPrompt({name: spec.digest or whole_text for name, spec in specs.items()})
+
+
+async def _experience(
+    config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack
+) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:
+    if method.distiller is None:
+        return None, None
+    role = _extractor(config)
+    engine, parts = _engine(config, role, stack), _bank_parts(config, specs)
+    diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
+    mark = "run"
+    if config.bank.init:
+        shutil.copy2(config.bank.init, run.bank)
+        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
+    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled)
+    trainer = None
+    if method.extractor:
+        trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
+    background = not config.run.deterministic
+    side = ExperienceSide(manager, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
+    return side, RunBank(manager, parts, partial(_engine, config, role))
+
+
+# ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _measures(
+    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine, bank: RunBank | None
+) -> tuple[Evaluator, AdviceProbe]:
     """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode."""
     sets = tasks.eval_sets(config, specs)
-    sampler = Waves(engine) if config.run.deterministic else Direct(engine)
     seed = derive_seed(config.run.seed, "eval")
-    own = replace(runner, sampler=sampler, temperature=config.eval.temperature, seed=seed)
-    return Evaluator(own, sets, concurrency=config.rollout.groups * config.rollout.group_size)
+    own = replace(runner, sampler=_sampler(config, engine), temperature=config.eval.temperature, seed=seed, retriever=Nothing())
+    concurrency = config.rollout.groups * config.rollout.group_size
+    online = None
+    if bank:
+        online = OnlineBank(own, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
+    evaluator = Evaluator(own, sets, concurrency=concurrency, bank=Uncounted(bank.manager) if bank else None, online=online)
+    return evaluator, AdviceProbe(own, tasks.probe_tasks(config, specs), concurrency=concurrency)

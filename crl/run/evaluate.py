@@ -1,14 +1,16 @@
-"""Evaluation on fixed, seeded task sets. It leaves no trace in the train stream or its generators."""
+"""Evaluation on fixed, seeded task sets. It leaves no trace in the train stream, its generators, or the bank."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.types import RolloutPlan, Split, Task, Trajectory
+from crl.run.online import OnlineBank
+from crl.run.playing import play_all
+from crl.types import Condition, Split, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -40,48 +42,86 @@ class Rate:
 EvalSet = tuple[str, Split]
 """(task name, split)."""
 
+Setting = tuple[str, Split, str]
+"""(task name, split, with what: `free` of experience, `guided` by the run's bank, or by one that is built `online`)."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found. `errors` counts episodes that could not be played; they count as failures."""
+    """What one evaluation found. `errors` counts episodes that could not be played; they count as failures.
 
-    rates: Mapping[EvalSet, Rate]
-    turns: Mapping[EvalSet, float]
+    visits: of an online set, the success of every visit. lessons, untrained_lessons: by task, the share of right lessons that the
+    extractor, and the one that the run started with, write of the same episodes.
+    """
+
+    rates: Mapping[Setting, Rate]
+    turns: Mapping[Setting, float]
     errors: int
+    visits: Mapping[str, Sequence[Rate]] = field(default_factory=dict)
+    lessons: Mapping[str, Rate] = field(default_factory=dict)
+    untrained_lessons: Mapping[str, Rate] = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """For metrics.jsonl: eval/TASK/SPLIT/…; free = without experience."""
+        """For metrics.jsonl: eval/TASK/SPLIT/success/SETTING and others."""
         figures: dict[str, float] = {}
-        for (task, split), rate in self.rates.items():
+        for (task, split, setting), rate in self.rates.items():
             low, high = rate.interval
-            name = f"eval/{task}/{split}"
-            figures |= {f"{name}/success/free": rate.value, f"{name}/success/free/low": low, f"{name}/success/free/high": high}
-            figures |= {f"{name}/episodes": rate.episodes, f"{name}/turns/free": self.turns[task, split]}
+            name = f"eval/{task}/{split}/success/{setting}"
+            figures |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
+            figures |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
+            figures |= {f"eval/{task}/{split}/turns/{setting}": self.turns[task, split, setting]}
+        for task, visits in self.visits.items():
+            figures |= {f"eval/{task}/new/success/online/visit{i}": rate.value for i, rate in enumerate(visits, start=1)}
+        figures |= {f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()}
+        figures |= {f"eval/{task}/lessons/correct/untrained": rate.value for task, rate in self.untrained_lessons.items()}
         return figures | {"eval/errors": self.errors}
 
 
 class Evaluator:
-    """Plays every eval set once, without experience. concurrency: episodes in flight."""
+    """Plays every eval set once: `known` and `new` without experience, and in a run with a bank `known` with it and `new` with one
+    that is built online.
 
-    def __init__(self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]], *, concurrency: int) -> None:
+    concurrency: episodes in flight. bank, online: None in a run without experience.
+    """
+
+    def __init__(
+        self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]], *, concurrency: int,
+        bank: Retriever | None = None, online: OnlineBank | None = None,
+    ) -> None:  # fmt: skip
         self._runner, self._sets, self._concurrency = runner, sets, concurrency
+        self._guided = replace(runner, retriever=bank) if bank else None
+        self._online = online
 
-    async def evaluate(self) -> Evaluation:
-        """The same tasks and the same draws every time: only the weights make a difference."""
-        rates, turns, errors = {}, {}, 0
+    async def evaluate(self, *, compare_lessons: bool = False) -> Evaluation:
+        """The same tasks and the same draws every time: only weights and bank make a difference.
+
+        compare_lessons: also let the extractor that the run started with distil what this one distils.
+        """
+        played: dict[Setting, list[Trajectory]] = {}
         for (name, split), tasks in self._sets.items():
-            played: list[Trajectory] = []
-            for first in range(0, len(tasks), self._concurrency):
-                played += await self._play(f"eval/{name}/{split}", first, tasks[first : first + self._concurrency])
-            rates[name, split] = Rate(sum(t.success for t in played), len(played))
-            turns[name, split] = sum(t.turns for t in played) / len(played)
-            errors += sum(t.error is not None for t in played)
-        return Evaluation(rates, turns, errors)
+            played[name, split, "free"] = await self._play(self._runner, "free", name, split, tasks)
+            if self._guided and split == "known":
+                played[name, split, "guided"] = await self._play(self._guided, "guided", name, split, tasks)
+        found = await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
+        for name, result in found.items():
+            played[name, "new", "online"] = [t for visit in result.settled for t in visit]
+        return Evaluation(
+            rates={setting: rate(ts) for setting, ts in played.items()},
+            turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
+            errors=sum(t.error is not None for ts in played.values() for t in ts),
+            visits={name: [rate(visit) for visit in result.visits] for name, result in found.items()},
+            lessons={name: Rate(*result.lessons) for name, result in found.items() if result.lessons},
+            untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
+        )
 
-    async def _play(self, purpose: str, first: int, tasks: Sequence[Task]) -> list[Trajectory]:
-        keys = [EpisodeKey(purpose, 0, first + i, 0) for i in range(len(tasks))]
-        for key in keys:
-            self._runner.sampler.join(key.session)
-        async with asyncio.TaskGroup() as group:
-            plays = [group.create_task(self._runner.play(k, t, RolloutPlan("free"))) for k, t in zip(keys, tasks, strict=True)]
-        return [play.result() for play in plays]
+    async def _play(
+        self, runner: EpisodeRunner, condition: Condition, name: str, split: Split, tasks: Sequence[Task]
+    ) -> list[Trajectory]:
+        """The draws are the same under every condition, so that differences are paired."""
+        keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
+        return await play_all(runner, condition, keys, tasks, concurrency=self._concurrency)
+
+
+def rate(played: Sequence[Trajectory]) -> Rate:
+    return Rate(sum(t.success for t in played), len(played))
+

@@ -1,10 +1,11 @@
 """The training loop.
 
-Cast. The `Collector` plays groups as far ahead as the staleness gate allows. The `Learner` owns the trained weights, the
-`Engine` the copy that samples. The `Evaluator` measures on fixed sets. The `Monitor` writes everything down. They are wired
-in `assemble.py`; this file only says in which order things happen:
+Cast. The `Collector` plays groups as far ahead as the staleness gate allows. The `Learner` owns the actor's trained weights, the
+`Engine` the copy that samples. The `ExperienceSide`, where the method has one, learns from the episodes: bank and extractor. The
+`Evaluator` and the `AdviceProbe` measure on fixed sets. The `Monitor` writes everything down. They are wired in `assemble.py`;
+this file only says in which order things happen:
 
-    collect a batch → advantages → minibatches → learner → publish → engine → next step may start
+    collect a batch → credit and queue it → advantages → minibatches → learner → publish → engine → next step may start
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,36 +21,39 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
-from crl.errors import EngineError
 from crl.protocols import Engine, Learner, Method, Monitor, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint
 from crl.run.evaluate import Evaluation, Evaluator
+from crl.run.experience import ExperienceSide
 from crl.run.figures import rollout_figures
+from crl.run.probe import AdviceProbe
+from crl.run.sync import sync
 from crl.seeds import generator
 from crl.types import Minibatch, StepStats, Trajectory
 
 T = TypeVar("T")
 
-SYNC_DEADLINE_S = 600.0
-"""Seconds that one weight sync may take, both sides together."""
-
 
 @dataclass(frozen=True)
 class Schedule:
     """steps: actor steps of the run; minibatches: of one step; seed: root of the draws of minibatches; eval_every and
-    checkpoint_every: steps between two, 0 = only at the ends."""
+    checkpoint_every: steps between two, 0 = only at the ends; probe_every: steps between two advice probes, 0 = none."""
 
     steps: int
     minibatches: int
     seed: int
     eval_every: int
     checkpoint_every: int
+    probe_every: int
 
 
 @dataclass
 class Loop:
-    """One run. `stop` asks it to end after the step that is under way; `completed` says how far it came."""
+    """One run. `stop` asks it to end after the step that is under way; `completed` says how far it came.
+
+    experience: None in a run without experience. companions: see `save_checkpoint`.
+    """
 
     method: Method
     schedule: Schedule
@@ -58,11 +62,14 @@ class Loop:
     engine: Engine
     learner: Learner
     evaluator: Evaluator
+    probe: AdviceProbe
+    experience: ExperienceSide | None
     monitor: Monitor
     checkpoints: Path
     companions: Mapping[str, Path]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
     skipped_updates: int = 0
     mid_step: bool = False
     """Between a batch's training and the step's completion: weights and counters do not belong together."""
@@ -73,19 +80,30 @@ class Loop:
 
     async def run(self) -> None:
         """Trains to the end, or to `stop`, and writes a checkpoint either way. What kills a part ends the run with its cause."""
-        await self._evaluate(0)
+        await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
-            collecting = tasks.create_task(self.collector.run(), name="collector")
+            background = [tasks.create_task(self.collector.run(), name="collector")]
+            if self.experience:
+                background.append(tasks.create_task(self.experience.run(), name="experience"))
             for step in range(self.completed, self.schedule.steps):
                 if not await self._step(step):
                     break
-            collecting.cancel()
-        await self._evaluate(self.completed)
+            for task in background:
+                task.cancel()
+        if self.experience and not self.stop.is_set():
+            await self.experience.settle()
+        await self._measure(self.completed)
         await self.checkpoint()
 
     async def checkpoint(self) -> Path:
-        state = {"learner": self.learner.state(), "source": self.collector.source_state(), "skipped_updates": self.skipped_updates}
-        return await save_checkpoint(self.checkpoints, self.completed, {"actor": self.learner}, self.companions, state)
+        """Both models, the state of every part, and how far the bank's log had come."""
+        learners, state = {"actor": self.learner}, {"learner": self.learner.state(), "source": self.collector.source_state()}
+        async with self.experience.paused() if self.experience else nullcontext():
+            if self.experience:
+                learners |= self.experience.learners
+                state |= await self.experience.state()
+            state["skipped_updates"] = self.skipped_updates
+            return await save_checkpoint(self.checkpoints, self.completed, learners, self.companions, state)
 
     async def _step(self, step: int) -> bool:
         """One actor step; False when the run was asked to stop before its batch was there."""
@@ -97,11 +115,17 @@ class Loop:
         self.monitor.trajectories(batch)
         figures = rollout_figures(batch, self.engine.version)
         self.mid_step = True
+        if self.experience:
+            with clock("submit"):
+                await self.experience.observe(batch)
         with clock("train"):
             stats = await self.learner.step(self._minibatches(step, batch))
         with clock("sync"):
             if stats.updates:
-                await self._sync()
+                await sync(self.learner, self.engine)
+        if self.experience:
+            with clock("experience"):
+                await self.experience.complete(step + 1, batch)
         self.source.observe(batch)
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
@@ -110,6 +134,8 @@ class Loop:
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)
+        if self._due(step + 1, self.schedule.probe_every):
+            await self._probe(step + 1)
         await self.collector.complete(step)
         self.mid_step = False
         if self._due(step + 1, self.schedule.checkpoint_every):
@@ -127,24 +153,31 @@ class Loop:
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw)
 
-    async def _sync(self) -> None:
-        """Sender and receiver run together, under one deadline."""
-        handle = await self.learner.publish()
-        try:
-            async with asyncio.timeout(SYNC_DEADLINE_S):
-                await asyncio.gather(self.engine.update_weights(handle), handle.done())
-        except TimeoutError as error:
-            raise EngineError(f"a weight sync took more than {SYNC_DEADLINE_S:.0f} s") from error
+    async def _measure(self, step: int) -> None:
+        await self._evaluate(step)
+        if self.schedule.probe_every:
+            await self._probe(step)
 
     async def _evaluate(self, step: int) -> None:
         if step in self.evaluations:
             return
         clock = Clock()
         with clock("eval"):
-            evaluation = await self._unless_stopped(self.evaluator.evaluate())
+            last = step == self.schedule.steps
+            evaluation = await self._unless_stopped(self.evaluator.evaluate(compare_lessons=last))
         if evaluation is not None:
             self.evaluations[step] = evaluation
             self.monitor.log(step, "eval", evaluation.figures() | clock.figures())
+
+    async def _probe(self, step: int) -> None:
+        if step in self.probes:
+            return
+        clock = Clock()
+        with clock("probe"):
+            figures = await self._unless_stopped(self.probe.measure())
+        if figures:
+            self.probes[step] = figures
+            self.monitor.log(step, "probe", {**figures, **clock.figures()})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What `work` comes to; None when the run is asked to stop before, and then `work` is cancelled."""

@@ -25,7 +25,7 @@ from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
-from crl.run.summary import Summary, success_lines
+from crl.run.summary import Summary, experience_report, success_lines
 
 INTERRUPTED = 130
 
@@ -59,14 +59,14 @@ def evaluate_run(run_dir: Path) -> int:
     """Repeats the evaluation of the run's last checkpoint and prints it; the run's own files stay as they are."""
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
-    result = asyncio.run(_evaluate(config, checkpoint / "actor"))
+    result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
     print("\n".join(success_lines(config.eval.temperature, result)))
     return 0
 
 
-async def _evaluate(config: RunConfig, model: Path) -> Evaluation:
-    async with evaluation(config, model) as evaluator:
+async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
+    async with evaluation(config, checkpoint, run) as evaluator:
         try:
             return await evaluator.evaluate()
         except BaseExceptionGroup as group:
@@ -74,7 +74,7 @@ async def _evaluate(config: RunConfig, model: Path) -> Evaluation:
 
 
 async def _train(config: RunConfig, run: RunDir, monitor: Monitor, command: str, begin: float) -> int:
-    async with training(config, run.checkpoints, monitor) as loop:
+    async with training(config, run, monitor) as loop:
         with _interruptible(loop):
             try:
                 await loop.run()
@@ -94,6 +94,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, command: str,
             before=loop.evaluations.get(0),
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
             skipped_updates=loop.skipped_updates,
+            experience=await experience_report(loop, run.bank),
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crl.config.models import bundled_models, model_profile, model_size, resolve_model
-from crl.config.schema import RunConfig
+from crl.config.schema import RunConfig, TaskConfig
 from crl.run import tasks
+from crl.run.online import MEMBERS, VISITS
 
 
 def plan(config: RunConfig) -> str:
@@ -16,19 +17,21 @@ def plan(config: RunConfig) -> str:
     specs = tasks.specs(config)
     tasks.train_stream(config, specs)
     tasks.eval_sets(config, specs)
+    tasks.online_tasks(config, specs)
+    tasks.probe_tasks(config, specs)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
-        "model": _model(config),
+        "models": _models(config),
         "tasks": _tasks(config),
         "batch": _batch(config),
-    }
+    } | ({"experience": _experience(config)} if config.with_experience else {})
     return "\n\n".join(f"── {title} ──\n{text}" for title, text in sections.items())
 
 
 def overview(config: RunConfig) -> str:
     """What a run says when it starts: who plays what, in which rendering, on what."""
-    return "\n".join([_model(config), _tasks(config), _devices(config)])
+    return "\n".join([_models(config), _tasks(config), _devices(config)])
 
 
 def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -54,12 +57,34 @@ def _device(device: str) -> str:
     return "cuda when present, else cpu" if device == "auto" else device
 
 
-def _model(config: RunConfig) -> str:
-    path = resolve_model(config.actor.model)
-    size = model_size(path)
+def _models(config: RunConfig) -> str:
+    models = {"actor": config.actor.model} | ({"extractor": config.extractor.model} if config.with_experience else {})
+    return "\n".join(_model(role, name) for role, name in models.items())
+
+
+def _model(role: str, name: str) -> str:
+    key = f"{role}.model"
+    path = resolve_model(name, key)
+    size = model_size(path, key)
     weights = f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB" if size else "no safetensors files, size unknown"
-    source = "bundled" if config.actor.model in bundled_models() else "your directory"
-    return f"actor  {path} ({source})\n       {weights}; profile {model_profile(path)}"
+    source = "bundled" if name in bundled_models() else "your directory"
+    return f"{role:<10} {path} ({source})\n           {weights}; profile {model_profile(path, key)}"
+
+
+def _experience(config: RunConfig) -> str:
+    extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
+    training = f"a step for every {_count(extractor.batch, 'credit unit')}" if extractor.train and not bank.frozen else "not trained"
+    writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
+    kept = f"at most {bank.cap} experiences of one goal" if bank.cap else "any number of experiences"
+    guided = "all members of a group are" if config.complementary.guided == "all" else "half of a group is"
+    return "\n".join(
+        [
+            f"extractor  {training}",
+            f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}",
+            f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by "
+            f"{'credit' if retrieval.choice == 'credit' else 'similarity and diversity (eq. 6)'}",
+        ]
+    )
 
 
 def _tasks(config: RunConfig) -> str:
@@ -70,7 +95,8 @@ def _tasks(config: RunConfig) -> str:
         stream = task.stream
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
-            f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}",
+            f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
+            + (f"; an unfinished episode goes on for {_count(task.overtime, 'turn')}, for the extractor alone" if task.overtime else ""),
             f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {_count(stream.visits, 'visit')}",
         ]
     return "\n".join(lines)
@@ -80,7 +106,7 @@ def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
     staleness = f"at most {_count(rollout.max_staleness, 'step')} ahead" if rollout.max_staleness else "synchronous"
-    episodes = sum(task.eval.known + task.eval.new for task in config.tasks.values())
+    episodes = sum(_eval_episodes(task, config.with_experience) for task in config.tasks.values())
     evals = _evaluations(config)
     return "\n".join(
         [
@@ -92,6 +118,11 @@ def _batch(config: RunConfig) -> str:
             f"{config.eval.temperature:g}",
         ]
     )
+
+
+def _eval_episodes(task: TaskConfig, with_experience: bool) -> int:
+    free = task.eval.known + task.eval.new
+    return free + task.eval.known + task.eval.online * VISITS * MEMBERS if with_experience else free
 
 
 def _evaluations(config: RunConfig) -> int:

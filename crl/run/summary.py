@@ -2,29 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from crl.run.evaluate import EvalSet, Evaluation, Rate
+from crl.run.diagnostics import Mean
+from crl.run.evaluate import Evaluation, Rate, Setting
+
+if TYPE_CHECKING:
+    from crl.run.loop import Loop
+
+SETTINGS = {"free": "without experience", "guided": "with the run's bank", "online": "with a bank built online"}
 
 
 def success_lines(temperature: float, before: Evaluation, after: Evaluation | None = None) -> list[str]:
     """The success rates of an evaluation, or of two with their difference."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
-    lines = [f"success on fixed eval sets, {mode}, without experience, [95 % Wilson interval over episodes]:"]
-    lines += [_row(key, rate, after.rates if after else None) for key, rate in before.rates.items()]
+    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes]:"]
+    lines += [_row(setting, rate, after.rates if after else None) for setting, rate in before.rates.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
     return lines
 
 
-def _row(key: EvalSet, before: Rate, after: Mapping[EvalSet, Rate] | None) -> str:
-    task, split = key
-    row = f"  {task} {split:<6} {before.episodes:>4} episodes   {before}"
+def _row(setting: Setting, before: Rate, after: Mapping[Setting, Rate] | None) -> str:
+    task, split, condition = setting
+    row = f"  {task} {split:<6} {SETTINGS[condition]:<25} {before.episodes:>4} episodes   {before}"
     if after is None:
         return row
-    return f"{row} → {after[key]}   {after[key].value - before.value:+.3f}"
+    return f"{row} → {after[setting]}   {after[setting].value - before.value:+.3f}"
+
+
+@dataclass(frozen=True)
+class ExperienceReport:
+    """What the experience side of a run came to.
+
+    gaps: guided − free of every group that was guided, in the second half of the run; gains: the probe's right − none by task as
+    (before, after), each (value, half width); trained: updates of the extractor, None where it is not trained.
+    """
+
+    bank: Path
+    stats: Mapping[str, int]
+    gaps: Sequence[float]
+    gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
+    lessons: Mapping[str, Rate]
+    untrained_lessons: Mapping[str, Rate]
+    trained: int | None
+
+    def lines(self) -> list[str]:
+        lines = ["", "experience [± half a 95 % interval]:"]
+        if self.gaps:
+            lines.append(f"  guided − free in the same groups, second half of the run: {Mean.of(self.gaps)} over {len(self.gaps)} groups")
+        for task, ((start, start_half), (end, end_half)) in self.gains.items():
+            lines.append(
+                f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}"
+            )
+        for task, rate in self.lessons.items():
+            static = f"; by the extractor it started with, of the same episodes: {self.untrained_lessons[task]}"
+            lines.append(f"  {task}: right lessons among the extractor's answers: {rate}{static if task in self.untrained_lessons else ''}")
+        extractor = "not trained" if self.trained is None else f"{self.trained} updates"
+        stats = self.stats
+        lines.append(
+            f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: {stats.get('ops/add', 0)} added, "
+            f"{stats.get('ops/update', 0)} updated, {stats.get('queue/dead', 0)} could not be"
+        )
+        lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
+        return lines
+
+
+async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
+    """None for a run without experience."""
+    side = loop.experience
+    if side is None:
+        return None
+    after = loop.evaluations.get(loop.completed)
+    start, end = loop.probes.get(0), loop.probes.get(loop.completed)
+    names = [name.split("/")[1] for name in start or () if name.endswith("/right_minus_none")]
+    gains = {}
+    for name in names if start and end else ():
+        key = f"probe/{name}/right_minus_none"
+        gains[name] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
+    return ExperienceReport(
+        bank=bank,
+        stats=await side.manager.stats(),
+        gaps=[gap for gaps in side.diagnostics.gaps[loop.completed // 2 :] for gap in gaps],
+        gains=gains,
+        lessons=after.lessons if after else {},
+        untrained_lessons=after.untrained_lessons if after else {},
+        trained=side.trainer.updates if side.trainer else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -42,20 +109,26 @@ class Summary:
     before: Evaluation | None
     after: Evaluation | None
     skipped_updates: int
+    experience: ExperienceReport | None = None
 
     def text(self) -> str:
         lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", ""]
         lines += success_lines(self.temperature, self.before, self.after) if self.before else ["stopped before the first evaluation"]
+        if self.experience:
+            lines += self.experience.lines()
         if self.skipped_updates:
             lines.append(f"  {self.skipped_updates} updates were skipped because the loss or its gradient was not finite")
         return "\n".join([*lines, "", *self._next()])
 
     def _next(self) -> list[str]:
         actor = self.checkpoint / "actor"
+        further = f"{self.command} --set actor.model={actor}"
+        if (self.checkpoint / "extractor").is_dir():
+            further += f" --set extractor.model={self.checkpoint / 'extractor'} --set bank.init={self.run / 'bank.sqlite'}"
         return [
-            f"the trained actor, in Hugging Face format: {actor}",
+            f"the trained models, in Hugging Face format: {self.checkpoint}",
             f"  repeat the eval:   crl eval {self.run}",
-            f"  train it further:  {self.command} --set actor.model={actor}",
+            f"  train further:     {further}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
             f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",

@@ -13,6 +13,8 @@ from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.protocols import TaskSource
 from crl.run.evaluate import EvalSet
+from crl.run.online import OnlineTask
+from crl.run.probe import ProbeTask
 from crl.types import Split, Task
 
 
@@ -43,6 +45,29 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
                     tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
                     sets[name, split] = tuple(replace(t, name=name) for t in tasks)
     return sets
+
+
+def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
+    """The first `new` places of every task whose places persist."""
+    found = {}
+    for name, spec in specs.items():
+        task = config.tasks[name]
+        if task.eval.online and spec.revisit:
+            with _refusable(f"tasks.{name}.eval.online", task.eval.online):
+                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(task))
+            found[name] = OnlineTask([replace(t, name=name) for t in places], spec.revisit, spec.advisor)
+    return found
+
+
+def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, ProbeTask]:
+    """The places of the advice probe of every task that has an advisor."""
+    found = {}
+    for name, spec in specs.items():
+        size = config.tasks[name].eval.probe
+        if size and spec.advisor:
+            with _refusable(f"tasks.{name}.eval.probe", size):
+                found[name] = ProbeTask([replace(t, name=name) for t in spec.probe_tasks(size)], spec.advisor)
+    return found
 
 
 def _stream(task: TaskConfig) -> StreamSettings:

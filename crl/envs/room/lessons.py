@@ -92,7 +92,10 @@ class RoomAdvisor:
     kinds = tuple(LESSONS)
 
     def right(self, task: Task) -> str:
-        return lesson("exit", true_bearing(int(task.params["lgen"])))
+        direction = true_bearing(int(task.params["lgen"]))
+        if direction is None:
+            raise LookupError(f"nobody knows where the stairs of {task.params['place']} are")
+        return lesson("exit", direction)
 
     def wrong(self, task: Task, rng: random.Random) -> str:
         right = true_bearing(int(task.params["lgen"]))
@@ -110,11 +113,11 @@ class RoomAdvisor:
 
 
 @cache
-def true_bearing(lgen: int) -> str:
-    """The direction of a layout's stairs from its start. Plays the game to find out; never for rollouts."""
+def true_bearing(lgen: int) -> str | None:
+    """The direction of a layout's stairs from its start; None when they were never seen. Plays the game to find out."""
     from crl.envs.room.game import true_exit, true_start
 
-    direction = bearing(true_start(lgen), true_exit(lgen))
-    if direction is None:
-        raise LookupError(f"layout {lgen} starts on its stairs")
-    return direction
+    try:
+        return bearing(true_start(lgen), true_exit(lgen))
+    except LookupError:
+        return None

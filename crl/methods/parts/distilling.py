@@ -21,6 +21,14 @@ class EveryEpisode:
 
 
 @dataclass(frozen=True)
+class NoEpisode:
+    """`Distiller`: the bank stays as it is."""
+
+    def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        return ()
+
+
+@dataclass(frozen=True)
 class CompactDistilPrompt:
     """`PromptWriter` for tiny extractors: goal, what guided the episode, its digest, its outcome. digests: by task name."""
 

@@ -10,21 +10,32 @@ from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Traje
 
 
 @dataclass(frozen=True)
-class AllFree:
-    """`RolloutPlanner`: nobody sees an experience. Plain RL."""
+class GuidedShare:
+    """`RolloutPlanner`: the first members of every group, `share` of them rounded down, are guided by experience, the others free.
+
+    0 is plain RL, 1/2 CRL's K/2 and K/2 (eq. 5).
+    """
+
+    share: float
 
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
-        return [RolloutPlan("free")] * members
+        guided = int(members * self.share)
+        return [RolloutPlan("guided")] * guided + [RolloutPlan("free")] * (members - guided)
 
 
 @dataclass(frozen=True)
 class ChatContext:
     """`ContextProvider` of a plain conversation: instructions and goal, then one observation a turn.
 
-    `instructions` (by task name) come first, as the system's message; empty ones are left out.
+    `instructions` (by task name) come first, as the system's message; empty ones are left out. observed:
+    the tasks whose first observation belongs to the retrieval query.
     """
 
     instructions: Mapping[str, str]
+    observed: frozenset[str] = frozenset()
+
+    def query(self, task: Task, observation: Observation) -> str:
+        return f"{task.goal}\n{observation.text}" if task.name in self.observed else task.goal
 
     def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]:
         instructions = self.instructions[task.name]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from crl.algo import clipped_surrogate, group_advantages
+from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
 from crl.types import TokenTrace, Trajectory
 
 
@@ -21,6 +21,18 @@ class GroupAdvantage:
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
         return group_advantages(rewards, torch.tensor([t.group for t in trajectories]), scale=self.scale)
+
+
+@dataclass(frozen=True)
+class SplitAdvantage:
+    """`AdvantageTerm`: the advantage within the guided and the free members of each group apart (CRL eq. 5)."""
+
+    scale: Literal["std", "none"]
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+        groups, guided = [t.group for t in trajectories], [t.condition == "guided" for t in trajectories]
+        return split_group_advantages(rewards, torch.tensor(groups), torch.tensor(guided), scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -49,3 +61,17 @@ class SurrogateLoss:
             logp, old_logp, advantage, mask,
             clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio, weights=weights,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CispoLoss:
+    """`Loss`: CISPO (CRL eq. 3), every token of the minibatch alike."""
+
+    clip_low: float
+    clip_high: float
+
+    def __call__(
+        self, logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor,
+        *, weights: torch.Tensor, total_tokens: int,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        return cispo(logp, old_logp, advantage, mask, eps_low=self.clip_low, eps_high=self.clip_high, total_tokens=total_tokens)

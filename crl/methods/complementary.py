@@ -1,0 +1,33 @@
+"""Complementary RL: an actor guided by what an extractor distilled from its episodes, and both trained (CRL §2.3).
+
+Its ablations are switches: `complementary.guided`, `complementary.advantages`, `extractor.train`, `bank.frozen`, `retrieval.per`.
+The baseline without experience is `--method grpo`.
+"""
+
+from __future__ import annotations
+
+from crl.config.schema import RunConfig
+from crl.methods.parts.distilling import EveryEpisode, NoEpisode
+from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+from crl.methods.parts.training import CispoLoss, FullView, GroupAdvantage, SplitAdvantage, SurrogateLoss
+from crl.protocols import ContextProvider, ExtractorRole, Method, Role
+
+
+def build(config: RunConfig, context: ContextProvider) -> Method:
+    """context: how the run's tasks are put to the actor."""
+    actor, extractor, switches = config.actor, config.extractor, config.complementary
+    advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
+    trained = extractor.train and not config.bank.frozen
+    return Method(
+        planner=GuidedShare(1.0 if switches.guided == "all" else 0.5),
+        context=context,
+        shaper=OutcomeReward(),
+        actor=Role(
+            name="actor",
+            terms=(advantage(actor.advantage_scale),),
+            view=FullView(actor.mask_truncated),
+            loss=SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio),
+        ),
+        distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
+        extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch) if trained else None,
+    )

@@ -1,0 +1,174 @@
+"""The experience side of a run: episodes go to the bank, credit to what guided them, and full batches of credit to the extractor.
+
+Distillation and the extractor's training have a rhythm of their own: they run in the background, while the actor plays and
+trains. A deterministic run does both at step boundaries instead (`settle`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from crl.manager import DistilRequest, ExperienceManager, ExtractorSample
+from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, SearchRequest, State
+from crl.run.diagnostics import Diagnostics
+from crl.run.sync import sync
+from crl.types import Minibatch, TrainSample, Trajectory
+
+SHOWN = 8
+"""Newest experiences that are handed to the monitor after every step."""
+
+
+class ExtractorTrainer:
+    """Trains the extractor on every full batch of credit units, oldest first."""
+
+    def __init__(self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine, monitor: Monitor) -> None:
+        self.learner = learner
+        self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
+        self._turn = asyncio.Lock()
+        self.updates = 0
+        self.skipped = 0
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """No training step begins inside, and none is under way: weights, counters and bank belong together."""
+        return self._turn
+
+    async def train(self) -> None:
+        """Returns when no full batch is left."""
+        while await self._train_one():
+            pass
+
+    async def _train_one(self) -> bool:
+        async with self._turn:
+            step = self._manager.step
+            samples = await self._manager.take_batch(self._role.batch, step)
+            if samples is None:
+                return False
+            begin = time.monotonic()
+            stats = await self.learner.step(extractor_minibatches(samples))
+            trained = time.monotonic()
+            await self._manager.mark_trained([sample.id for sample in samples], step)
+            if stats.updates:
+                await sync(self.learner, self._engine)
+        self.updates += stats.updates
+        self.skipped += stats.skipped
+        rewards = [sample.reward for sample in samples]
+        self._monitor.log(
+            step,
+            "extractor",
+            {f"extractor/{name}": value for name, value in stats.metrics.items()}
+            | {
+                "extractor/reward": sum(rewards) / len(rewards),
+                "extractor/samples": len(samples),
+                "extractor/updates": self.updates,
+                "extractor/version": self._engine.version,
+                "time/train": trained - begin,
+                "time/sync": time.monotonic() - trained,
+            },
+        )
+        return True
+
+
+def extractor_minibatches(samples: Sequence[ExtractorSample]) -> tuple[Minibatch, ...]:
+    """One optimizer update: CRL eq. 3 divides by the tokens of the whole batch, samples without signal included."""
+    tokens = sum(sum(sample.trace.mask) for sample in samples)
+    signal = tuple(TrainSample(s.trace, s.advantage, 1 / len(samples)) for s in samples if s.advantage and any(s.trace.mask))
+    return (Minibatch(signal, tokens),) if signal else ()
+
+
+class WatchedRetriever:
+    """A `Retriever` that tells the diagnostics what it found."""
+
+    def __init__(self, manager: ExperienceManager, diagnostics: Diagnostics) -> None:
+        self._manager, self._diagnostics = manager, diagnostics
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        hits = await self._manager.search(requests)
+        self._diagnostics.searched(requests, hits)
+        return hits
+
+
+class Uncounted:
+    """A `Retriever` that leaves no trace, for evaluations."""
+
+    def __init__(self, manager: ExperienceManager) -> None:
+        self._manager = manager
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        return await self._manager.search(requests, counted=False)
+
+
+class ExperienceSide:
+    """run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained."""
+
+    def __init__(
+        self, manager: ExperienceManager, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
+        monitor: Monitor, *, run: str, background: bool,
+    ) -> None:  # fmt: skip
+        self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
+        self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
+        self._credited = asyncio.Event()
+
+    async def run(self) -> None:
+        """Distils and trains until it is cancelled; returns at once where that happens at step boundaries. For the caller's task group."""
+        if not self._background:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.manager.run(), name="distillation")
+            if self.trainer:
+                tasks.create_task(self._train_when_credited(self.trainer), name="extractor")
+
+    async def _train_when_credited(self, trainer: ExtractorTrainer) -> None:
+        while True:
+            await self._credited.wait()
+            self._credited.clear()
+            await trainer.train()
+
+    async def observe(self, batch: Sequence[Trajectory]) -> None:
+        """Credits what guided these episodes and queues them for distillation: durable when it returns."""
+        for request in (DistilRequest.of(self._run, t) for t in batch if t.error is None and t.used):
+            await self.manager.credit([hit.use for hit in request.shown], request.success, episode=request.id)
+        for trajectory in self._distiller.select(batch):
+            await self.manager.submit(DistilRequest.of(self._run, trajectory))
+        self._credited.set()
+
+    async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
+        """`step` actor steps are completed, the last one with `batch`."""
+        self.manager.advance(step)
+        if self._background:
+            await self.manager.flush()
+        else:
+            await self.settle()
+        figures = {**await self.manager.stats(), **self.diagnostics.take(batch)}
+        self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
+        self._monitor.experiences(self.manager.newest(SHOWN))
+
+    async def settle(self) -> None:
+        """Returns when every episode is distilled and every full batch trained."""
+        await self.manager.drain()
+        if self.trainer:
+            await self.trainer.train()
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        return self.trainer.paused() if self.trainer else nullcontext()
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        return {"extractor": self.trainer.learner} if self.trainer else {}
+
+    async def state(self) -> State:
+        """For a checkpoint: how far the bank's log has come, and the extractor's learner."""
+        state: State = {"bank": (await self.manager.stats())["log/seq"]}
+        if self.trainer:
+            state |= {"extractor": self.trainer.learner.state(), "extractor_updates": self.trainer.updates}
+        return state
+
+
+def search_figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile, in milliseconds; empty without a search."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    return {f"perf/search_p{q}_ms": 1000 * ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 95)}
