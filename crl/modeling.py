@@ -54,9 +54,7 @@ def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> N
         raise ConfigError(key, str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
 
 
-def load_model(
-    path: Path, device: torch.device, dtype: torch.dtype = torch.float32, *, key: str = "actor.model"
-) -> PreTrainedModel:
+def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32, *, key: str = "actor.model") -> PreTrainedModel:
     """A causal LM for sampling and training; `key`: the setting that named it.
 
     Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the

@@ -114,9 +114,7 @@ class Evaluator:
             untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
         )
 
-    async def _play(
-        self, runner: EpisodeRunner, condition: Condition, name: str, split: Split, tasks: Sequence[Task]
-    ) -> list[Trajectory]:
+    async def _play(self, runner: EpisodeRunner, condition: Condition, name: str, split: Split, tasks: Sequence[Task]) -> list[Trajectory]:
         """The draws are the same under every condition, so that differences are paired."""
         keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
         return await play_all(runner, condition, keys, tasks, concurrency=self._concurrency)
@@ -124,4 +122,3 @@ class Evaluator:
 
 def rate(played: Sequence[Trajectory]) -> Rate:
     return Rate(sum(t.success for t in played), len(played))
-

@@ -55,9 +55,7 @@ class ExperienceReport:
         if self.gaps:
             lines.append(f"  guided − free in the same groups, second half of the run: {Mean.of(self.gaps)} over {len(self.gaps)} groups")
         for task, ((start, start_half), (end, end_half)) in self.gains.items():
-            lines.append(
-                f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}"
-            )
+            lines.append(f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}")
         for task, rate in self.lessons.items():
             static = f"; by the extractor it started with, of the same episodes: {self.untrained_lessons[task]}"
             lines.append(f"  {task}: right lessons among the extractor's answers: {rate}{static if task in self.untrained_lessons else ''}")
