@@ -207,7 +207,7 @@ class Trajectory:
 
     `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict.
     `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
-    such a trajectory is never trained on.
+    such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order.
     """
 
     task: Task
@@ -223,6 +223,7 @@ class Trajectory:
     turns: int = 0
     invalid_actions: int = 0
     used: tuple[ExperienceUse, ...] = ()
+    shown: tuple[str, ...] = ()
     truncated: bool = False
     error: str | None = None
 
@@ -230,6 +231,7 @@ class Trajectory:
         _one_of("condition", self.condition, Condition)
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
+        _same_length(used=self.used, shown=self.shown)
         if self.condition == "free" and (self.used or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
             raise ValueError("an experience-free trajectory must not have seen an experience, nor a tool to ask for one")
         object.__setattr__(self, "rewards", dict(self.rewards))
