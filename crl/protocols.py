@@ -128,10 +128,11 @@ class Embedder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A retrieved experience: its text and the use that the episode must record."""
+    """A retrieved experience: its text, the use that the episode must record, and the goal of the episode that taught it."""
 
     text: str
     use: ExperienceUse
+    goal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,8 @@ class Trajectory:
     """A finished episode. `segments` is the conversation as the agent saw it; `traces` are its training samples.
 
     `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict.
-    `shown`: the texts of the experiences in `used`. `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
-    such a trajectory is never trained on.
+    `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
+    such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order.
     """
 
     task: Task
@@ -231,6 +231,7 @@ class Trajectory:
         _one_of("condition", self.condition, Condition)
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
+        _same_length(used=self.used, shown=self.shown)
         if self.condition == "free" and (self.used or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
             raise ValueError("an experience-free trajectory must not have seen an experience, nor a tool to ask for one")
         object.__setattr__(self, "rewards", dict(self.rewards))

@@ -2,15 +2,18 @@
 
 from crl.manager.credit import CreditSettings, ExtractorSample
 from crl.manager.distil import DistilSettings
+from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager, ManagerSettings
 from crl.manager.ops import OpLimits
-from crl.manager.records import DistilRequest
+from crl.manager.records import Distilled, DistilRequest
 from crl.manager.retrieval import RetrievalSettings
 
 __all__ = [
+    "CachedEmbedder",
     "CreditSettings",
     "DistilRequest",
     "DistilSettings",
+    "Distilled",
     "ExperienceManager",
     "ExtractorSample",
     "ManagerSettings",

@@ -29,7 +29,7 @@ class Bank:
     """
 
     def __init__(self, dim: int, scope: Scope, settings: RetrievalSettings, seed: int) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}  # the last written last
         self._indexes: dict[str, ExactIndex] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
         self._picks: dict[tuple[str, int], Hit | None] = {}
@@ -39,6 +39,7 @@ class Bank:
         """Adds an entry or its next version. An older version than the one that is there changes nothing."""
         known = self.entries.get(entry.uid)
         if known is None or known.version < entry.version:
+            self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
             self._indexes.setdefault(self._room(entry.task), ExactIndex(self._dim)).put(entry.uid, vector)
 
@@ -67,7 +68,7 @@ class Bank:
             return self._picks[group]
         address = (step, request.group) if shared else (step, request.group, request.member)
         entry = self._pick(request.task.name, query, step, generator(self._seed, "retrieval", *address))
-        hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, "start")) if entry else None
+        hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, "start"), entry.goal) if entry else None
         if counted:
             if entry:
                 entry.retrieved += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,10 @@ class Database:
 
         A caller that is cancelled does not interrupt it.
         """
-        task = asyncio.create_task(self._transaction(work))
+        return await self._whole(self._transaction(work))
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
@@ -75,6 +78,20 @@ class Database:
             with _errors(self.path):
                 return list(await self.connection.execute_fetchall(sql, parameters))
 
+    async def backup(self, target: Path) -> None:
+        """Copies what is committed to a new file, in one piece. Raises `StoreError`, also when `target` exists."""
+        _refuse_existing(target)
+        await self._whole(self._backup(target))
+
+    async def _backup(self, target: Path) -> None:
+        try:
+            with _errors(target):
+                async with self._lock, aiosqlite.connect(target) as copy:
+                    await self.connection.backup(copy)
+        except BaseException:
+            _remove(target)
+            raise
+
     async def aclose(self) -> None:
         """Closes the file after the transactions that have begun."""
         while self._running:
@@ -82,6 +99,15 @@ class Database:
         async with self._lock:
             with _errors(self.path):
                 await self.connection.close()
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise StoreError(f"{path}: it exists, and a bank is not copied over it. Choose another path.")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from crl.manager.ops import THINKING_OPENS, Op, OpLimits, parse_ops, token_spans
 from crl.manager.records import Distilled, DistilRequest, Generation, UnitKey, Write
 from crl.protocols import Embedder, Engine
@@ -18,13 +21,20 @@ PromptWriter = Callable[[DistilRequest], Sequence[Segment]]
 
 @dataclass(frozen=True, slots=True)
 class DistilSettings:
-    """max_tokens, temperature: of the extractor's sampling. key_with_goal: an entry is found by its goal and text, not by its text
-    alone. limits: of what one answer may hold."""
+    """max_tokens, temperature: of the extractor's sampling. key_text_weight: w ≥ 0 of an entry's key, unit(embed(goal) + w·embed(text));
+    **ours**. None = embed(text) alone, as in the paper. limits: of what one answer may hold.
+
+    For w < 1 the key's cosine to its own goal is at least √(1 − w²), whatever the text.
+    """
 
     max_tokens: int = 4096
     temperature: float = 1.0
-    key_with_goal: bool = False
+    key_text_weight: float | None = None
     limits: OpLimits = field(default_factory=OpLimits)
+
+    def __post_init__(self) -> None:
+        if self.key_text_weight is not None and not self.key_text_weight >= 0:
+            raise ValueError(f"key_text_weight must not be negative, not {self.key_text_weight}")
 
 
 class Distiller:
@@ -55,14 +65,24 @@ class Distiller:
         generation = Generation(request.id, extractor, prompt, completion, head)
         return Distilled(request, generation, writes, len(parsed.ops) - len(writes), parsed.dropped)
 
-    def key(self, goal: str, text: str) -> str:
-        """What an entry is found by."""
-        return f"{goal}\n{text}" if self._settings.key_with_goal else text
+    @property
+    def keys_name(self) -> str:
+        """How `keys` are made; vectors of another name do not compare with them."""
+        weight = self._settings.key_text_weight
+        return self._embedder.name if weight is None else f"{self._embedder.name}: goal + {weight} text"
+
+    async def keys(self, entries: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
+        """What entries of (goal, text) are found by: float32 [len(entries), dim], unit norm."""
+        weight = self._settings.key_text_weight
+        texts = await self._embedder.embed([text for _, text in entries])
+        if weight is None:
+            return texts
+        keys = await self._embedder.embed([goal for goal, _ in entries]) + weight * texts
+        return keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)
 
     async def _writes(self, request: DistilRequest, ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> tuple[Write, ...]:
         writing = [(i, op, span) for i, (op, span) in enumerate(zip(ops, spans, strict=True)) if op.kind != "return"]
-        keys = [self.key(request.task.goal, op.text) for _, op, _ in writing]
-        vectors = await self._embedder.embed(keys) if keys else ()
+        vectors = await self.keys([(request.task.goal, op.text) for _, op, _ in writing]) if writing else ()
         return tuple(Write(i, op.text, span, vector, _target(request, op)) for (i, op, span), vector in zip(writing, vectors, strict=True))
 
 

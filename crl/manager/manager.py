@@ -9,8 +9,11 @@ disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +26,10 @@ from crl.manager.retrieval import RetrievalSettings
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
 from crl.tokens import ChatRenderer
-from crl.types import ExperienceUse
+from crl.types import Experience, ExperienceUse
+
+SEARCH_TIMES = 4096
+"""Search times that are kept for whoever takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,11 @@ class ExperienceManager:
     """
 
     def __init__(
-        self, store: Store, bank: Bank, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings
-    ) -> None:
+        self, store: Store, bank: Bank, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings,
+        on_distilled: Callable[[Distilled], None] | None,
+    ) -> None:  # fmt: skip
         self._store, self._bank, self._distiller = store, bank, distiller
-        self._engine, self._embedder, self._settings = engine, embedder, settings
+        self._engine, self._embedder, self._settings, self._on_distilled = engine, embedder, settings, on_distilled
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
         self._places = asyncio.Semaphore(settings.concurrency)
@@ -73,22 +80,23 @@ class ExperienceManager:
         self._changes: set[asyncio.Task[Any]] = set()
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
+        self._search_times: deque[float] = deque(maxlen=SEARCH_TIMES)
 
     @classmethod
     async def open(
         cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompt: PromptWriter,
-        settings: ManagerSettings, *, seed: int,
+        settings: ManagerSettings, *, seed: int, on_distilled: Callable[[Distilled], None] | None = None,
     ) -> ExperienceManager:  # fmt: skip
         """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
 
-        engine: the extractor's; renderer: of its chat template; seed: root of all draws. A bank that another embedder wrote is
-        embedded again. Raises `StoreError`.
+        engine: the extractor's; renderer: of its chat template; seed: root of all draws; on_distilled: told what became of a request,
+        after its ops were applied. A bank that another embedder wrote, or with other keys, is embedded again. Raises `StoreError`.
         """
         store = await Store.open(path)
         try:
             bank = Bank(embedder.dim, settings.scope, settings.retrieval, seed)
             distiller = Distiller(engine, embedder, renderer, prompt, settings.distil, seed)
-            manager = cls(store, bank, distiller, engine, embedder, settings)
+            manager = cls(store, bank, distiller, engine, embedder, settings, on_distilled)
             await manager._load()
         except BaseException:
             await store.aclose()
@@ -98,10 +106,10 @@ class ExperienceManager:
     async def _load(self) -> None:
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
-        if await self._store.embedder() != self._embedder.name:
-            vectors = await self._embedder.embed([self._distiller.key(entry.goal, entry.text) for entry, _ in entries]) if entries else []
+        if await self._store.embedder() != self._distiller.keys_name:
+            vectors = list(await self._distiller.keys([(entry.goal, entry.text) for entry, _ in entries])) if entries else []
             by_uid = {entry.uid: vector for (entry, _), vector in zip(entries, vectors, strict=True)}
-            await self._store.set_vectors(self._embedder.name, by_uid)
+            await self._store.set_vectors(self._distiller.keys_name, by_uid)
         for (entry, _), vector in zip(entries, vectors, strict=True):
             self._bank.put(entry, vector)
 
@@ -110,7 +118,7 @@ class ExperienceManager:
         while self._changes:
             await asyncio.wait(set(self._changes))
         try:
-            await self._flush()
+            await self._write_counts()
         finally:
             await self._store.aclose()
 
@@ -137,9 +145,18 @@ class ExperienceManager:
 
         counted = False (evaluations): no counter moves and nothing is remembered.
         """
+        start = time.perf_counter()
         queries = list(dict.fromkeys(request.query for request in requests))
         vectors = dict(zip(queries, await self._embedder.embed(queries), strict=True)) if queries else {}
-        return [self._bank.search(request, vectors[request.query], self._step, counted=counted) for request in requests]
+        hits = [self._bank.search(request, vectors[request.query], self._step, counted=counted) for request in requests]
+        self._search_times.append(time.perf_counter() - start)
+        return hits
+
+    def take_search_times(self) -> list[float]:
+        """Seconds that each call of `search` took since the last call of this, the embedder's time included; the last SEARCH_TIMES."""
+        times = list(self._search_times)
+        self._search_times.clear()
+        return times
 
     # ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +195,7 @@ class ExperienceManager:
     async def drain(self) -> None:
         """Returns when every request submitted before is distilled and applied, those of this call in request order.
 
-        Also writes retrieval counts down and drops generations that can earn nothing any more.
+        Flushes at its end.
         """
         requests = await self._store.lease()
         try:
@@ -191,8 +208,19 @@ class ExperienceManager:
             raise
         async with self._changed:
             await self._changed.wait_for(lambda: not self._working)
-        await self._flush()
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Writes retrieval counts down and drops generations that can earn nothing any more; waits for no distillation.
+
+        Searches do not wait for the disk: a crash forgets the counts since the last flush.
+        """
+        await self._write_counts()
         await self._store.prune(self._step - self._settings.keep_steps)
+
+    async def _write_counts(self) -> None:
+        if counts := self._bank.take_counts():
+            await self._store.retrieved(counts, self._stamp())
 
     async def _next(self) -> DistilRequest:
         async with self._changed:
@@ -235,6 +263,8 @@ class ExperienceManager:
             async with self._changed:
                 self._settled += 1
                 self._changed.notify_all()
+            if self._on_distilled and isinstance(outcome, Distilled):
+                self._on_distilled(outcome)
 
         await self._whole(change())
 
@@ -300,7 +330,15 @@ class ExperienceManager:
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         return {**sizes, **await self._store.counts(), "queue/refused": self._refused}
 
-    async def _flush(self) -> None:
-        """Writes retrieval counts down. Searches do not wait for the disk: a crash forgets the counts since the last flush."""
-        if counts := self._bank.take_counts():
-            await self._store.retrieved(counts, self._stamp())
+    def newest(self, n: int) -> list[Experience]:
+        """At most `n` active entries as they are now, counters included; the last written (added or updated) first."""
+        return [entry.experience for entry in islice(reversed(self._bank.entries.values()), n)]
+
+    async def export_copy(self, path: Path) -> None:
+        """Copies the bank as it is now to a file of its own, while it is in use: for scratch copies, and to start other runs from.
+
+        The copy holds the queue too: a manager that opens it and distils takes up what was pending. Raises `StoreError`, also
+        when `path` exists.
+        """
+        await self._write_counts()
+        await self._store.backup(path)

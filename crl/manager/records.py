@@ -54,12 +54,11 @@ class DistilRequest:
             raise ValueError(f"a run's name in a request must not be empty nor hold a slash, not {self.run!r}")
 
     @classmethod
-    def of(cls, run: str, trajectory: Trajectory, shown: tuple[Hit, ...] = ()) -> DistilRequest:
-        """The request for a trajectory. Raises `ValueError` where `shown` is not what the trajectory used, or it has an error."""
+    def of(cls, run: str, trajectory: Trajectory) -> DistilRequest:
+        """The request for a trajectory. Raises `ValueError` where it has an error."""
         if trajectory.error is not None:
             raise ValueError(f"a trajectory that failed is not distilled: {trajectory.error}")
-        if tuple(hit.use for hit in shown) != trajectory.used:
-            raise ValueError(f"shown {[hit.use for hit in shown]} is not what the trajectory used: {trajectory.used}")
+        shown = tuple(map(Hit, trajectory.shown, trajectory.used))
         address = (trajectory.step, trajectory.group, trajectory.member)
         return cls(run, *address, trajectory.task, trajectory.segments, trajectory.success, trajectory.truncated, shown)
 
@@ -78,7 +77,7 @@ class DistilRequest:
             | {
                 "task": Task(**data["task"]),
                 "segments": tuple(Segment(**segment) for segment in data["segments"]),
-                "shown": tuple(Hit(hit["text"], ExperienceUse(**hit["use"])) for hit in data["shown"]),
+                "shown": tuple(Hit(**hit | {"use": ExperienceUse(**hit["use"])}) for hit in data["shown"]),
             }
         )
 

@@ -74,8 +74,11 @@ def diverse_scores(candidates: Sequence[Candidate], step: int, settings: Retriev
 
 
 def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
-    """Returned within the last `recent_steps` actor steps, the one that is running included."""
-    return entry.last_returned_step is not None and step - entry.last_returned_step < recent_steps
+    """Returned within the last `recent_steps` actor steps, the one that is running included.
+
+    A step that is still to come was counted in another run, which the bank was copied from: not recent.
+    """
+    return entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
 
 
 def credit_score(entry: Entry) -> float:

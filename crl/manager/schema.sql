@@ -70,6 +70,6 @@ CREATE INDEX units_ready ON units (ready) WHERE ready IS NOT NULL;
 CREATE INDEX units_generation ON units (generation);
 
 CREATE TABLE facts (
-    name  TEXT PRIMARY KEY,       -- embedder: the one that made entries.vector
+    name  TEXT PRIMARY KEY,       -- embedder: what made entries.vector
     value TEXT NOT NULL
 ) WITHOUT ROWID;

@@ -47,6 +47,10 @@ class Store:
     async def aclose(self) -> None:
         await self._database.aclose()
 
+    async def backup(self, path: Path) -> None:
+        """A consistent copy of the bank in one file, made while it is in use. Raises `StoreError`, also when `path` exists."""
+        await self._database.backup(path)
+
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, request: DistilRequest, stamp: Stamp, bound: int | None = None) -> bool:
@@ -122,7 +126,7 @@ class Store:
         return [(_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
-        """Replaces vectors by uid and remembers which embedder they are of."""
+        """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
 
         async def work(db: Connection) -> None:
             rows = [(_bytes(vector), uid) for uid, vector in vectors.items()]
@@ -132,7 +136,7 @@ class Store:
         await self._database.transaction(work)
 
     async def embedder(self) -> str | None:
-        """The embedder of the stored vectors; None in a new bank."""
+        """What made the stored vectors; None in a new bank."""
         rows = await self._database.rows("SELECT value FROM facts WHERE name = 'embedder'")
         return rows[0]["value"] if rows else None
 

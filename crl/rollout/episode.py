@@ -81,7 +81,8 @@ class EpisodeRunner:
         trajectory = Trajectory(
             task, key.step, key.group, key.member, plan.condition, conversation.segments, conversation.traces,
             rewards={"outcome": record.reward}, reward=record.reward, success=record.success, turns=record.turns,
-            invalid_actions=record.invalid, used=(hit.use,) if hit else (), shown=(hit.text,) if hit else (), truncated=record.truncated, error=record.error,
+            invalid_actions=record.invalid, used=(hit.use,) if hit else (), shown=(hit.text,) if hit else (),
+            truncated=record.truncated, error=record.error,
         )  # fmt: skip
         return trajectory if trajectory.error else trajectory.with_rewards(self.shaper.shape(trajectory))
 

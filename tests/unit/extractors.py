@@ -41,8 +41,8 @@ def task(name: str = "room", goal: str = GOAL) -> Task:
     return Task(name, 7, "train", goal, {"lgen": 3})
 
 
-def hit(uid: str, version: int = 1, text: str = "Go west.", generation: str = "") -> Hit:
-    return Hit(text, ExperienceUse(uid, version, generation or uid.split("#")[0], "start"))
+def hit(uid: str, version: int = 1, text: str = "Go west.", generation: str = "", goal: str = "") -> Hit:
+    return Hit(text, ExperienceUse(uid, version, generation or uid.split("#")[0], "start"), goal)
 
 
 def request(step: int = 0, group: int = 0, member: int = 0, *, note: str = "", of: Task | None = None, **changes: Any) -> DistilRequest:

@@ -136,7 +136,7 @@ async def test_what_guides_an_episode_is_on_its_trajectory() -> None:
     async with house() as home:
         run = runner(scripted("open"), home.host)
         guided = await run.play(KEY, TASK, RolloutPlan("guided"), hit)
-        assert guided.used == (hit.use,)
+        assert (guided.used, guided.shown) == ((hit.use,), (hit.text,))
         assert guided.segments[2] == Segment("user", "Open means open.", "experience")
         assert "Open means open." in text(guided.traces[0])
         with pytest.raises(ValueError, match="must not have seen an experience"):

@@ -11,7 +11,13 @@ from extractors import WordEmbedder, search
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crl.envs.actions import COMPASS
+from crl.envs.places import FIXED_NAMES, PLACE_NAMES
+from crl.envs.room import GOAL
+from crl.envs.room.lessons import LESSONS, lesson
+from crl.manager import CachedEmbedder
 from crl.manager.bank import Bank, Scope
+from crl.manager.distil import Distiller, DistilSettings
 from crl.manager.embed import HashEmbedder
 from crl.manager.index import TAIL, ExactIndex
 from crl.manager.records import Entry
@@ -45,6 +51,12 @@ def test_equation_6_on_worked_numbers():
     assert picked(found) == "m1"
     assert picked(found, recent_steps=2) == "m0"  # m1 is recent now as well: −2.277; m0 is the best of the three
     assert picked(found, recent_steps=0, lam=0.0) == "m0"
+
+
+def test_what_another_run_returned_at_a_step_still_to_come_is_not_recent():
+    found = candidates(0.95, 0.94)
+    found[0].entry.last_returned_step = 11
+    assert diverse_scores(found, 10, RetrievalSettings()) == [0, -1]
 
 
 def test_equals_share_a_rank_and_the_tie_is_drawn_from_the_generator():
@@ -172,6 +184,66 @@ async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
     assert min(similarities[:2]) > similarities[2] + 0.1
     assert np.array_equal(await HashEmbedder().embed(texts), vectors)
     assert (await embedder.embed([])).shape == (0, 384)
+
+
+LESSON_TEXTS = [lesson(kind, direction) for kind, text in LESSONS.items() for direction in (COMPASS if "{" in text else [""])]
+ROOM_GOALS = [GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]]  # neighbours: the most alike
+
+
+async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndarray:
+    distiller = Distiller(None, HashEmbedder(), None, None, DistilSettings(key_text_weight=weight), seed=0)  # pyright: ignore[reportArgumentType]
+    return await distiller.keys(entries)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1, 0.25])
+async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_than_any_other(weight):
+    queries = await HashEmbedder().embed(ROOM_GOALS)
+    keys = np.stack([await keyed(weight, [(goal, text) for goal in ROOM_GOALS]) for text in LESSON_TEXTS])
+    assert np.linalg.norm(keys, axis=2) == pytest.approx(1.0, abs=1e-6)
+    similarities = keys @ queries.T  # [lesson, its goal, query]
+    own = similarities.diagonal(axis1=1, axis2=2)
+    others = np.where(np.eye(len(ROOM_GOALS), dtype=bool), -1, similarities).max(axis=(0, 1))
+    assert (own.min(axis=0) > others + 0.01).all()
+    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # what DistilSettings promises
+
+
+async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
+    """w = 0.1, margin 0.01, min_similarity 0.994: for any text, since goals are at most 0.977 alike and w turns a key by at most
+    asin 0.1: cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²)."""
+    goals = [GOAL.format(place=place + again) for place in FIXED_NAMES + PLACE_NAMES for again in ("", " 2")]
+    vectors = await HashEmbedder().embed(goals)
+    alike = (vectors @ vectors.T - 2 * np.eye(len(goals), dtype=np.float32)).max()
+    assert alike < 0.977
+    assert math.cos(math.acos(0.977) - math.asin(0.1)) < 0.994 < math.sqrt(1 - 0.1**2)
+    assert 1 - math.sqrt(1 - 0.1**2) < 0.01
+
+
+async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
+    assert np.array_equal(await keyed(None, [("goal", text) for text in LESSON_TEXTS]), await HashEmbedder().embed(LESSON_TEXTS))
+    with pytest.raises(ValueError, match=r"key_text_weight must not be negative, not -0\.1"):
+        DistilSettings(key_text_weight=-0.1)
+
+
+# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_cache_embeds_what_it_does_not_know_and_forgets_what_was_not_asked_for_longest():
+    inner = WordEmbedder()
+    cached = CachedEmbedder(inner, size=2)
+    assert (cached.name, cached.dim) == (inner.name, inner.dim)
+    for texts in (["a", "b", "a"], ["b"], ["c"], ["b", "a", "c"], ["x", "y", "z", "x"], []):
+        assert np.array_equal(await cached.embed(texts), await WordEmbedder().embed(texts))
+    assert inner.calls == [["a", "b"], ["c"], ["a"], ["x", "y", "z"]]
+    assert (cached.hits, cached.misses) == (5, 7)
+    assert (await cached.embed([])).shape == (0, cached.dim)
+    with pytest.raises(ValueError, match="at least one text, not 0"):
+        CachedEmbedder(inner, size=0)
+
+
+async def test_what_a_caller_does_with_a_cached_vector_stays_its_own():
+    cached = CachedEmbedder(WordEmbedder(), size=2)
+    (await cached.embed(["a"]))[:] = 0
+    assert np.array_equal(await cached.embed(["a"]), await WordEmbedder().embed(["a"]))
 
 
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────

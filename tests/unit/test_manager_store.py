@@ -153,7 +153,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitted = request(3, 17, 2, note="ünïcode \ud800", shown=(hit("run/0/0/0#1", 2),), success=False, truncated=True)
+    submitted = request(3, 17, 2, note="ünïcode \ud800", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
     assert await store.submit(submitted, AT)
     assert await store.lease() == [submitted]
     assert DistilRequest.from_json(submitted.to_json()) == submitted
@@ -211,6 +211,52 @@ async def test_a_buried_request_keeps_payload_and_reason(tmp_path):
     await store.aclose()
     rows = sql(tmp_path / "bank.sqlite", "SELECT state, reason, payload IS NULL FROM requests")
     assert rows == [("dead", "too long", 0)]
+
+
+async def test_a_hit_without_a_goal_is_still_read():
+    submitted = request(shown=(hit("run/0/0/0#1"),))
+    assert DistilRequest.from_json(submitted.to_json().replace(', "goal": ""', "")) == submitted
+
+
+# ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await asyncio.gather(*(store.submit(request(member=m), AT) for m in range(20)), store.backup(tmp_path / "copy.sqlite"))
+    assert sql(tmp_path / "copy.sqlite", "PRAGMA integrity_check") == [("ok",)]
+    copied = sql(tmp_path / "copy.sqlite", "SELECT (SELECT COUNT(*) FROM requests), (SELECT COUNT(*) FROM log)")
+    assert copied[0][0] == copied[0][1] <= 20
+    assert len(await store.lease()) == 20
+    await store.aclose()
+    copy = await Store.open(tmp_path / "copy.sqlite")
+    assert len(await copy.lease()) == copied[0][0]
+    await copy.aclose()
+
+
+async def test_a_write_ahead_log_that_was_left_behind_is_no_part_of_a_copy(tmp_path):
+    store, other = await Store.open(tmp_path / "bank.sqlite"), await Store.open(tmp_path / "copy.sqlite")
+    await store.submit(request(), AT)
+    await other.submit(request(member=7), AT)
+    left = (tmp_path / "copy.sqlite-wal").read_bytes()
+    await other.aclose()
+    (tmp_path / "copy.sqlite").unlink()
+    (tmp_path / "copy.sqlite-wal").write_bytes(left)
+    await store.backup(tmp_path / "copy.sqlite")
+    await store.aclose()
+    assert sql(tmp_path / "copy.sqlite", "SELECT id FROM requests") == [("run/0/0/0",)]
+
+
+async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(StoreError, match=r"mine: it exists, and a bank is not copied over it\. Choose another path\."):
+        await store.backup(tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(StoreError, match="must exist and be writable"):
+        await store.backup(tmp_path / "nowhere" / "copy.sqlite")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bank.sqlite", "bank.sqlite-shm", "bank.sqlite-wal", "mine"]
+    await store.aclose()
 
 
 async def test_retrieval_counts_are_kept(tmp_path):

@@ -112,7 +112,14 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
     trace = TokenTrace((5, 6, 7), (0, 0, 1), (0.0, 0.0, -0.5), (-1, -1, 4))
     use = ExperienceUse("e1", 2, "g9", "start")
     record = trajectory(
-        trace, condition="guided", segments=(Segment("user", "at 2 3 é", "env"),), used=(use,), reward=1.0, success=True, turns=3
+        trace,
+        condition="guided",
+        segments=(Segment("user", "at 2 3 é", "env"),),
+        used=(use,),
+        shown=("Go west.",),
+        reward=1.0,
+        success=True,
+        turns=3,
     )
     FileMonitor(run).trajectories([record])
     assert lines(run.trajectories) == [

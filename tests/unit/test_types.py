@@ -56,7 +56,8 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (Trajectory(TASK, 0, 0, 0, "guided"), {"condition": "half"}, "condition must be one of"),
         (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("nan")}, "reward must be finite"),
         (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("-inf")}, "reward must be finite"),
-        (Trajectory(TASK, 0, 0, 0, "free"), {"used": (USE,)}, "must not have seen an experience"),
+        (Trajectory(TASK, 0, 0, 0, "free"), {"used": (USE,), "shown": ("look first",)}, "must not have seen an experience"),
+        (Trajectory(TASK, 0, 0, 0, "guided"), {"used": (USE,)}, r"columns differ in length: .*'shown': 0"),
         (Trajectory(TASK, 0, 0, 0, "free"), {"segments": (Segment("user", "x", "experience"),)}, "must not have seen an experience"),
     ],
 )
@@ -66,7 +67,7 @@ def test_a_bad_record_is_refused(record: Any, change: dict[str, Any], said: str)
 
 
 def test_a_guided_trajectory_may_have_seen_an_experience() -> None:
-    seen = Trajectory(TASK, 0, 0, 0, "guided", segments=(Segment("user", "x", "experience"),), used=(USE,))
+    seen = Trajectory(TASK, 0, 0, 0, "guided", segments=(Segment("user", "x", "experience"),), used=(USE,), shown=("x",))
     assert seen.used == (USE,)
 
 
