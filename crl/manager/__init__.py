@@ -1,7 +1,7 @@
 """The ExperienceManager: retrieval, distillation, credit, on a durable bank. Imports neither torch nor transformers."""
 
 from crl.manager.credit import CreditSettings, ExtractorSample
-from crl.manager.distil import DistilSettings
+from crl.manager.distil import DistilSettings, PromptWriter
 from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager, ManagerSettings
 from crl.manager.ops import OpLimits
@@ -18,5 +18,6 @@ __all__ = [
     "ExtractorSample",
     "ManagerSettings",
     "OpLimits",
+    "PromptWriter",
     "RetrievalSettings",
 ]

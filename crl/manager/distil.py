@@ -53,7 +53,7 @@ class Distiller:
         sampling = Sampling(self._settings.max_tokens, self._renderer.stop_ids, self._settings.temperature)
         extractor = self._engine.version
         draw = derive_seed(self._seed, "distil", request.id)
-        completion = await self._engine.generate(prompt, sampling, session=f"distil/{request.id}", rng=draw)
+        completion = await self._engine.generate(prompt, sampling, rng=draw)
 
         sampled = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         opened = text.rstrip().endswith(THINKING_OPENS)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from crl.types import Trajectory
+from crl.types import Experience, Trajectory
 
 Figures = Mapping[str, float | int | str | None]
 
@@ -66,6 +66,9 @@ class PlainMonitor:
         self.note(render_line(step, kind, figures, steps=self._steps))
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
         pass
 
     def note(self, text: str) -> None:

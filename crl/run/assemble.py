@@ -27,7 +27,7 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
 from crl.manager.embed import CachedEmbedder, HashEmbedder
-from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
+from crl.methods.parts.distilling import CompactDistilPrompt, whole_text
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
@@ -106,9 +106,10 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             parts = _bank_parts(config, specs)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             shutil.copy2(run.bank, folder / run.bank.name)
-            manager = await parts.open(folder / run.bank.name, _engine(config, extractor, stack), stack)
+            distilling = _engine(config, extractor, stack)
+            manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
-            bank = RunBank(manager, parts, partial(_engine, config, _extractor(config)))
+            bank = RunBank(manager, distilling, parts, partial(_engine, config, _extractor(config)))
         runner = _runner(config, specs, actor, method, engine, pool, Nothing())
         yield _measures(config, specs, runner, engine, bank)[0]
 
@@ -247,6 +248,7 @@ class RunBank:
     """The run's bank, and what evaluations make of it. untrained_engine: with the extractor that the run started with."""
 
     manager: ExperienceManager
+    engine: Engine
     parts: BankParts
     untrained_engine: Callable[[AsyncExitStack], Engine]
 
@@ -256,7 +258,7 @@ class RunBank:
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
             await self.manager.export_copy(path)
-            manager = await self.parts.open(path, self.manager.engine, stack, on_distilled)
+            manager = await self.parts.open(path, self.engine, stack, on_distilled)
             manager.advance(self.manager.step)
             yield manager
 
@@ -289,7 +291,7 @@ def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec]) -> PromptWri
     """By the extractor's profile: a compact one reads digests, another the whole episode."""
     path = _extractor(config).path
     if model_profile(path, "extractor.model") == "full":
-        return FullDistilPrompt()
+        raise NotImplementedError
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
@@ -315,7 +317,7 @@ async def _experience(
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
     background = not config.run.deterministic
     side = ExperienceSide(manager, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
-    return side, RunBank(manager, parts, partial(_engine, config, role))
+    return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 
 # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
-from crl.protocols import Engine, Learner, Method, Monitor, TaskSource
+from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint
 from crl.run.evaluate import Evaluation, Evaluator
@@ -97,7 +97,8 @@ class Loop:
 
     async def checkpoint(self) -> Path:
         """Both models, the state of every part, and how far the bank's log had come."""
-        learners, state = {"actor": self.learner}, {"learner": self.learner.state(), "source": self.collector.source_state()}
+        learners = {"actor": self.learner}
+        state: State = {"learner": self.learner.state(), "source": self.collector.source_state()}
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
                 learners |= self.experience.learners

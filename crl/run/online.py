@@ -21,6 +21,9 @@ VISITS = 5
 MEMBERS = 4
 UNCOUNTED_VISITS = 2
 
+MARK = "online"
+"""The run's name in the requests of these episodes; a copied bank may have others in its queue."""
+
 Scratch = Callable[[Callable[[Distilled], None]], AbstractAsyncContextManager[ExperienceManager]]
 """Opens a scratch bank that tells what was distilled, and throws it away."""
 
@@ -97,7 +100,7 @@ class Tally:
         self.count: LessonCount | None = (0, 0) if advisor else None
 
     def __call__(self, distilled: Distilled) -> None:
-        if self._advisor and self.count:
+        if self._advisor and self.count and distilled.request.run == MARK:
             right, answers = self.count
             self.count = (right + verdict(self._advisor, distilled).correct, answers + 1)
 
@@ -106,7 +109,7 @@ async def learn(bank: ExperienceManager, played: Sequence[Trajectory]) -> None:
     """Credits and distils a visit's episodes; one step of the bank's clock."""
     for trajectory in played:
         if trajectory.error is None:
-            request = DistilRequest.of("online", trajectory)
+            request = DistilRequest.of(MARK, trajectory)
             await bank.credit(trajectory.used, trajectory.success, episode=request.id)
             await bank.submit(request)
     await bank.drain()

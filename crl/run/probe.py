@@ -26,7 +26,8 @@ class Told:
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         use = ExperienceUse("told", 1, "told", "start")
-        return [Hit(self.texts[request.task.goal], use, request.task.goal) for request in requests]
+        hits = (Hit(self.texts[request.task.goal], use, request.task.goal) for request in requests)
+        return list(hits)
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,10 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
         return None
     after = loop.evaluations.get(loop.completed)
     start, end = loop.probes.get(0), loop.probes.get(loop.completed)
-    names = [name.split("/")[1] for name in start or () if name.endswith("/right_minus_none")]
     gains = {}
-    for name in names if start and end else ():
-        key = f"probe/{name}/right_minus_none"
-        gains[name] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
+    if start and end:
+        for key in [name for name in start if name.endswith("/right_minus_none")]:
+            gains[key.split("/")[1]] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
     return ExperienceReport(
         bank=bank,
         stats=await side.manager.stats(),

@@ -12,6 +12,11 @@ Digest = Callable[[Sequence[Segment]], str]
 """An episode in few words, from its texts alone."""
 
 
+def whole_text(segments: Sequence[Segment]) -> str:
+    """The `Digest` of an environment that has none of its own: everything that was said."""
+    return "\n".join(segment.text for segment in segments if segment.origin in ("env", "policy"))
+
+
 @dataclass(frozen=True)
 class EveryEpisode:
     """`Distiller`: guided and free, won and lost (CRL §3.2.1); only what could not be played is left out."""
