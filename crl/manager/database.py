@@ -1,4 +1,4 @@
-"""One SQLite file behind asyncio: opening it safely, whole transactions, and one error for whatever goes wrong.
+"""One SQLite file behind asyncio: opening it safely, whole transactions in shared commits, one error for whatever goes wrong.
 
 WAL with synchronous=FULL: what a transaction wrote is on disk when it returns, and readers never wait for a writer.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ Work = Callable[[aiosqlite.Connection], Awaitable[T]]
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 SCHEMA_VERSION = 1
+GROUP = 64
+"""Works that share one commit at most."""
+
 APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
 
 
@@ -29,6 +33,8 @@ class Database:
     def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
         self.path, self.connection = path, connection
         self._lock = asyncio.Lock()
+        self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
+        self._committing: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -47,30 +53,65 @@ class Database:
         return cls(path, connection)
 
     async def transaction(self, work: Work[T]) -> T:
-        """Runs `work` in one transaction: all of it is durable when this returns, or nothing of it happened.
+        """All of `work` is durable when this returns, or nothing of it happened. Works begin in the order of their calls.
 
-        A caller that is cancelled does not interrupt it.
+        Works that wait at the same time share one commit, since making it durable takes longer than they do; each can fail alone.
+        A caller that is cancelled does not interrupt its work.
         """
-        return await self._whole(self._transaction(work))
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((work, done))
+        if self._committing is None:
+            self._committing = asyncio.create_task(self._commit_all())
+        return await asyncio.shield(done)
+
+    async def _commit_all(self) -> None:
+        while self._waiting:
+            group = [self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))]
+            outcomes: Sequence[Any]
+            try:
+                outcomes = await self._commit([work for work, _ in group])
+            except BaseException as error:  # nothing of the group happened: each of its callers is told why
+                outcomes = [error] * len(group)
+            for (_, done), outcome in zip(group, outcomes, strict=True):
+                if isinstance(outcome, BaseException):
+                    done.set_exception(outcome)
+                    done.exception()  # it counts as seen when its caller was cancelled meanwhile
+                else:
+                    done.set_result(outcome)
+        self._committing = None
+
+    async def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
+        """One transaction; what each work returned or raised."""
+        async with self._lock:
+            with _errors(self.path):
+                await self.connection.execute("BEGIN IMMEDIATE")
+                try:
+                    outcomes = [await self._attempt(work) for work in works]
+                    await self.connection.execute("COMMIT")
+                except BaseException:
+                    if self.connection.in_transaction:
+                        await self.connection.execute("ROLLBACK")
+                    raise
+        return outcomes
+
+    async def _attempt(self, work: Work[Any]) -> Any:
+        await self.connection.execute("SAVEPOINT work")
+        try:
+            with _errors(self.path):
+                outcome = await work(self.connection)
+        except Exception as error:
+            if not self.connection.in_transaction:  # SQLite gave up the whole transaction, as on a full disk
+                raise
+            await self.connection.execute("ROLLBACK TO work")
+            outcome = error
+        await self.connection.execute("RELEASE work")
+        return outcome
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
-
-    async def _transaction(self, work: Work[T]) -> T:
-        async with self._lock:
-            with _errors(self.path):
-                await self.connection.execute("BEGIN IMMEDIATE")
-                try:
-                    result = await work(self.connection)
-                    await self.connection.execute("COMMIT")
-                except BaseException:
-                    if self.connection.in_transaction:
-                        await self.connection.execute("ROLLBACK")
-                    raise
-        return result
 
     async def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[sqlite3.Row]:
         """All rows of one query outside of any transaction."""
@@ -94,8 +135,8 @@ class Database:
 
     async def aclose(self) -> None:
         """Closes the file after the transactions that have begun."""
-        while self._running:
-            await asyncio.wait(set(self._running))
+        while pending := {*self._running, *([self._committing] if self._committing else [])}:
+            await asyncio.wait(pending)
         async with self._lock:
             with _errors(self.path):
                 await self.connection.close()

@@ -201,8 +201,8 @@ class ExperienceManager:
         try:
             async with asyncio.TaskGroup() as tasks:
                 outcomes = [tasks.create_task(self._distil(request)) for request in requests]
-            for request, outcome in zip(requests, outcomes, strict=True):
-                await self._apply(request, outcome.result())
+            # Begun in request order, and so written and put into memory in it.
+            await asyncio.gather(*(self._apply(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
         except BaseException:
             await self._store.release()
             raise

@@ -128,10 +128,7 @@ class ExperienceSide:
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
         """Credits what guided these episodes and queues them for distillation: durable when it returns."""
-        for request in (DistilRequest.of(self._run, t) for t in batch if t.error is None and t.used):
-            await self.manager.credit([hit.use for hit in request.shown], request.success, episode=request.id)
-        for trajectory in self._distiller.select(batch):
-            await self.manager.submit(DistilRequest.of(self._run, trajectory))
+        await learn(self.manager, self._run, batch, self._distiller.select(batch))
         self._credited.set()
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
@@ -164,6 +161,13 @@ class ExperienceSide:
         if self.trainer:
             state |= {"extractor": self.trainer.learner.state(), "extractor_updates": self.trainer.updates}
         return state
+
+
+async def learn(bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory]) -> None:
+    """Credits what guided the episodes `played` and queues those `distilled`. run: the name that marks them in the bank."""
+    credited = [DistilRequest.of(run, t) for t in played if t.error is None and t.used]
+    await asyncio.gather(*(bank.credit([hit.use for hit in r.shown], r.success, episode=r.id) for r in credited))
+    await asyncio.gather(*(bank.submit(DistilRequest.of(run, t)) for t in distilled))
 
 
 def search_figures(seconds: Sequence[float]) -> dict[str, float]:

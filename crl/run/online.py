@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from crl.envs.base import Advisor
-from crl.manager import Distilled, DistilRequest, ExperienceManager
+from crl.manager import Distilled, ExperienceManager
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.diagnostics import verdict
+from crl.run.experience import learn
 from crl.run.playing import play_all
 from crl.types import Task, Trajectory
 
@@ -74,13 +75,13 @@ class OnlineBank:
                 played = await self._visit(runner, name, task, visit)
                 result.visits.append(played)
                 if visit < VISITS - 1:
-                    await learn(bank, played)
+                    await take_in(bank, played)
                 if visit == 0:
                     result.lessons = tally.count
         if compare_lessons and task.advisor:
             tally = Tally(task.advisor)
             async with self._untrained(tally) as bank:
-                await learn(bank, result.visits[0])
+                await take_in(bank, result.visits[0])
             result.untrained_lessons = tally.count
         return result
 
@@ -105,12 +106,8 @@ class Tally:
             self.count = (right + verdict(self._advisor, distilled).correct, answers + 1)
 
 
-async def learn(bank: ExperienceManager, played: Sequence[Trajectory]) -> None:
+async def take_in(bank: ExperienceManager, played: Sequence[Trajectory]) -> None:
     """Credits and distils a visit's episodes; one step of the bank's clock."""
-    for trajectory in played:
-        if trajectory.error is None:
-            request = DistilRequest.of(MARK, trajectory)
-            await bank.credit(trajectory.used, trajectory.success, episode=request.id)
-            await bank.submit(request)
+    await learn(bank, MARK, played, [t for t in played if t.error is None])
     await bank.drain()
     bank.advance(bank.step + 1)
