@@ -184,8 +184,8 @@ class ExperienceManager:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    request = await self._next()
-                    tasks.create_task(self._consume(request), name=f"distil {request.id}")
+                    for request in await self._next():
+                        tasks.create_task(self._consume(request), name=f"distil {request.id}")
         finally:
             self._working = 0
             await self._store.release()
@@ -222,24 +222,27 @@ class ExperienceManager:
         if counts := self._bank.take_counts():
             await self._store.retrieved(counts, self._stamp())
 
-    async def _next(self) -> DistilRequest:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._working < self._settings.concurrency)
+    async def _next(self) -> list[DistilRequest]:
+        """As many pending requests as there is room for, at least one."""
         while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._working < self._settings.concurrency)
             self._arrived.clear()
-            self._working += 1  # before the lease: `drain` must not see a leased request in nobody's hands
-            if leased := await self._store.lease(1):
-                return leased[0]
-            await self._put_down()
+            room = self._settings.concurrency - self._working
+            self._working += room  # before the lease: `drain` must not see a leased request in nobody's hands
+            leased = await self._store.lease(room)
+            await self._put_down(room - len(leased))
+            if leased:
+                return leased
             await self._arrived.wait()
 
     async def _consume(self, request: DistilRequest) -> None:
         await self._apply(request, await self._distil(request))
-        await self._put_down()
+        await self._put_down(1)
 
-    async def _put_down(self) -> None:
+    async def _put_down(self, n: int) -> None:
         async with self._changed:
-            self._working -= 1
+            self._working -= n
             self._changed.notify_all()
 
     async def _distil(self, request: DistilRequest) -> Distilled | RolloutError:
