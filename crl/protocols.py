@@ -64,6 +64,10 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def busy(self) -> float:
+        """Seconds of compute so far."""
+        ...
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.

@@ -13,7 +13,7 @@ class ScriptedEngine:
     """`crl.protocols.Engine`: answers a prompt's text with `answer(text)`. `requests` keeps (session, prompt ids) in order."""
 
     def __init__(self, renderer: ChatRenderer, answer: Callable[[str], str]) -> None:
-        self.version = 0
+        self.version, self.busy = 0, 0.0
         self.requests: list[tuple[str | None, tuple[int, ...]]] = []
         self._renderer, self._answer = renderer, answer
 

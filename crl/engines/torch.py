@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,7 @@ class TorchEngine:
         self._task: asyncio.Task[None] | None = None
         self._dead: EngineError | None = None
         self.sampled_tokens = 0
+        self.busy = 0.0
 
     @property
     def version(self) -> int:
@@ -312,7 +314,14 @@ class TorchEngine:
             _resolve(request.future, request.completion(request.finish))
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        def timed() -> T:
+            begin = time.perf_counter()
+            try:
+                return work(*args)
+            finally:
+                self.busy += time.perf_counter() - begin
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     def _die(self, error: EngineError) -> None:
         self._dead = self._dead or error

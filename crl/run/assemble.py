@@ -316,7 +316,7 @@ async def _experience(
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
     background = not config.run.deterministic
-    side = ExperienceSide(manager, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
+    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 

@@ -101,14 +101,15 @@ class Uncounted:
 
 
 class ExperienceSide:
-    """run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained."""
+    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained."""
 
     def __init__(
-        self, manager: ExperienceManager, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
+        self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
         monitor: Monitor, *, run: str, background: bool,
     ) -> None:  # fmt: skip
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
+        self._engine, self._busy = engine, engine.busy
         self._credited = asyncio.Event()
 
     async def run(self) -> None:
@@ -133,12 +134,13 @@ class ExperienceSide:
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
         """`step` actor steps are completed, the last one with `batch`."""
+        busy, self._busy = self._busy, self._engine.busy
         self.manager.advance(step)
         if self._background:
             await self.manager.flush()
         else:
             await self.settle()
-        figures = {**await self.manager.stats(), **self.diagnostics.take(batch)}
+        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "time/distil": self._busy - busy}
         self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
         self._monitor.experiences(self.manager.newest(SHOWN))
 

@@ -15,7 +15,7 @@ from crl.envs.base import StreamSettings
 from crl.envs.mixture import Mixture
 from crl.envs.places import PlaceStream
 from crl.errors import EngineError
-from crl.methods.parts.rollouts import AllFree
+from crl.methods.parts.rollouts import GuidedShare
 from crl.protocols import Engine, State
 from crl.rollout.collector import Collector
 from crl.rollout.gate import StalenessGate
@@ -63,7 +63,7 @@ class Mortal(ScriptedEngine):
 
 
 def collector(home: House, engine: Engine, source: Any = None, *, staleness: int = 0, completed: int = 0, **changes: Any) -> Collector:
-    parts: dict[str, Any] = {"planner": AllFree(), "group_size": K, "steps": STEPS, **changes}
+    parts: dict[str, Any] = {"planner": GuidedShare(0.0), "group_size": K, "steps": STEPS, **changes}
     gate = StalenessGate(G, staleness, completed)
     sampler = parts.pop("sampler", None)
     run = runner(engine, home.host, **({"sampler": sampler} if sampler else {}))
