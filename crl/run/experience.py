@@ -140,7 +140,7 @@ class ExperienceSide:
             await self.manager.flush()
         else:
             await self.settle()
-        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "time/distil": self._busy - busy}
+        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
         self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
         self._monitor.experiences(self.manager.newest(SHOWN))
 
