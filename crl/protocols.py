@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from crl.types import (
     Completion,
+    Experience,
     ExperienceUse,
     Minibatch,
     Observation,
@@ -262,6 +263,10 @@ class Monitor(Protocol):
 
     def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None: ...
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        """The bank's newest entries with their counters, newest first; called once a step."""
+        ...
+
     def note(self, text: str) -> None:
         """A line for people: the log and the screen."""
         ...

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from crl.protocols import Monitor
-from crl.types import Trajectory
+from crl.types import Experience, Trajectory
 
 
 class FanOut:
@@ -22,6 +22,10 @@ class FanOut:
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         for monitor in self._monitors:
             monitor.trajectories(trajectories)
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        for monitor in self._monitors:
+            monitor.experiences(experiences)
 
     def note(self, text: str) -> None:
         for monitor in self._monitors:

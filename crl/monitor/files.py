@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from crl.monitor.run_dir import RunDir
-from crl.types import TokenTrace, Trajectory
+from crl.types import Experience, TokenTrace, Trajectory
 
 Figure = float | int | str | None
 
@@ -38,6 +38,9 @@ class FileMonitor:
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
             _write(self._trajectories, trajectory_record(trajectory))
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        pass
 
     def note(self, text: str) -> None:
         self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from crl.errors import ConfigError
 from crl.monitor.files import plain
-from crl.types import Trajectory
+from crl.types import Experience, Trajectory
 
 
 class TensorBoardMonitor:
@@ -32,6 +32,9 @@ class TensorBoardMonitor:
         self._writer.flush()
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
         pass
 
     def note(self, text: str) -> None:

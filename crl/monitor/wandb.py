@@ -9,7 +9,7 @@ from typing import Any
 
 from crl.errors import ConfigError
 from crl.monitor.files import plain
-from crl.types import Trajectory
+from crl.types import Experience, Trajectory
 
 
 class WandbMonitor:
@@ -28,6 +28,9 @@ class WandbMonitor:
         self._run.log({"step": step} | {name: plain(value) for name, value in figures.items()})
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
         pass
 
     def note(self, text: str) -> None:
