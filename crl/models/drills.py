@@ -153,12 +153,12 @@ def _draw(shares: Sequence[tuple[T, float]], rng: random.Random) -> T:
 
 
 ACTOR_WALKS = RoomWalks(
-    personas=((Explorer, 0.40), (Walker, 0.36), (Pacer, 0.24)),
+    personas=((Explorer, 0.50), (Walker, 0.30), (Pacer, 0.20)),
     advice=(("none", 0.25), ("right", 0.37), ("random", 0.12), ("other", 0.26)),
 )
 EXTRACTOR_WALKS = RoomWalks(
     personas=((Explorer, 0.50), (Walker, 0.30), (Pacer, 0.20)),
-    advice=(("none", 0.50), ("right", 0.25), ("random", 0.08), ("other", 0.17)),
+    advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)),
     slip=0.15,
 )
 

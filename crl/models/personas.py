@@ -33,19 +33,6 @@ class Explorer:
         return first_step(game, targets, rng) or rng.choice(list(COMPASS))
 
 
-class Follower:
-    """Goes the way that it was told until it sees the stairs or comes to the wall, and explores from there."""
-
-    def __init__(self, direction: str) -> None:
-        self._direction: str | None = direction
-        self._explorer = Explorer()
-
-    def act(self, game: RoomGame, rng: random.Random) -> str:
-        if self._direction and (showing(game, STAIRS) or not inside(neighbour(game.position, self._direction))):
-            self._direction = None
-        return self._direction or self._explorer.act(game, rng)
-
-
 class Walker:
     """Keeps one direction until the wall, then takes another."""
 
@@ -68,6 +55,21 @@ class Pacer:
         back = OPPOSITE[self._direction] if self._direction else None
         self._direction = back if back and inside(neighbour(game.position, back)) else rng.choice(open_directions(game))
         return self._direction
+
+
+class Follower:
+    """Goes the way that it was told, and to the stairs when it sees them. It does not make up for bad advice: at the wall it paces."""
+
+    def __init__(self, direction: str) -> None:
+        self._direction: str | None = direction
+        self._explorer, self._pacer = Explorer(), Pacer()
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        if showing(game, STAIRS):
+            return self._explorer.act(game, rng)
+        if self._direction and not inside(neighbour(game.position, self._direction)):
+            self._direction = None
+        return self._direction or self._pacer.act(game, rng)
 
 
 class Lingerer:
