@@ -221,7 +221,7 @@ def main() -> None:
         return
     runs = [(arm, seed) for seed in arguments.seeds for arm in arguments.arms]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        done = list(pool.map(lambda run: run_apart(*run, arguments), runs))
+        done = list(pool.map(lambda run: run_apart(run[0], run[1], arguments), runs))
     results = {arm: [result for (of, _), result in zip(runs, done, strict=True) if of == arm] for arm in arguments.arms}
     print(table(results))
     if arguments.out:
