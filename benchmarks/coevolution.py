@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from common import mean_and_interval, write_results
+
 ARMS: dict[str, tuple[str, ...]] = {
     "none": ("method=grpo",),
     "static": ("extractor.train=false",),
@@ -38,8 +38,6 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 COLUMNS = ("fresh", "fresh, alone", "lift", "lessons", "gap", "new", "probe none", "probe right")
 PAIRS = (("co-evolved", "static"), ("co-evolved", "none"), ("static", "none"), ("always-right", "none"))
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""Student's t at 97.5 %, by number of seeds."""
 
 
 # ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,15 +148,6 @@ def run_apart(arm: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     return result
 
 
-def mean_and_interval(values: Sequence[float | None]) -> str:
-    """mean ± half the 95 % interval over seeds."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    half = T_975[len(known)] * statistics.stdev(known) / math.sqrt(len(known)) if len(known) in T_975 else math.nan
-    return f"{statistics.fmean(known):.3f} ± {half:.3f}"
-
-
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Mean and interval of every metric by arm, then the paired differences with every seed's."""
     lines = [f"{'':<14}" + "".join(f"{arm:>18}" for arm in results)]
@@ -197,13 +186,6 @@ def plot(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None
     figure.savefig(path, dpi=120)
 
 
-def processor() -> str:
-    """The processor's name, as Linux tells it; elsewhere its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", choices=["3a"], required=True)
@@ -225,10 +207,7 @@ def main() -> None:
     results = {arm: [result for (of, _), result in zip(runs, done, strict=True) if of == arm] for arm in arguments.arms}
     print(table(results))
     if arguments.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
-        record = {"machine": machine, "commit": commit, "set": arguments.set, "jobs": arguments.jobs, "arms": results}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        write_results(arguments.out, {"set": arguments.set, "jobs": arguments.jobs, "arms": results})
         plot(results, arguments.out.with_suffix(".png"))
 
 

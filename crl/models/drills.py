@@ -100,7 +100,8 @@ class RoomWalks:
             return None
         if said == "other":
             return rng.choice([kind for kind in LESSONS if kind != "exit"]), any_direction
-        return "exit", true_bearing(int(task.params["lgen"])) if said == "right" else any_direction
+        right = true_bearing(int(task.params["lgen"])) if said == "right" else None
+        return "exit", right or any_direction
 
     def _persona(self, told: tuple[str, str] | None, rng: random.Random) -> Persona:
         own = _draw(self.personas, rng)()

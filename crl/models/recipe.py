@@ -60,7 +60,7 @@ def make_model(directory: Path, drills: Sequence[Drill], seed: int) -> None:
     traces = [demonstrated_trace(x, renderer) for demonstrations in drilled for x in demonstrations]
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
     tokens, parameters = sum(len(t.ids) for t in traces), model.num_parameters()
-    print(f"{directory.name}: {len(traces):,} demonstrations, {tokens:,} tokens, {parameters:,} parameters, {time.monotonic() - begin:.0f} s")
+    print(f"{directory.name}: {len(traces):,} demonstrations, {tokens:,} tokens, {parameters:,} parameters")
     loss = school(model, traces, SCHOOLING, generator(seed, "school"), print)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -36,8 +36,8 @@ class ExtractorTrainer:
         return self._turn
 
     async def train(self) -> None:
-        """Returns when no full batch is left."""
-        while await self._train_one():
+        """Returns when no full batch is left. A step that has begun is completed, also when the caller is cancelled."""
+        while await asyncio.shield(asyncio.create_task(self._train_one())):
             pass
 
     async def _train_one(self) -> bool:
