@@ -20,7 +20,7 @@ from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
-from crl.prompts import prompt
+from crl.prompts import Overrides, fill, prompt
 from crl.protocols import Engine, EnvironmentPool, Method, Monitor
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits
@@ -80,15 +80,15 @@ async def evaluation(config: RunConfig, model: Path) -> AsyncIterator[Evaluator]
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
-    return module.build(config, {name: _instructions(task, specs[name]) for name, task in config.tasks.items()})
+    return module.build(config, {name: _instructions(task, specs[name], config.prompts.files) for name, task in config.tasks.items()})
 
 
-def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
+def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     """The system prompt; none for tiny models, which were taught the game's texts alone."""
     if task.rendering == "compact":
         return ""
     example = spec.actions[0] if spec.actions else "your action"
-    return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
+    return fill(prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example)
 
 
 def _learner(config: RunConfig, method: Method, path: Path) -> LocalLearner:

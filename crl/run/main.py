@@ -37,8 +37,9 @@ def train(config: RunConfig, run_dir: Path, *, command: str, plain: bool) -> int
     output until there is a dashboard. Raises `CrlError`, whose traceback is in RUN/log.txt.
     """
     begin = time.monotonic()
+    prompts = hashes(config.prompts.files)
     run = RunDir.create(run_dir)
-    dump(config, run.config, prompts=hashes())
+    dump(config, run.config, prompts=prompts)
     try:
         with closing(_monitor(config, run)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
