@@ -27,11 +27,11 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
 from crl.manager.embed import CachedEmbedder, HashEmbedder
-from crl.methods.parts.distilling import CompactDistilPrompt, whole_text
+from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
-from crl.prompts import prompt
+from crl.prompts import Overrides, fill, prompt
 from crl.protocols import Embedder, Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing
@@ -146,19 +146,21 @@ def _extractor(config: RunConfig) -> ModelRole:
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
+    files, full = config.prompts.files, [name for name, task in config.tasks.items() if task.rendering == "full"]
     context = ChatContext(
-        {name: _instructions(task, specs[name]) for name, task in config.tasks.items()},
+        {name: _instructions(task, specs[name], files) for name, task in config.tasks.items()},
+        introductions=dict.fromkeys(full, prompt("experience", files)),
         observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
     )
     return module.build(config, context)
 
 
-def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
+def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     """The system prompt; none for tiny models, which were taught the game's texts alone."""
     if task.rendering == "compact":
         return ""
     example = spec.actions[0] if spec.actions else "your action"
-    return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
+    return fill(prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example)
 
 
 def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> LocalLearner:
@@ -288,15 +290,16 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
     )
     embedder = CachedEmbedder(HashEmbedder(), EMBEDDINGS)
-    seed = derive_seed(config.run.seed, "bank")
-    return BankParts(embedder, _extractor(config).renderer, _distil_prompt(config, specs), settings, seed)
+    seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
+    return BankParts(embedder, renderer, _distil_prompt(config, specs, renderer), settings, seed)
 
 
-def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec]) -> PromptWriter:
+def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
     """By the extractor's profile: a compact one reads digests, another the whole episode."""
-    path = _extractor(config).path
-    if model_profile(path, "extractor.model") == "full":
-        raise NotImplementedError
+    extractor = config.extractor
+    if model_profile(_extractor(config).path, "extractor.model") == "full":
+        room = extractor.max_context_tokens - extractor.max_response_tokens
+        return FullDistilPrompt(prompt("distil", config.prompts.files), renderer, room)
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
