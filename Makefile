@@ -44,7 +44,7 @@ format: setup-dev
 
 ## models: make the bundled models again (minutes)
 models: setup
-	rm -rf crl/models/tiny-actor
+	rm -rf crl/models/tiny-actor crl/models/tiny-extractor
 	$(BIN)/crl make-models --out crl/models
 
 clean:
