@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from common import mean_and_interval, write_results
+
 METRIC = "eval/room/new/success/free"
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Student's t at 97.5 %, by number of seeds."""
 
 
 def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
@@ -39,21 +35,6 @@ def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
         "train_success": [line["rollout/success"] for line in lines if line["kind"] == "train"],
         "seconds": lines[-1]["time"],
     }
-
-
-def processor() -> str:
-    """The processor's name, as Linux tells it; elsewhere its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def mean_and_interval(values: list[float]) -> str:
-    """mean ± half the 95 % interval over seeds."""
-    mean = statistics.fmean(values)
-    if len(values) not in T_975:
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ± {T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
 
 
 def main() -> None:
@@ -73,11 +54,7 @@ def main() -> None:
             )
         print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
     if arguments.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
-        arguments.out.write_text(
-            json.dumps({"metric": METRIC, "machine": machine, "commit": commit, "arms": results}, indent=1) + "\n", "utf-8"
-        )
+        write_results(arguments.out, {"metric": METRIC, "arms": results})
 
 
 if __name__ == "__main__":

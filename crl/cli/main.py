@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import crl
 from crl.errors import CrlError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.protocols import Monitor
 
 app = typer.Typer(
     name="crl",
@@ -96,7 +102,25 @@ def train(
     repeated = {"--tasks": tasks, "--method": method, "--preset": None if preset == "cpu" else preset, "--steps": steps}
     words = [word for option, value in repeated.items() if value is not None for word in (option, str(value))]
     words += [word for text in sets or () for word in ("--set", text)]
-    return run(config, run_dir, command=shlex.join(["crl", "train", *words]), plain=plain)
+    return run(config, run_dir, command=shlex.join(["crl", "train", *words]), screen=_screen(config, run_dir, plain))
+
+
+def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
+    """The dashboard where there is a terminal that can show it, else log lines."""
+    if plain or not _is_terminal():
+        from crl.monitor.plain import PlainMonitor
+
+        return PlainMonitor(steps=config.run.steps)
+    from crl.cli.dashboard import Dashboard
+    from crl.monitor.snapshot import RunInfo
+
+    return Dashboard(RunInfo(run_dir.name, config.method, tuple(config.tasks), config.run.steps))
+
+
+def _is_terminal() -> bool:
+    """Whether stdout goes to a terminal that obeys control sequences and has more than ASCII."""
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    return sys.stdout.isatty() and unicode and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 @app.command("eval")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from crl.config.load import versions
 from crl.errors import ConfigError
-from crl.models.drills import ACTOR_DRILLS
+from crl.models.drills import ACTOR_DRILLS, EXTRACTOR_DRILLS, Drill
 from crl.models.warm_start import END, Schooling, Shape, demonstrated_trace, new_model, school, train_tokenizer
 from crl.seeds import derive_seed, generator
 from crl.tokens import ChatRenderer
@@ -23,39 +24,43 @@ from crl.tokens import ChatRenderer
 TOKENIZER_SAMPLE = 2000
 """Demonstrations of each drill that the tokenizer is trained on."""
 
+MODELS = {"tiny-actor": ACTOR_DRILLS, "tiny-extractor": EXTRACTOR_DRILLS}
 SHAPE = Shape()
 SCHOOLING = Schooling(epochs=3)
 
 
 def make(out: Path, seed: int) -> None:
     """Makes every bundled model under `out`. Takes some minutes on one core. Raises `ConfigError` when `out` holds one already."""
-    make_actor(out / "tiny-actor", seed)
+    directories = {out / name: drills for name, drills in MODELS.items()}
+    _make_directories(directories)
+    for directory, drills in directories.items():
+        make_model(directory, drills, seed)
 
 
-def _make_directory(directory: Path) -> None:
+def _make_directories(directories: Iterable[Path]) -> None:
     """At the start: a bad path should not show after minutes of training."""
-    if directory.exists():
-        raise ConfigError("--out", str(directory), "it exists already", "give another directory, or remove it first")
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError("--out", str(directory), f"cannot be made ({error.strerror})", "give another directory") from error
+    for directory in directories:
+        if directory.exists():
+            raise ConfigError("--out", str(directory), "it exists already", "give another directory, or remove it first")
+    for directory in directories:
+        try:
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError("--out", str(directory), f"cannot be made ({error.strerror})", "give another directory") from error
 
 
-def make_actor(directory: Path, seed: int) -> None:
-    """The tiny actor: plays the tasks' compact renderings like the drills' demonstrators."""
-    _make_directory(directory)
+def make_model(directory: Path, drills: Sequence[Drill], seed: int) -> None:
+    """A model that speaks like the drills' demonstrators, with a tokenizer of its own, in an empty directory."""
     begin = time.monotonic()
     torch.set_num_threads(1)  # two are slower on matrices this small, and one is the same everywhere
     print(f"{directory.name}: demonstrations")
-    drills = {d.name: list(d.make(generator(seed, "drill", d.name), d.count)) for d in ACTOR_DRILLS}
-    tokenizer = train_tokenizer([x for drill in drills.values() for x in drill[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
+    drilled = [list(drill.make(generator(seed, "drill", drill.name), drill.count)) for drill in drills]
+    tokenizer = train_tokenizer([x for demonstrations in drilled for x in demonstrations[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
     renderer = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
-    traces = [demonstrated_trace(x, renderer) for drill in drills.values() for x in drill]
+    traces = [demonstrated_trace(x, renderer) for demonstrations in drilled for x in demonstrations]
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
-    print(
-        f"{directory.name}: {len(traces)} demonstrations, {sum(len(t.ids) for t in traces):,} tokens, {model.num_parameters():,} parameters"
-    )
+    tokens, parameters = sum(len(t.ids) for t in traces), model.num_parameters()
+    print(f"{directory.name}: {len(traces):,} demonstrations, {tokens:,} tokens, {parameters:,} parameters")
     loss = school(model, traces, SCHOOLING, generator(seed, "school"), print)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -64,7 +69,7 @@ def make_actor(directory: Path, seed: int) -> None:
         "command": f"crl make-models --seed {seed}",
         "shape": asdict(SHAPE),
         "schooling": asdict(SCHOOLING),
-        "drills": {d.name: d.count for d in ACTOR_DRILLS},
+        "drills": {drill.name: drill.count for drill in drills},
         "nats_a_token": round(loss, 4),
         "versions": versions(),
     }

@@ -11,33 +11,70 @@ from crl.types import Experience, Trajectory
 
 Figures = Mapping[str, float | int | str | None]
 
-TRAIN_COLUMNS = (
+Columns = tuple[tuple[str, str, str], ...]
+"""(label, figure, format) of a line's cells; a figure that is absent is left out."""
+
+TRAIN_COLUMNS: Columns = (
     ("success", "rollout/success", ".3f"),
+    ("guided", "rollout/success/guided", ".3f"),
+    ("free", "rollout/success/free", ".3f"),
     ("loss", "actor/loss", "+.4f"),
     ("lr", "actor/learning_rate", ".1e"),
     ("kl", "actor/approx_kl", ".4f"),
     ("clip", "actor/clip_fraction", ".3f"),
     ("stale", "staleness/mean", ".2f"),
 )
-"""(label, figure, format) of a train line; a figure that is absent is left out."""
 
-SECONDS = {"train": ("time/wait", "time/train", "time/sync"), "eval": ("time/eval",)}
+CONDITIONS = frozenset({"rollout/success/guided", "rollout/success/free"})
+"""Shown only when both are there: one alone is the success rate itself."""
+
+EXTRACTOR_COLUMNS: Columns = (
+    ("reward", "extractor/reward", "+.3f"),
+    ("loss", "extractor/loss", "+.4f"),
+    ("lr", "extractor/learning_rate", ".1e"),
+    ("kl", "extractor/approx_kl", ".4f"),
+    ("clip", "extractor/clip_fraction", ".3f"),
+    ("updates", "extractor/updates", ".0f"),
+)
+
+BANK_COLUMNS: Columns = (
+    ("size", "bank/size", ".0f"),
+    ("add", "ops/add", ".0f"),
+    ("update", "ops/update", ".0f"),
+    ("return", "ops/return", ".0f"),
+    ("drop", "ops/drop", ".0f"),
+    ("pending", "queue/pending", ".0f"),
+    ("dead", "queue/dead", ".0f"),
+    ("ready", "buffer/ready", ".0f"),
+    ("hits", "retrieval/hit_rate", ".2f"),
+    ("p95 ms", "perf/search_p95_ms", ".1f"),
+)
+
+COLUMNS: Mapping[str, Columns] = {"train": TRAIN_COLUMNS, "extractor": EXTRACTOR_COLUMNS, "bank": BANK_COLUMNS}
+
+SECONDS = {
+    "train": ("time/wait", "time/distil", "time/train", "time/sync"),
+    "eval": ("time/eval",),
+    "extractor": ("time/train", "time/sync"),
+}
 """The parts of a line's duration: they follow one another."""
 
-_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
+EVAL_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
+"""(task, split, condition) of a success rate."""
 
 
 def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = None) -> str:
     """A metrics line for people. steps: the run's length, shown beside the step."""
     of = f"/{steps}" if steps is not None else ""
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
-    if kind == "train":
-        cells = [f"{label} {_number(figures[name], form)}" for label, name, form in TRAIN_COLUMNS if name in figures]
+    if kind in COLUMNS:
+        left_out = set() if figures.keys() >= CONDITIONS else CONDITIONS
+        cells = [f"{label} {_number(figures[name], form)}" for label, name, form in COLUMNS[kind] if name in figures.keys() - left_out]
         cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
     elif kind == "eval":
-        cells = [_success(match, figures) for name in figures if (match := _SUCCESS.fullmatch(name))]
+        cells = [_success(match, figures) for name in figures if (match := EVAL_SUCCESS.fullmatch(name))]
     else:
-        cells = [f"{name} {_number(value, '.4g')}" for name, value in figures.items()]
+        cells = [f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}" for name, value in figures.items()]
     parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
     return "  ".join([head, *cells, *([f"{sum(parts):.1f} s"] if parts else [])])
 

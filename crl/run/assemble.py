@@ -55,15 +55,20 @@ EMBEDDINGS = 65_536
 
 
 @asynccontextmanager
-async def training(config: RunConfig, run: RunDir, monitor: Monitor) -> AsyncIterator[Loop]:
-    """A run ready to start; its parts are closed on the way out, whatever happened."""
+async def training(config: RunConfig, run: RunDir, monitor: Monitor, *, adviser: Retriever | None = None) -> AsyncIterator[Loop]:
+    """A run ready to start; its parts are closed on the way out, whatever happened.
+
+    adviser: guides instead of a bank, and nothing is distilled (a control).
+    """
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
         method, actor = _method(config, specs), _actor(config)
+        if adviser:
+            method = replace(method, distiller=None, extractor=None)
         learner = _learner(config, actor, method.actor.loss, stack)
         engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
         experience, bank = await _experience(config, specs, method, run, monitor, stack)
-        retriever = WatchedRetriever(experience.manager, experience.diagnostics) if experience else Nothing()
+        retriever = WatchedRetriever(experience.manager, experience.diagnostics) if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
         source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)

@@ -88,7 +88,7 @@ class Evaluator:
         self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]], *, concurrency: int,
         bank: Retriever | None = None, online: OnlineBank | None = None,
     ) -> None:  # fmt: skip
-        self._runner, self._sets, self._concurrency = runner, sets, concurrency
+        self.runner, self._sets, self._concurrency = runner, sets, concurrency
         self._guided = replace(runner, retriever=bank) if bank else None
         self._online = online
 
@@ -99,7 +99,7 @@ class Evaluator:
         """
         played: dict[Setting, list[Trajectory]] = {}
         for (name, split), tasks in self._sets.items():
-            played[name, split, "free"] = await self._play(self._runner, "free", name, split, tasks)
+            played[name, split, "free"] = await self._play(self.runner, "free", name, split, tasks)
             if self._guided and split == "known":
                 played[name, split, "guided"] = await self._play(self._guided, "guided", name, split, tasks)
         found = await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}

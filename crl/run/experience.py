@@ -36,8 +36,8 @@ class ExtractorTrainer:
         return self._turn
 
     async def train(self) -> None:
-        """Returns when no full batch is left."""
-        while await self._train_one():
+        """Returns when no full batch is left. A step that has begun is completed, also when the caller is cancelled."""
+        while await asyncio.shield(asyncio.create_task(self._train_one())):
             pass
 
     async def _train_one(self) -> bool:
@@ -140,7 +140,7 @@ class ExperienceSide:
             await self.manager.flush()
         else:
             await self.settle()
-        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "time/distil": self._busy - busy}
+        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
         self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
         self._monitor.experiences(self.manager.newest(SHOWN))
 

@@ -130,7 +130,7 @@ class Loop:
         self.source.observe(batch)
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
-        figures |= self._step_figures(stats, batch, clock) | {"time/rollout": self.engine.busy - busy}
+        figures |= self._step_figures(stats, batch, clock) | {"perf/rollout_busy_s": self.engine.busy - busy}
         self.monitor.log(step + 1, "train", figures)
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):

@@ -16,7 +16,6 @@ from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError, LearnerError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
-from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.prompts import hashes
 from crl.protocols import Monitor
@@ -30,19 +29,19 @@ from crl.run.summary import Summary, experience_report, success_lines
 INTERRUPTED = 130
 
 
-def train(config: RunConfig, run_dir: Path, *, command: str, plain: bool) -> int:
-    """Trains, prints the summary and returns the exit code.
+def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) -> int:
+    """Trains, shows the run on `screen`, which is closed when it ends, and returns the exit code.
 
-    command: the command line without --seed and --run-dir, for what the summary suggests; plain: log lines, the only form of
-    output until there is a dashboard. Raises `CrlError`, whose traceback is in RUN/log.txt.
+    command: the command line without --seed and --run-dir, for what the summary suggests. Raises `CrlError`, whose traceback is
+    in RUN/log.txt.
     """
     begin = time.monotonic()
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=hashes())
     try:
-        with closing(_monitor(config, run)) as monitor:
+        with _terminable(), closing(_monitor(config, run, screen)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
-            return asyncio.run(_train(config, run, monitor, command, begin))
+            return asyncio.run(_train(config, run, monitor, screen, command, begin))
     except ConfigError:
         if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: leave the directory as it was found
             run.clear()
@@ -73,9 +72,9 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
             raise _first_cause(group) from group
 
 
-async def _train(config: RunConfig, run: RunDir, monitor: Monitor, command: str, begin: float) -> int:
+async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float) -> int:
     async with training(config, run, monitor) as loop:
-        with _interruptible(loop):
+        with _interruptible(loop, screen):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:
@@ -101,7 +100,17 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, command: str,
 
 
 @contextmanager
-def _interruptible(loop: Loop) -> Iterator[None]:
+def _terminable() -> Iterator[None]:
+    """SIGTERM is a Ctrl-C here, so that whatever is open is closed: also before the loop and after it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interruptible(loop: Loop, screen: Monitor) -> Iterator[None]:
     """The first Ctrl-C, or SIGTERM, ends the run with a checkpoint of the last completed step; the second ends the process at once.
 
     A step whose batch is being collected is given up; one that is being trained is completed.
@@ -110,17 +119,22 @@ def _interruptible(loop: Loop) -> Iterator[None]:
 
     def interrupt() -> None:
         if loop.stop.is_set():
-            os._exit(INTERRUPTED)
+            try:
+                screen.close()  # it may hold the terminal
+            finally:
+                os._exit(INTERRUPTED)
         loop.monitor.note("interrupted: writing a checkpoint (Ctrl-C again to exit at once)")
         loop.stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         events.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             events.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
@@ -131,8 +145,8 @@ def _first_cause(group: BaseExceptionGroup) -> BaseException:
     return error
 
 
-def _monitor(config: RunConfig, run: RunDir) -> Monitor:
-    monitors: list[Monitor] = [FileMonitor(run, deterministic=config.run.deterministic), PlainMonitor(steps=config.run.steps)]
+def _monitor(config: RunConfig, run: RunDir, screen: Monitor) -> Monitor:
+    monitors: list[Monitor] = [FileMonitor(run, deterministic=config.run.deterministic), screen]
     if config.monitor.tensorboard:
         from crl.monitor.tensorboard import TensorBoardMonitor
 

@@ -16,7 +16,7 @@ from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.diagnostics import verdict
 from crl.run.experience import learn
 from crl.run.playing import play_all
-from crl.types import Task, Trajectory
+from crl.types import Condition, Task, Trajectory
 
 VISITS = 5
 MEMBERS = 4
@@ -72,7 +72,7 @@ class OnlineBank:
         async with self._scratch(tally) as bank:
             runner = replace(self._runner, retriever=bank)
             for visit in range(VISITS):
-                played = await self._visit(runner, name, task, visit)
+                played = await play_visit(runner, "guided", name, task, visit, concurrency=self._concurrency)
                 result.visits.append(played)
                 if visit < VISITS - 1:
                     await take_in(bank, played)
@@ -85,12 +85,15 @@ class OnlineBank:
             result.untrained_lessons = tally.count
         return result
 
-    async def _visit(self, runner: EpisodeRunner, name: str, task: OnlineTask, visit: int) -> list[Trajectory]:
-        """The members of a visit share what they are guided by, and each has dynamics of its own."""
-        first = visit * len(task.places)
-        keys = [EpisodeKey(f"online/{name}", visit, first + i, m) for i in range(len(task.places)) for m in range(MEMBERS)]
-        tasks = [task.revisit(place, visit * MEMBERS + member) for place in task.places for member in range(MEMBERS)]
-        return await play_all(runner, "guided", keys, tasks, concurrency=self._concurrency)
+
+async def play_visit(
+    runner: EpisodeRunner, condition: Condition, name: str, task: OnlineTask, visit: int, *, concurrency: int
+) -> list[Trajectory]:
+    """Visit number `visit` (from 0) of every place. Its members share what they are guided by, and each has dynamics of its own."""
+    first = visit * len(task.places)
+    keys = [EpisodeKey(f"online/{name}", visit, first + i, m) for i in range(len(task.places)) for m in range(MEMBERS)]
+    tasks = [task.revisit(place, visit * MEMBERS + member) for place in task.places for member in range(MEMBERS)]
+    return await play_all(runner, condition, keys, tasks, concurrency=concurrency)
 
 
 class Tally:

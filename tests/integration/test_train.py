@@ -473,6 +473,18 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
     assert crl("eval", run).exit_code == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_interrupted_before_it_begins_ends_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(tmp_path / "run", "room", (), 10_000, 0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run ")
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), "it was not killed: what was open is closed"
+
+
 def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     result = train(tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"

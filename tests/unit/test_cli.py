@@ -119,7 +119,7 @@ def test_train_hands_over_the_config_and_its_exit_code(model: str, tmp_path: Pat
     ((config, run_dir, options),) = run.calls
     assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "complementary")
     repeated = f"crl train --tasks room --steps 2 --set {model} --set rollout.groups=3 --set run.seed=6"
-    assert (run_dir, options) == (tmp_path / "new", {"plain": True, "command": repeated})
+    assert (run_dir, options["command"]) == (tmp_path / "new", repeated)
 
 
 def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -201,8 +201,31 @@ def test_an_eval_line():
     assert line == "eval   0/80  room/known 0.250 [0.200, 0.300]  room/new guided 0.500  3.0 s"
 
 
+def test_a_train_line_tells_guided_from_free_where_there_are_both():
+    rates = {"rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25}
+    assert render_line(1, "train", rates) == "train 1  success 0.500  guided 0.750  free 0.250"
+    del rates["rollout/success/guided"]
+    assert render_line(1, "train", rates) == "train 1  success 0.500"
+
+
+def test_lines_about_experience_are_short():
+    update = {
+        "extractor/reward": 0.25,
+        "extractor/loss": None,
+        "extractor/version": 4,
+        "extractor/updates": 4,
+        "time/train": 1,
+        "time/sync": 0.5,
+    }
+    assert render_line(7, "extractor", update, steps=80) == "extractor  7/80  reward +0.250  loss –  updates 4  1.5 s"
+    bank = {"bank/size": 12, "bank/size/room": 12, "ops/add": 3.0, "queue/pending": 2, "queue/dead": 0, "perf/search_p95_ms": 1.234}
+    assert render_line(7, "bank", bank) == "bank  7  size 12  add 3  pending 2  dead 0  p95 ms 1.2"
+    probe = {"probe/room/none": 0.25, "probe/room/right": 0.5, "probe/room/wrong": None}
+    assert render_line(7, "probe", probe) == "probe 7  room/none 0.25  room/right 0.5  room/wrong –"
+
+
 def test_any_other_line_shows_its_figures():
-    assert render_line(3, "bank", {"bank/size": 12, "bank/state": "ok"}) == "bank  3  bank/size 12  bank/state ok"
+    assert render_line(3, "disk", {"disk/free": 12, "state": "ok"}) == "disk  3  free 12  state ok"
 
 
 def test_the_plain_monitor_prints_lines_and_notes():
@@ -227,6 +250,9 @@ class Recorder:
     def trajectories(self, trajectories) -> None:
         self.calls.append(("trajectories", len(trajectories)))
 
+    def experiences(self, experiences) -> None:
+        self.calls.append(("experiences", len(experiences)))
+
     def note(self, text) -> None:
         self.calls.append(("note", text))
 
@@ -241,10 +267,11 @@ def test_the_fan_out_reaches_everybody_and_closes_all():
     both = FanOut([one, two])
     both.log(1, "train", {"a": 1})
     both.trajectories([trajectory()])
+    both.experiences([])
     both.note("x")
     with pytest.raises(OSError, match="disk full"):
         both.close()
-    assert one.calls == two.calls == [(1, "train", {"a": 1}), ("trajectories", 1), ("note", "x"), ("close",)]
+    assert one.calls == two.calls == [(1, "train", {"a": 1}), ("trajectories", 1), ("experiences", 0), ("note", "x"), ("close",)]
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path):

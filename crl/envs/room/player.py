@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from crl.envs.actions import COMPASS
+from crl.envs.actions import COMPASS, parse_choice
 
 At = tuple[int, int]
 
@@ -68,13 +68,16 @@ class RoomPlayer:
 
     def _read_words(self, here: At, words: str) -> None:
         self.here = here
-        self._seen |= {at for at in _CELLS if max(abs(at[0] - here[0]), abs(at[1] - here[1])) <= 1}
+        near = {at for at in _CELLS if max(abs(at[0] - here[0]), abs(at[1] - here[1])) <= 1}
+        fresh = near - self._seen
+        self._seen |= near
         self._traps |= {_beside(here, name) for name in _TRAP.findall(words)}
         stairs = _STAIRS.search(words)
         if stairs:
             dx, dy = COMPASS[stairs[1]]
             possible = {at for at in self._seen if (_sign(at[0] - here[0]), _sign(at[1] - here[1])) == (dx, dy)}
-            self.stairs = (self.stairs & possible) or possible
+            # stairs that show for the first time are not where there were none before
+            self.stairs = (self.stairs & possible) or (fresh & possible) or possible
 
     def _first_step(self, wanted: set[At] | frozenset[At], avoid: set[At]) -> str | None:
         """The first step of a shortest walk to the nearest of `wanted`, ties at random; None when there is no way."""
@@ -97,14 +100,16 @@ class RoomPlayer:
 def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
     """The cells that may be the stairs, as far as an episode's compact texts tell; empty when they were never seen.
 
-    turns: (whether the agent said it, text) in order; the last text may say that the stairs were reached.
+    turns: (whether the agent said it, text) in order; the last text may say that the stairs were reached. Who steps on a teleporter
+    can reach them from anywhere: what was seen of them before then counts more.
     """
-    player, last_action = RoomPlayer(random.Random(0)), ""
+    player, last_action = RoomPlayer(random.Random(0)), None
     for said, words in turns:
         if said:
-            last_action = words.strip()
-        elif words.startswith("stairs reached") and last_action in COMPASS:
-            return frozenset({_beside(player.here, last_action)})
+            last_action = parse_choice(words, tuple(COMPASS))
+        elif words.startswith("stairs reached") and last_action:
+            reached = _beside(player.here, last_action)
+            return frozenset({reached} if reached in player.stairs or not player.stairs else player.stairs)
         else:
             player.observe(words)
     return frozenset(player.stairs)

@@ -1,0 +1,136 @@
+"""Where a training step's time goes, with rollouts that wait for training and with rollouts that run one step ahead; and how fast the
+torch engine decodes, beside transformers' `generate`.
+
+    python benchmarks/step_time.py --out benchmarks/results/step_time.json
+
+Steps: `crl train --tasks room` (128 rollouts and their distillations a step) without evaluations, once with
+rollout.max_staleness=0 and once with 1; medians over the steps after the fifth. `wait`, `submit`, `train`, `sync` and `bank` follow one
+another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile.
+
+Decoding: 128 prompts of one length, 64 tokens each, at temperature 1 and without a stop, in turn with both; tokens per CPU-second
+(process time, all threads), the median of the repetitions, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from common import write_results
+
+WARM_UP = 5
+PARTS = {
+    "wait": ("train", "time/wait"),
+    "submit": ("train", "time/submit"),
+    "train": ("train", "time/train"),
+    "sync": ("train", "time/sync"),
+    "bank": ("train", "time/experience"),
+    "rollout": ("train", "perf/rollout_busy_s"),
+    "distil": ("bank", "perf/distil_busy_s"),
+    "search p95 (ms)": ("bank", "perf/search_p95_ms"),
+    "extractor train": ("extractor", "time/train"),
+    "extractor sync": ("extractor", "time/sync"),
+}
+"""Part of a step → kind and name of its figure."""
+
+
+def step_times(staleness: int, steps: int) -> dict[str, float]:
+    """Medians in seconds of a run's steps; `step` is from one train line to the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
+        sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
+        command = ["crl", "train", "--tasks", "room", "--steps", str(steps), "--run-dir", str(run), "--plain"]
+        command += [word for setting in sets for word in ("--set", setting)]
+        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    ends = [line["time"] for line in lines if line["kind"] == "train"]
+    medians = {"step": statistics.median(b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))}
+    for part, (kind, name) in PARTS.items():
+        values = [line[name] for line in lines if line["kind"] == kind and line["step"] > WARM_UP and name in line]
+        medians[part] = statistics.median(values) if values else float("nan")
+    return medians
+
+
+# ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def decoding(repetitions: int, *, requests: int = 128, prompt: int = 40, tokens: int = 64) -> dict[str, float]:
+    """Tokens per CPU-second of the engine and of `generate` on the bundled actor, and the ratio of their medians."""
+    import torch
+    from transformers import GenerationConfig
+
+    from crl.config import resolve_model
+    from crl.engines.torch import TorchEngine
+    from crl.modeling import load_model
+    from crl.types import Sampling
+
+    torch.set_num_threads(1)
+    model = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
+    never = (model.config.vocab_size,)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (requests, prompt), generator=draw)
+    engine = TorchEngine(load_model(resolve_model("tiny-actor"), torch.device("cpu")), max_batch=requests, max_context=prompt + tokens)
+    plain = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0
+    )
+
+    async def ours() -> None:
+        sampling = Sampling(tokens, never)
+        await asyncio.gather(*(engine.generate(row, sampling, rng=i) for i, row in enumerate(ids.tolist())))
+
+    async def theirs() -> None:
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain)  # pyright: ignore[reportCallIssue]
+
+    speeds: dict[str, list[float]] = {"engine": [], "generate": []}
+    for repetition in range(repetitions + 1):
+        for name, work in (("engine", ours), ("generate", theirs)):
+            begin = time.process_time()
+            await work()
+            if repetition:  # the first one warms up
+                speeds[name].append(requests * tokens / (time.process_time() - begin))
+    await engine.aclose()
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    return {**medians, "ratio": medians["engine"] / medians["generate"]}
+
+
+# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table(times: Mapping[int, Mapping[str, float]]) -> str:
+    lines = [f"{'seconds a step':<18}" + "".join(f"{f'max_staleness {s}':>18}" for s in times) + f"{'ratio 1 / 0':>14}"]
+    for part in next(iter(times.values())):
+        first, second = (times[s][part] for s in (0, 1))
+        lines.append(f"{part:<18}{first:>18.3f}{second:>18.3f}{second / first if first else float('nan'):>14.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, default=7, help="of the decoding")
+    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    speeds = asyncio.run(decoding(arguments.repetitions))
+    print(
+        f"decoding, tokens per CPU-second: engine {speeds['engine']:,.0f}, generate {speeds['generate']:,.0f}, ratio {speeds['ratio']:.2f}\n"
+    )
+    times = {staleness: step_times(staleness, arguments.steps) for staleness in (0, 1)}
+    print(table(times))
+    if arguments.out:
+        write_results(arguments.out, {"decoding": speeds, "steps": times})
+
+
+if __name__ == "__main__":
+    main()

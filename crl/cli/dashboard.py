@@ -1,0 +1,411 @@
+"""The run in a terminal, live: `render` draws a snapshot and nothing else; `Dashboard` keeps it on the alternate screen.
+
+Sections stand below one another and are given lines in the order of their weight, so that a small window loses the least
+important first. What comes from models, environments and people is shown as plain text whatever it holds.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
+from functools import partial
+from itertools import zip_longest
+from typing import IO, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from crl.cli.draw import (
+    BAD,
+    DIM,
+    FREE,
+    GOOD,
+    GUIDED,
+    LABEL,
+    Section,
+    bar,
+    cell,
+    duration,
+    figure,
+    flow,
+    one_line,
+    printable,
+    share_out,
+    spark,
+)
+from crl.monitor.plain import Figures
+from crl.monitor.snapshot import HISTORY, Bank, Probe, Rate, RunInfo, Series, Snapshot, SnapshotMonitor
+from crl.types import Experience, Trajectory
+
+REFRESH_PER_S = 4
+
+LONGEST = 10_000
+"""Characters of one line that are kept."""
+
+TWO_COLUMNS = 76
+"""Width from which the figures of the run stand beside those of the models."""
+
+ROOMY = 30
+"""Height from which the models have their further rows, and the notes a title."""
+
+VALUE = 11
+"""Width of a value in the models' table."""
+
+MODEL_ROWS = (
+    ("loss", "loss", "+.4f"),
+    ("ratio", "ratio_mean", ".4f"),
+    ("clip", "clip_fraction", ".3f"),
+    ("kl", "approx_kl", ".4f"),
+    ("entropy", "entropy", ".3f"),
+    ("lr", "learning_rate", ".1e"),
+    ("updates", "updates", ",.0f"),
+    ("version", "version", ",.0f"),
+)
+"""(label, field of `Model`, format)."""
+
+FURTHER_ROWS = (("reward", "reward", "+.3f"), ("mismatch", "mismatch_kl", ".4f"), ("train s", "seconds", ",.1f"))
+"""Rows for which it takes a roomy window, and a value."""
+
+TRENDS = frozenset({"loss", "ratio_mean", "clip_fraction", "approx_kl", "entropy", "reward", "mismatch_kl", "seconds"})
+"""Fields of `Model` whose history is drawn where there is room."""
+
+PARTS = {"wait": ("░", "blue"), "distil": ("▒", "magenta"), "train": ("█", "green"), "sync": ("▓", "yellow"), "eval": ("▚", "cyan")}
+"""How the parts of a step's time are drawn, and in which order."""
+
+OTHER_PART = ("▞", "white")
+
+WEIGHT = ("header", "success", "notes", "models", "time", "eval", "experiences", "probe", "stats")
+"""Who gets its least lines first."""
+
+GROWTH = ("header", "success", "time", "eval", "models", "stats", "probe", "notes", "experiences")
+"""Who gets more of what is left."""
+
+
+# ── the snapshot ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def render(snapshot: Snapshot, width: int, height: int) -> Group:
+    """The snapshot in at most `height` lines of at most `width` cells."""
+    models, stats = _models(snapshot, width, height), Section(list(_stats(snapshot, width)), least=3, title="run")
+    if width >= TWO_COLUMNS:
+        models, stats = _beside(models, snapshot, width), Section(())
+    sections = {
+        "header": Section(list(_header(snapshot, width))),
+        "success": Section(list(_success(snapshot, width)), title="success"),
+        "eval": Section(list(_evals(snapshot, width))),
+        "models": models,
+        "stats": stats,
+        "time": Section(list(_time(snapshot, width)), least=2),
+        "probe": Section(list(_probes(snapshot, width))),
+        "experiences": Section(_experiences(snapshot, width), title="experiences: uses, mean credit, task, text"),
+        "notes": _notes(snapshot, height),
+    }
+    shown = share_out(sections, height, weight=WEIGHT, growth=GROWTH)
+    lines = [line for name, section in sections.items() for line in section.draw(shown[name], width)]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines)
+
+
+def _header(s: Snapshot, width: int) -> Iterator[Text]:
+    name, tasks = one_line(s.run.name, width), one_line(", ".join(s.run.tasks), width)
+    yield Text.assemble(("crl ", DIM), (name, GOOD), "  ", (one_line(s.run.method, width), ""), (" on ", DIM), tasks)
+    share = s.step / s.run.steps if s.run.steps else 1.0
+    before = Text.assemble(("step ", DIM), (f"{s.step:,}/{s.run.steps:,}", GOOD), f" {share:4.0%} ")
+    after = Text.assemble(" ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.left)))
+    room = width - before.cell_len - after.cell_len
+    filled = min(room, round(room * share))
+    yield Text.assemble(before, ("━" * filled, GUIDED), ("─" * (room - filled), DIM), after) if room >= 6 else Text.assemble(before, after)
+
+
+def _success(s: Snapshot, width: int) -> Iterator[Text]:
+    r = s.rollout
+    if r.guided.values:
+        yield _rate("guided", r.guided, width, GUIDED, "where used", figure(r.used.last, ".3f") if r.used.values else "")
+        yield _rate("free", r.free, width, FREE, "gap", figure(r.gap.last, "+.3f") if r.gap.values else "")
+    elif r.success.values:
+        yield _rate("episodes", r.success, width, FREE)
+    else:
+        yield Text("before the first step", DIM)
+
+
+def _rate(label: str, series: Series, width: int, style: str, name: str = "", more: str = "") -> Text:
+    """A success rate, its history and one more figure."""
+    end = cell(name, more) if more else Text()
+    room = min(HISTORY, width - LABEL - 7 - 2 - end.cell_len)
+    history = spark(series, room, 0, 1)
+    return Text.assemble(
+        (label.ljust(LABEL), DIM), (figure(series.last, ".3f").ljust(7), GOOD), (history, style), "  " if more else "", end
+    )
+
+
+def _evals(s: Snapshot, width: int) -> Iterator[Text]:
+    label = "eval"
+    for name, found in s.evals.items():
+        cells = [Text(name), *(_interval(condition, rate, width) for condition, rate in found.rates.items())]
+        yield from flow(label, [*cells, *([cell("after step", f"{found.step:,}")] if width >= 100 else [])], width)
+        label = ""
+
+
+def _interval(condition: str, rate: Rate, width: int) -> Text:
+    """A success rate in an evaluation; with room, how far it came since the first one."""
+    style = GUIDED if condition == "guided" else FREE
+    interval = f" [{figure(rate.low, '.3f')}, {figure(rate.high, '.3f')}]" if rate.low is not None else ""
+    came = f" {rate.value - rate.first:+.3f}" if width >= 100 and rate.value is not None and rate.first is not None else ""
+    return Text.assemble((f"{condition} ", DIM), (figure(rate.value, ".3f"), style), interval, (came, GOOD))
+
+
+def _models(s: Snapshot, width: int, height: int) -> Section:
+    """A table with a column for each trained model."""
+    models = {"actor": s.actor, **({"extractor": s.extractor} if s.extractor else {})}
+    rows = [*MODEL_ROWS, *(row for row in FURTHER_ROWS if height >= ROOMY and any(getattr(m, row[1]).values for m in models.values()))]
+    room = (_left(width) if width >= TWO_COLUMNS else width) - LABEL - len(models) * VALUE
+    trend = min(HISTORY, room // len(models) - 2)
+    gap = trend + 2 if trend >= 6 else 0
+    heading = Text.assemble(" " * LABEL, *((name.rjust(VALUE).ljust(VALUE + gap), "bold") for name in models))
+    lines = [heading]
+    for label, name, form in rows:
+        values = (_value(getattr(model, name), form, gap if name in TRENDS else 0, gap) for model in models.values())
+        lines.append(Text.assemble((label.ljust(LABEL), DIM), *values))
+    return Section(lines if s.step or s.extractor else (), least=4)
+
+
+def _value(series: Series, form: str, trend: int, gap: int) -> Text:
+    """A value and, where `trend` is not 0, its history in so many cells; `gap` cells in any case."""
+    history = spark(series, trend - 2)
+    return Text.assemble(figure(series.last, form, VALUE - 1).rjust(VALUE), (f"  {history}" if trend else "").ljust(gap))
+
+
+def _left(width: int) -> int:
+    """Width of the left one of two columns: the bare table, or half where there is room for histories."""
+    return LABEL + 2 * VALUE if width < 110 else (width - 3) // 2
+
+
+def _beside(models: Section, s: Snapshot, width: int) -> Section:
+    """The models on the left, the figures of the run on the right."""
+    left = _left(width)
+    stats = list(_stats(s, width - left - 3)) if models.lines else []
+    lines = []
+    for one, other in zip_longest(models.lines, stats, fillvalue=Text()):
+        one = one.copy()
+        one.truncate(left, overflow="ellipsis", pad=True)
+        lines.append(Text.assemble(one, (" │ ", DIM), other))
+    return Section(lines, least=min(models.least, len(lines)))
+
+
+def _stats(s: Snapshot, width: int) -> Iterator[Text]:
+    """What the run does beside training: a line or more for each subject that there are figures for."""
+    for label, cells in _subjects(s):
+        yield from flow(label, cells, width)
+
+
+def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
+    if b := s.bank:
+        yield "bank", [*_cells(("size", b.size, ",.0f")), Text(spark(b.size, 16))]
+        yield (
+            "ops",
+            _cells(("add", b.added, ",.0f"), ("update", b.updated, ",.0f"), ("return", b.returned, ",.0f"), ("drop", b.dropped, ",.0f")),
+        )
+        yield "queue", [cell("waiting", figure(b.waiting, ",.0f"), GOOD), *_cells(("ready", b.buffer, ",.0f")), *_losses(b)]
+        yield "retrieval", _cells(("hits", b.hit_rate, ".0%"), ("cached", b.cache_hits, ".0%"))
+        yield "search ms", _cells(("p50", b.search_p50_ms, ".1f"), ("p95", b.search_p95_ms, ".1f"))
+        yield "lessons", _cells(("correct", b.correct, ".0%"), ("right place", b.right_place, ".0%"))
+    r = s.rollout
+    yield "staleness", _cells(("mean", r.stale_mean, ".2f"), ("max", r.stale_max, ",.0f"))
+    yield "speed", _cells(("tokens/s", r.tokens_per_s, ",.0f"), ("episodes/s", r.episodes_per_s, ",.1f"))
+    if r.errors.last:
+        yield "errors", [Text(f"{figure(r.errors.last, ',.0f')} in the last step", BAD)]
+    if s.bank and len(s.bank.by_task) > 1:
+        yield "by task", [cell(one_line(task, 200), figure(size, ",.0f")) for task, size in s.bank.by_task.items()]
+
+
+def _cells(*items: tuple[str, Series, str]) -> list[Text]:
+    """(name, series, format): the last values of those that have been named at all."""
+    return [cell(name, figure(series.last, form), GOOD) for name, series, form in items if series.values]
+
+
+def _losses(b: Bank) -> list[Text]:
+    """Episodes that will not be distilled: given up after several attempts, or turned away by a full queue."""
+    dead, refused = (series.last or 0 for series in (b.dead, b.refused))
+    return [
+        *([cell("dead", figure(dead, ",.0f"), BAD if dead else GOOD)] if b.dead.values else []),
+        *([cell("refused", figure(refused, ",.0f"), BAD)] if refused else []),
+    ]
+
+
+def _time(s: Snapshot, width: int) -> Iterator[Text]:
+    """Where the last step's time went."""
+    if not s.seconds:
+        return
+    total = Text.assemble(("step time ", DIM), (f"{figure(sum(s.seconds.values()), ',.1f')} s", GOOD), " ")
+    parts = [(name, s.seconds[name], *PARTS.get(name, OTHER_PART)) for name in sorted(s.seconds, key=_order)]
+    yield Text.assemble(total, bar([(took, glyph, style) for _, took, glyph, style in parts], max(0, width - total.cell_len)))
+    legend = [
+        Text.assemble((glyph, style), (f" {one_line(name, width)} ", DIM), figure(took, ",.1f")) for name, took, glyph, style in parts
+    ]
+    yield from flow("", legend, width)
+
+
+def _order(part: str) -> int:
+    return list(PARTS).index(part) if part in PARTS else len(PARTS)
+
+
+def _probes(s: Snapshot, width: int) -> Iterator[Text]:
+    """What advice does to the success rate."""
+    cells = [Text.assemble(f"{one_line(task, width)} ", _advice(probe)) for task, probe in s.probes.items()]
+    yield from flow("advice", cells, width)
+
+
+def _advice(p: Probe) -> Text:
+    rates = (("none", p.none, ""), ("right", p.right, GUIDED), ("wrong", p.wrong, "red"))
+    return Text("  ").join(cell(name, figure(rate, ".3f"), style) for name, rate, style in rates)
+
+
+def _experiences(s: Snapshot, width: int) -> list[Text]:
+    return [_experience(experience, width) for experience in s.experiences]
+
+
+def _experience(e: Experience, width: int) -> Text:
+    mean = e.credit / e.credited if e.credited else None
+    style = "" if not mean else GUIDED if mean > 0 else "red"
+    task = Text(one_line(e.task, width), DIM)
+    task.truncate(12, overflow="ellipsis")
+    return Text.assemble(
+        f"{figure(e.retrieved, ',.0f', 6):>6} ",
+        (f"{figure(mean, '+.2f', 6):>6}", style),
+        "  ",
+        task,
+        "  ",
+        one_line(e.text, 4 * width),
+    )
+
+
+def _notes(s: Snapshot, height: int) -> Section:
+    """The last lines; where there are experiences too, those have the larger part of what is left."""
+    texts = [printable(line[:LONGEST].expandtabs(4)) for line in s.notes]
+    if s.experiences:
+        texts = texts[-max(1, (height - 18) // 6) :]
+    if height >= ROOMY:
+        return Section([Text(text) for text in texts], title="notes", tail=True)
+    return Section([Text.assemble(("note".ljust(LABEL), DIM), text) for text in texts], tail=True)
+
+
+# ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Dashboard:
+    """A `Monitor` that has the terminal from its first note or line until `close`, and then gives it back as it was.
+
+    Notes, and what Python code prints meanwhile, are kept, and printed once the terminal is back. A thread draws; it only
+    ever reads a snapshot, so no call here waits for the terminal.
+    """
+
+    def __init__(self, run: RunInfo, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = Console(file=stream or sys.stdout, force_terminal=True, force_interactive=True)
+        self._run = SnapshotMonitor(run, clock=clock)
+        self._live: Live | None = None
+        self._redirected = ExitStack()
+        self._kept: list[tuple[IO[str], str]] = []
+        self._closed = False
+
+    def log(self, step: int, kind: str, figures: Figures) -> None:
+        self._run.log(step, kind, figures)
+        self._begin()
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        self._run.trajectories(trajectories)
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        self._run.experiences(experiences)
+
+    def note(self, text: str) -> None:
+        self._keep(self._console.file, text)
+        self._begin()
+
+    def close(self) -> None:
+        """Leaves the alternate screen and prints what was kept. Later notes are printed at once."""
+        if self._closed:
+            return
+        try:
+            if self._live:
+                self._leave(self._live)
+        finally:
+            self._redirected.close()
+            self._closed = True
+            for stream, text in self._kept:
+                _write(stream, text)
+
+    def _begin(self) -> None:
+        if self._live or self._closed:
+            return
+        self._live = Live(
+            console=self._console,
+            screen=True,
+            get_renderable=self._frame,
+            refresh_per_second=REFRESH_PER_S,
+            vertical_overflow="crop",
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream.isatty():  # what goes elsewhere does not disturb the screen
+                lines = self._redirected.enter_context(closing(Lines(stream, partial(self._keep, stream))))
+                self._redirected.enter_context(redirect(lines))
+        self._live.start(refresh=True)
+
+    def _frame(self) -> Group:
+        return render(self._run.snapshot(), *self._console.size)
+
+    def _leave(self, live: Live) -> None:
+        try:
+            live.stop()
+        except BaseException:  # it was interrupted while it began, or is now
+            self._console.set_alt_screen(False)
+            self._console.show_cursor(True)
+            raise
+
+    def _keep(self, stream: IO[str], text: str) -> None:
+        if self._closed:
+            _write(stream, text)
+        else:
+            self._kept.append((stream, text))
+            self._run.note(text)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    print("\n".join(printable(line.expandtabs()) for line in text.split("\n")), file=stream, flush=True)
+
+
+class Lines(io.TextIOBase):
+    """Stands for `stream` and hands on every whole line that is written, from whichever thread; of a line that was
+    overwritten, as progress bars are, the last form."""
+
+    def __init__(self, stream: IO[str], hand_on: Callable[[str], None]) -> None:
+        self._stream, self._hand_on = stream, hand_on
+        self._rest = ""
+        self._lock = threading.RLock()  # a finalizer may warn at any time
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            *lines, rest = (self._rest + text).split("\n")
+            self._rest = rest[-LONGEST:]
+        for line in lines:
+            self._hand_on(line.rstrip("\r").rpartition("\r")[2])
+        return len(text)
+
+    def close(self) -> None:
+        if self._rest:
+            self.write("\n")
+        super().close()

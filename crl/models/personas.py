@@ -1,0 +1,141 @@
+"""The room's demonstrators: *personas*, each one way of walking for a whole episode.
+
+An expert with random noise on every action teaches nothing (the loss stays at the value of a uniform guess); a mix of personas
+leaves as much to learn, and can be learnt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Protocol
+
+from crl.envs.actions import COMPASS
+from crl.envs.room.game import RoomGame
+
+Cell = tuple[int, int]
+SIZE = 5
+UNSEEN, STAIRS, TRAP = "~", ">", "^"
+OPPOSITE = {name: next(other for other, back in COMPASS.items() if back == (-dx, -dy)) for name, (dx, dy) in COMPASS.items()}
+
+
+class Persona(Protocol):
+    """A demonstrator for one episode."""
+
+    def act(self, game: RoomGame, rng: random.Random) -> str: ...
+
+
+class Explorer:
+    """Goes to the stairs when it sees them, else to the nearest cell that it has not seen; around traps."""
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        targets = showing(game, STAIRS) or showing(game, UNSEEN)
+        return first_step(game, targets, rng) or rng.choice(list(COMPASS))
+
+
+class Walker:
+    """Keeps one direction until the wall, then takes another."""
+
+    def __init__(self, direction: str | None = None) -> None:
+        self._direction = direction
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        if self._direction is None or not inside(neighbour(game.position, self._direction)):
+            self._direction = rng.choice(open_directions(game))
+        return self._direction
+
+
+class Pacer:
+    """Goes one step and back again."""
+
+    def __init__(self) -> None:
+        self._direction: str | None = None
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        back = OPPOSITE[self._direction] if self._direction else None
+        self._direction = back if back and inside(neighbour(game.position, back)) else rng.choice(open_directions(game))
+        return self._direction
+
+
+class Follower:
+    """Goes the way that it was told, and to the stairs when it sees them. It does not make up for bad advice: at the wall it paces."""
+
+    def __init__(self, direction: str) -> None:
+        self._direction: str | None = direction
+        self._explorer, self._pacer = Explorer(), Pacer()
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        if showing(game, STAIRS):
+            return self._explorer.act(game, rng)
+        if self._direction and not inside(neighbour(game.position, self._direction)):
+            self._direction = None
+        return self._direction or self._pacer.act(game, rng)
+
+
+class Lingerer:
+    """Moves about the start, never more than one step away from it."""
+
+    def act(self, game: RoomGame, rng: random.Random) -> str:
+        x, y = game.start
+        near = {at for at in cells() if max(abs(at[0] - x), abs(at[1] - y)) <= 1}
+        return first_step(game, near, rng) or rng.choice(list(COMPASS))
+
+
+def adherent(kind: str, direction: str) -> Persona | None:
+    """Who does what a lesson says (see `crl.envs.room.lessons`); None when it says nothing that could be done."""
+    match kind:
+        case "exit":
+            return Follower(direction)
+        case "walk":
+            return Walker(direction)
+        case "explore":
+            return Explorer()
+        case "stay":
+            return Lingerer()
+        case "back":
+            return Pacer()
+    return None
+
+
+def cells() -> list[Cell]:
+    return [(x, y) for y in range(SIZE) for x in range(SIZE)]
+
+
+def inside(at: Cell) -> bool:
+    return 0 <= at[0] < SIZE and 0 <= at[1] < SIZE
+
+
+def neighbour(at: Cell, direction: str) -> Cell:
+    dx, dy = COMPASS[direction]
+    return at[0] + dx, at[1] + dy
+
+
+def symbol(game: RoomGame, at: Cell) -> str:
+    return game.grid[at[1]][at[0]]
+
+
+def showing(game: RoomGame, wanted: str) -> set[Cell]:
+    """The cells that show this symbol."""
+    return {(x, y) for y, row in enumerate(game.grid) for x, shown in enumerate(row) if shown == wanted}
+
+
+def open_directions(game: RoomGame) -> list[str]:
+    return [name for name in COMPASS if inside(neighbour(game.position, name))]
+
+
+def first_step(game: RoomGame, targets: set[Cell], rng: random.Random) -> str | None:
+    """First direction of a shortest path to the nearest target, around traps; ties at random; None without a path."""
+    order = list(COMPASS)
+    rng.shuffle(order)
+    queue: deque[tuple[Cell, str | None]] = deque([(game.position, None)])
+    seen = {game.position}
+    while queue:
+        at, first = queue.popleft()
+        if first and at in targets:
+            return first
+        for direction in order:
+            after = neighbour(at, direction)
+            if inside(after) and after not in seen and (symbol(game, after) != TRAP or after in targets):
+                seen.add(after)
+                queue.append((after, first or direction))
+    return None
