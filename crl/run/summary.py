@@ -57,8 +57,9 @@ class ExperienceReport:
         for task, ((start, start_half), (end, end_half)) in self.gains.items():
             lines.append(f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}")
         for task, rate in self.lessons.items():
-            static = f"; by the extractor it started with, of the same episodes: {self.untrained_lessons[task]}"
-            lines.append(f"  {task}: right lessons among the extractor's answers: {rate}{static if task in self.untrained_lessons else ''}")
+            untrained = self.untrained_lessons.get(task)
+            static = f"; by the extractor it started with, of the same episodes: {untrained}" if untrained else ""
+            lines.append(f"  {task}: right lessons among the extractor's answers: {rate}{static}")
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
         lines.append(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -19,11 +19,11 @@ from crl.envs.places import PlaceStream
 from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.rollouts import ChatContext, OutcomeReward
 from crl.modeling import load_tokenizer, stop_ids
-from crl.protocols import Engine, EnvironmentPool
-from crl.rollout.episode import EpisodeRunner, Limits
+from crl.protocols import Engine, EnvironmentPool, Hit, SearchRequest
+from crl.rollout.episode import EpisodeRunner, Limits, Nothing
 from crl.rollout.waves import Direct
 from crl.tokens import ChatRenderer
-from crl.types import StepResult, Task
+from crl.types import ExperienceUse, StepResult, Task
 
 RULES = "Find the right door."
 TASK = Task("doors", seed=1, split="train", goal="Open it.")
@@ -127,12 +127,28 @@ def scripted(*actions: str) -> ScriptedEngine:
     return ScriptedEngine(renderer(), script(*actions))
 
 
+HIT = Hit("Open means open.", ExperienceUse("e1", 1, "g1", "start"))
+
+
+class Shelf:
+    """A `Retriever` that has the same for whoever asks, and notes who did."""
+
+    def __init__(self, hit: Hit | None = HIT) -> None:
+        self.hit = hit
+        self.asked: list[SearchRequest] = []
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        self.asked += requests
+        return [self.hit] * len(requests)
+
+
 def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunner:
     parts: dict[str, Any] = {
         "sampler": Direct(engine),
         "pool": pool,
         "context": ChatContext({"doors": RULES}),
         "shaper": OutcomeReward(),
+        "retriever": Nothing(),
         "renderer": renderer(),
         "limits": {"doors": Limits(turns=3, max_response_tokens=32)},
         "max_context": 512,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from doors import renderer
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import DistilRequest, ExperienceManager, ManagerSettings
 from crl.protocols import Engine, Hit, SearchRequest
-from crl.types import ExperienceUse, Segment, Task
+from crl.types import Experience, ExperienceUse, Segment, Task, Trajectory
 
 GOAL = "Find the exit of the azure cellar."
 
@@ -84,3 +86,38 @@ async def manager(path: Path, engine: Engine, settings: ManagerSettings | None =
 
 def search(query: str = GOAL, *, name: str = "room", group: int = 0, member: int = 0) -> SearchRequest:
     return SearchRequest(query, task(name), group, member)
+
+
+class Ledger:
+    """A `Monitor` that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str, dict[str, Any]]] = []
+        self.newest: list[list[Experience]] = []
+
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+        self.lines.append((step, kind, dict(figures)))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [figures for _, known, figures in self.lines if known == kind]
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        self.newest.append(list(experiences))
+
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def dump(path: Path) -> list[str]:
+    """All that a bank holds, as SQL."""
+    with closing(sqlite3.connect(path)) as db:
+        return list(db.iterdump())
+
+
+def logged(path: Path, kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """(origin, data) of every operation of this kind, in order."""
+    with closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT origin, data FROM log WHERE kind = ? ORDER BY seq", (kind,))
+        return [(origin, json.loads(data)) for origin, data in rows]

@@ -117,7 +117,7 @@ def test_train_hands_over_the_config_and_its_exit_code(model: str, tmp_path: Pat
     )
     assert result.exit_code == 1
     ((config, run_dir, options),) = run.calls
-    assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "grpo")
+    assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "complementary")
     repeated = f"crl train --tasks room --steps 2 --set {model} --set rollout.groups=3 --set run.seed=6"
     assert (run_dir, options["command"]) == (tmp_path / "new", repeated)
 
@@ -128,8 +128,10 @@ def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pyte
     assert crl("train", "--tasks", "room", "--set", model).exit_code == 0
     name = run.calls[0][1].name
     assert run.calls[0][1].parent == Path("runs")
-    assert name.startswith("room-grpo-")
-    assert time.strptime(name.removeprefix("room-grpo-"), "%Y%m%d-%H%M%S")
+    assert name.startswith("room-complementary-")
+    assert time.strptime(name.removeprefix("room-complementary-"), "%Y%m%d-%H%M%S")
+    assert crl("train", "--tasks", "room", "--method", "grpo", "--set", model).exit_code == 0
+    assert run.calls[1][1].name.startswith("room-grpo-")
 
 
 def test_how_a_run_ends_is_the_exit_code(model: str, monkeypatch: pytest.MonkeyPatch):
@@ -171,9 +173,20 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
         "          2 minibatches of about 64 rollouts = as many optimizer updates",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
-        "eval      2 times × 512 episodes = 1,024 episodes at temperature 1",
+        "eval      2 times × 2,048 episodes = 4,096 episodes at temperature 1",  # 256 known, free and guided, 256 new, 64 · 5 · 4 online
+        "extractor  a step for every 32 credit units",
+        "bank       every episode is distilled; at most 4 experiences of one goal; starts empty",
+        "retrieval  half of a group is guided, one experience per group, chosen by credit",
     ):
         assert line in result.output.splitlines()
+    assert "\nextractor  " in result.output.split("── models ──")[1].split("──")[0]
+
+
+def test_the_plan_without_experience(model: str):
+    text = plan(load(["room"], options={"method": "grpo"}, sets=[model]))
+    assert "eval      2 times × 512 episodes = 1,024 episodes at temperature 1" in text.splitlines()
+    assert "── experience ──" not in text
+    assert "\nextractor" not in text.split("── models ──")[1]
 
 
 def test_the_plans_config_is_toml_again(model: str):
@@ -192,5 +205,18 @@ def test_the_plan_follows_the_settings(model: str):
     assert "torch on cpu, 1 CPU thread" in text
     assert "room  full rendering: set by hand" in text
     assert "rollouts, synchronous" in text
-    assert "eval      3 times × 512 episodes" in text
-    assert "eval      1 time × 512 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
+    assert "eval      3 times × 2,048 episodes" in text
+    assert "eval      1 time × 2,048 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
+
+
+def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):
+    (bank := tmp_path / "bank.sqlite").touch()
+    sets = ["extractor.train=false", "complementary.guided=all", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
+    lines = plan(load(["room"], sets=[model, *sets])).splitlines()
+    assert "extractor  not trained" in lines
+    assert f"bank       every episode is distilled; at most 4 experiences of one goal; starts as {bank}" in lines
+    assert "retrieval  all members of a group are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
+    lines = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"])).splitlines()
+    assert "extractor  not trained" in lines
+    assert f"bank       frozen: nothing is distilled; at most 4 experiences of one goal; starts as {bank}" in lines
+    assert any("an unfinished episode goes on for 4 turns, for the extractor alone" in line for line in lines)

@@ -314,7 +314,8 @@ def test_bundled_models_are_known_by_name(model: Path, tmp_path: Path, monkeypat
     (tmp_path / "models" / "mini" / "config.json").write_text("{}")
     monkeypatch.setattr("crl.config.models.PACKAGE", tmp_path)
     assert resolve_model("mini") == tmp_path / "models" / "mini"
-    assert load(["room"], sets=["actor.model=mini"]).actor.model == "mini"
+    config = load(["room"], sets=["actor.model=mini", "extractor.model=mini"])
+    assert (config.actor.model, config.extractor.model) == ("mini", "mini")
     assert "Did you mean mini? Available: mini" in refusal(model, "actor.model=mimi")
 
 

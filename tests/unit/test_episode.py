@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from doors import RULES, TASK, Doors, House, house, renderer, runner, script, scripted, until
+from doors import HIT, RULES, TASK, Doors, House, Shelf, house, renderer, runner, script, scripted, until
 
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.host import ThreadHost
 from crl.errors import EngineError, RolloutError
 from crl.methods.parts.rollouts import ChatContext
-from crl.protocols import Hit
+from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
-from crl.types import Completion, ExperienceUse, RolloutPlan, Sampling, Segment, TokenTrace, Trajectory
+from crl.types import Completion, RolloutPlan, Sampling, Segment, TokenTrace, Trajectory
 
 ANSWER_NEXT = "<|im_end|>\n<|im_start|>assistant\n"
-FREE = RolloutPlan("free")
+FREE, GUIDED = RolloutPlan("free"), RolloutPlan("guided")
 KEY = EpisodeKey("train", step=2, group=5, member=1)
 
 
@@ -132,15 +132,139 @@ async def test_the_shaper_has_the_last_word_on_the_reward() -> None:
 
 
 async def test_what_guides_an_episode_is_on_its_trajectory() -> None:
-    hit = Hit("Open means open.", ExperienceUse("e1", 1, "g1", "start"))
+    shelf = Shelf()
     async with house() as home:
-        run = runner(scripted("open"), home.host)
-        guided = await run.play(KEY, TASK, RolloutPlan("guided"), hit)
-        assert (guided.used, guided.shown) == ((hit.use,), (hit.text,))
-        assert guided.segments[2] == Segment("user", "Open means open.", "experience")
-        assert "Open means open." in text(guided.traces[0])
-        with pytest.raises(ValueError, match="must not have seen an experience"):
-            await run.play(KEY, TASK, FREE, hit)
+        guided = await runner(scripted("open"), home.host, retriever=shelf).play(KEY, TASK, GUIDED)
+    assert (guided.condition, guided.used, guided.shown) == ("guided", (HIT.use,), (HIT.text,))
+    assert guided.segments[2] == Segment("user", "Open means open.", "experience")
+    assert "Open means open." in text(guided.traces[0])
+    assert shelf.asked == [SearchRequest(TASK.goal, TASK, 5, 1)]
+
+
+async def test_a_free_episode_never_searches() -> None:
+    shelf = Shelf()
+    async with house() as home:
+        free = await runner(scripted("open"), home.host, retriever=shelf).play(KEY, TASK, FREE)
+        without = await runner(scripted("open"), home.host).play(KEY, TASK, FREE)
+    assert shelf.asked == [], "even though there would be something to find"
+    assert (free.condition, free.used, free.shown) == ("free", (), ())
+    assert free == without
+
+
+async def test_a_guided_episode_that_finds_nothing_stays_guided() -> None:
+    shelf, engine = Shelf(None), scripted("open")
+    async with house() as home:
+        guided = await runner(engine, home.host, retriever=shelf).play(KEY, TASK, GUIDED)
+        free = await runner(engine, home.host, retriever=shelf).play(KEY, TASK, FREE)
+    assert len(shelf.asked) == 1
+    assert (guided.condition, guided.used, guided.shown) == ("guided", (), ())
+    assert guided.segments == free.segments
+    assert engine.requests[0] == engine.requests[1], "token for token the prompt of a free episode"
+
+
+@pytest.mark.parametrize("instructions", [RULES, ""], ids=["full", "compact"])
+async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructions: str) -> None:
+    """On the rendered text: without the experience's line a guided prompt is the free one, on every turn."""
+    engine = scripted("wait")
+    context = ChatContext({"doors": instructions})
+    async with house() as home:
+        guided = await runner(engine, home.host, retriever=Shelf(), context=context).play(KEY, TASK, GUIDED)
+        free = await runner(engine, home.host, retriever=Shelf(), context=context).play(KEY, TASK, FREE)
+    with_it, without_it = prompts(engine)[:3], prompts(engine)[3:]
+    assert [prompt.count(HIT.text) for prompt in with_it] == [1, 1, 1]
+    assert not any(HIT.text in prompt for prompt in without_it)
+    assert [prompt.replace(f"{HIT.text}\n", "") for prompt in with_it] == without_it
+    assert without_it[0].startswith("<|im_start|>system\n" if instructions else "<|im_start|>user\nOpen it.\nA door.")
+    assert tuple(s for s in guided.segments if s.origin != "experience") == free.segments
+
+
+async def test_a_query_holds_the_first_observation_where_the_task_says_so() -> None:
+    for observed, query in ((frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")):
+        shelf = Shelf()
+        async with house() as home:
+            context = ChatContext({"doors": RULES}, observed)
+            await runner(scripted("open"), home.host, retriever=shelf, context=context).play(KEY, TASK, GUIDED)
+        assert [request.query for request in shelf.asked] == [query]
+
+
+async def test_a_search_waits_for_its_turn() -> None:
+    order: list[str] = []
+
+    class Turns(Counting):
+        async def turn(self, session: str) -> None:
+            order.append(f"turn {session}")
+
+    class Noted(Shelf):
+        async def search(self, requests: Sequence[SearchRequest]) -> list:
+            order.append("search")
+            return await super().search(requests)
+
+    engine = scripted("open")
+    async with house() as home:
+        run = runner(engine, home.host, sampler=Turns(engine), retriever=Noted())
+        await run.play(KEY, TASK, GUIDED)
+        await run.play(KEY, TASK, FREE)
+    assert order == [f"turn {KEY.session}", "search"]
+
+
+# ── overtime ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
+    limits = {"doors": Limits(2, 32, overtime=2)}
+    late, _, (game,) = await played("coin", "wait", "coin", "open", limits=limits)
+    assert game.actions == ["coin", "wait", "coin", "open"]
+    assert (late.turns, late.reward, late.rewards, late.success) == (2, 0.5, {"outcome": 0.5}, False), "too late is lost"
+    assert (late.truncated, late.error) == (True, None)
+    assert [s.text for s in late.segments if s.origin == "policy"] == ["coin", "wait", "coin", "open"]
+    assert late.segments[-1] == Segment("user", "It opens.", "env"), "what the extractor reads"
+    (trace,) = late.traces
+    assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "late tokens are not trained on"
+    assert set(trace.versions) == {-1, 0}
+    on_time, _, _ = await played("coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)})
+    assert (late.turns, late.reward, late.success, late.truncated) == (
+        on_time.turns, on_time.reward, on_time.success, on_time.truncated,
+    )  # fmt: skip
+    assert late.traces == on_time.traces, "what is trained is what would have been trained without overtime"
+
+
+async def test_overtime_ends_too() -> None:
+    trajectory, engine, (game,) = await played("wait", limits={"doors": Limits(2, 32, overtime=3)})
+    assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (5, 5, 2, True)
+
+
+async def test_an_episode_that_is_over_has_no_overtime() -> None:
+    for actions, success in ((("wait", "open"), True), (("wait", "lose"), False)):
+        trajectory, _, (game,) = await played(*actions, limits={"doors": Limits(2, 32, overtime=3)})
+        assert (game.actions, trajectory.turns) == (list(actions), 2)
+        assert (trajectory.success, trajectory.truncated) == (success, False)
+
+
+async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_do_not_count() -> None:
+    trajectory, _, _ = await played("peek", "shout", limits={"doors": Limits(1, 32, overtime=2)})
+    assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
+
+
+async def test_every_late_turn_draws_for_itself() -> None:
+    engine = Notary()
+    async with house() as home:
+        await runner(engine, home.host, limits={"doors": Limits(2, 32, overtime=2)}).play(KEY, TASK, FREE)
+        early = list(engine.seeds)
+        await runner(engine, home.host, limits={"doors": Limits(4, 32)}).play(KEY, TASK, FREE)
+    assert len(set(early)) == 4
+    assert engine.seeds[4:] == early
+
+
+async def test_a_game_that_breaks_in_overtime_is_an_error() -> None:
+    trajectory, _, _ = await played("coin", "crash", limits={"doors": Limits(1, 32, overtime=2)})
+    assert trajectory.error == "env: doors: step: ValueError: the door fell off"
+    assert (trajectory.turns, trajectory.reward) == (1, 0.5)
+
+
+async def test_late_turns_of_a_window_are_no_samples() -> None:
+    async with house() as home:
+        late = await outcome(home, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)})
+    assert [sampled(trace) for trace in late.traces] == ["coin<|im_end|>", "coin<|im_end|>"]
 
 
 # ── limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,6 +470,9 @@ class Counting:
 
     def leave(self, session: str) -> None:
         self.left.append(session)
+
+    async def turn(self, session: str) -> None:
+        pass
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
         return await self.engine.generate(ids, sampling, session=session, rng=rng)

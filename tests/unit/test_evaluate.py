@@ -24,7 +24,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
 from crl.rollout.episode import Limits
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate, Setting
 from crl.types import Completion, Sampling, Split, Task
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,19 +71,33 @@ def test_a_rate_of_nothing_is_no_number() -> None:
 
 
 def test_the_names_of_the_figures() -> None:
-    rates: dict[EvalSet, Rate] = {("room", "known"): Rate(8, 10), ("room", "new"): Rate(0, 10)}
-    figures = Evaluation(rates, {("room", "known"): 2.5, ("room", "new"): 4.0}, errors=1).figures()
+    known, new, guided = ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided")
+    rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
+    evaluation = Evaluation(
+        rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1,
+        visits={"room": [Rate(0, 4), Rate(3, 4)]}, lessons={"room": Rate(3, 4)}, untrained_lessons={"room": Rate(1, 4)},
+    )  # fmt: skip
+    figures = evaluation.figures()
     assert figures == {
         "eval/room/known/success/free": 0.8,
         "eval/room/known/success/free/low": pytest.approx(0.490157, abs=1e-6),
         "eval/room/known/success/free/high": pytest.approx(0.943319, abs=1e-6),
-        "eval/room/known/episodes": 10,
+        "eval/room/known/episodes/free": 10,
         "eval/room/known/turns/free": 2.5,
         "eval/room/new/success/free": 0.0,
         "eval/room/new/success/free/low": 0.0,
         "eval/room/new/success/free/high": pytest.approx(0.277540, abs=1e-6),
-        "eval/room/new/episodes": 10,
+        "eval/room/new/episodes/free": 10,
         "eval/room/new/turns/free": 4.0,
+        "eval/room/known/success/guided": 0.5,
+        "eval/room/known/success/guided/low": pytest.approx(0.094529, abs=1e-6),
+        "eval/room/known/success/guided/high": pytest.approx(0.905471, abs=1e-6),
+        "eval/room/known/episodes/guided": 2,
+        "eval/room/known/turns/guided": 1.0,
+        "eval/room/new/success/online/visit1": 0.0,
+        "eval/room/new/success/online/visit2": 0.75,
+        "eval/room/lessons/correct": 0.75,
+        "eval/room/lessons/correct/untrained": 0.25,
         "eval/errors": 1,
     }
 
@@ -117,7 +131,7 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
             runner(engine, home.host), {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)}, concurrency=4
         )
         result = await evaluator.evaluate()
-    assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known"): 3, ("doors", "new"): 10}
+    assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known", "free"): 3, ("doors", "new", "free"): 10}
     sessions = {session for session, _ in engine.requests}
     assert sessions == {f"eval/doors/known/00000000/{i:08d}/0000" for i in range(3)} | {
         f"eval/doors/new/00000000/{i:08d}/0000" for i in range(10)
@@ -129,13 +143,13 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
 async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
     async with house() as home:
         result = await Evaluator(runner(scripted(says), home.host), {("doors", "new"): tasks(2)}, concurrency=8).evaluate()
-    assert (result.rates["doors", "new"].value, result.turns["doors", "new"], result.errors) == (value, turns, 0)
+    assert (result.rates["doors", "new", "free"].value, result.turns["doors", "new", "free"], result.errors) == (value, turns, 0)
 
 
 async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
     async with house(broken={1}) as home:
         result = await Evaluator(runner(scripted("open"), home.host), {("doors", "new"): tasks(4)}, concurrency=2).evaluate()
-    assert (result.rates["doors", "new"], result.errors) == (Rate(3, 4), 1)
+    assert (result.rates["doors", "new", "free"], result.errors) == (Rate(3, 4), 1)
 
 
 async def test_a_dead_engine_ends_the_evaluation() -> None:

@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from crl.run.evaluate import Evaluation, Rate
-from crl.run.summary import Summary, success_lines
+from crl.run.summary import ExperienceReport, Summary, success_lines
 
-BEFORE = Evaluation({("room", "known"): Rate(64, 256), ("room", "new"): Rate(0, 256)}, {}, 0)
-AFTER = Evaluation({("room", "known"): Rate(192, 256), ("room", "new"): Rate(141, 256)}, {}, 0)
+KNOWN, NEW, GUIDED, ONLINE = (
+    ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
+)  # fmt: skip
+BEFORE = Evaluation({KNOWN: Rate(64, 256), NEW: Rate(0, 256)}, {}, 0)
+AFTER = Evaluation({KNOWN: Rate(192, 256), NEW: Rate(141, 256)}, {}, 0)
 
 SUMMARY = Summary(
     run=Path("runs/one"),
@@ -27,13 +30,13 @@ SUMMARY = Summary(
 TEXT = """
 80 steps in 172 s
 
-success on fixed eval sets, sampled at temperature 1, without experience, [95 % Wilson interval over episodes]:
-  room known   256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
-  room new     256 episodes   0.000 [0.000, 0.015] → 0.551 [0.490, 0.611]   +0.551
+success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
+  room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
+  room new    without experience         256 episodes   0.000 [0.000, 0.015] → 0.551 [0.490, 0.611]   +0.551
 
-the trained actor, in Hugging Face format: runs/one/checkpoints/80/actor
+the trained models, in Hugging Face format: runs/one/checkpoints/80
   repeat the eval:   crl eval runs/one
-  train it further:  crl train --tasks room,maze --method grpo --set run.steps=80 --set actor.model=runs/one/checkpoints/80/actor
+  train further:     crl train --tasks room,maze --method grpo --set run.steps=80 --set actor.model=runs/one/checkpoints/80/actor
   another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
   every figure and every episode: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
@@ -46,13 +49,13 @@ def test_a_whole_run() -> None:
 def test_a_run_that_was_stopped_has_no_after() -> None:
     text = replace(SUMMARY, after=None, steps=3).text()
     assert "3 steps in 172 s" in text
-    assert "  room known   256 episodes   0.250 [0.201, 0.306]\n" in text
+    assert "  room known  without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
     assert "→" not in text
 
 
 def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
-    assert "0 steps in 172 s\n\nstopped before the first evaluation\n\nthe trained actor" in text
+    assert "0 steps in 172 s\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_what_went_wrong_is_said() -> None:
@@ -63,8 +66,67 @@ def test_what_went_wrong_is_said() -> None:
 
 def test_an_evaluation_alone() -> None:
     assert success_lines(0.0, AFTER) == [
-        "success on fixed eval sets, greedy, without experience, [95 % Wilson interval over episodes]:",
-        "  room known   256 episodes   0.750 [0.694, 0.799]",
-        "  room new     256 episodes   0.551 [0.490, 0.611]",
+        "success on fixed eval sets, greedy [95 % Wilson interval over episodes]:",
+        "  room known  without experience         256 episodes   0.750 [0.694, 0.799]",
+        "  room new    without experience         256 episodes   0.551 [0.490, 0.611]",
     ]
-    assert success_lines(0.7, AFTER)[0].startswith("success on fixed eval sets, sampled at temperature 0.7, ")
+    assert success_lines(0.7, AFTER)[0].startswith("success on fixed eval sets, sampled at temperature 0.7 [")
+
+
+# ── a run with experience ───────────────────────────────────────────────────────────────────────────────────────────
+
+REPORT = ExperienceReport(
+    bank=Path("runs/one/bank.sqlite"),
+    stats={"bank/size": 31, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
+    gaps=[0.5, 0.0, 0.25, 0.25],
+    gains={"room": ((0.01, 0.05), (0.4, 0.06))},
+    lessons={"room": Rate(192, 256)},
+    untrained_lessons={"room": Rate(64, 256)},
+    trained=12,
+)
+
+
+def test_what_experience_came_to() -> None:
+    """gaps: mean 1/4, standard deviation √(0.125 / 3) = 0.204124, half 1.96 · 0.204124 / √4 = 0.200042."""
+    assert REPORT.lines() == [
+        "",
+        "experience [± half a 95 % interval]:",
+        "  guided − free in the same groups, second half of the run: +0.250 ± 0.200 over 4 groups",
+        "  room: what right advice adds on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
+        "  room: right lessons among the extractor's answers: 0.750 [0.694, 0.799]; "
+        "by the extractor it started with, of the same episodes: 0.250 [0.201, 0.306]",
+        "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
+        "  the bank, 31 experiences: runs/one/bank.sqlite",
+    ]
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    stats = {"bank/size": 0}
+    bare = ExperienceReport(Path("bank.sqlite"), stats, gaps=[], gains={}, lessons={}, untrained_lessons={}, trained=None)
+    assert bare.lines()[2:] == [
+        "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 could not be",
+        "  the bank, 0 experiences: bank.sqlite",
+    ]
+    one = replace(bare, gaps=[0.5], lessons={"room": Rate(1, 2)}).lines()
+    assert one[2] == "  guided − free in the same groups, second half of the run: unknown over 1 groups"
+    assert one[3] == "  room: right lessons among the extractor's answers: 0.500 [0.095, 0.905]"
+
+
+def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "80" / "extractor").mkdir(parents=True)
+    text = replace(SUMMARY, run=tmp_path, checkpoint=tmp_path / "checkpoints" / "80", command="crl train", experience=REPORT).text()
+    further = next(line for line in text.splitlines() if "train further:" in line)
+    at = tmp_path / "checkpoints" / "80"
+    assert further.split() == [
+        "train", "further:", "crl", "train", "--set", f"actor.model={at}/actor", "--set", f"extractor.model={at}/extractor",
+        "--set", f"bank.init={tmp_path}/bank.sqlite",
+    ]  # fmt: skip
+    assert "\n".join(REPORT.lines()) in text
+
+
+def test_every_setting_has_a_name() -> None:
+    with_bank = replace(AFTER, rates={**AFTER.rates, GUIDED: Rate(1, 2), ONLINE: Rate(0, 1)})
+    assert [line[:40].rstrip() for line in success_lines(1.0, with_bank)[1:]] == [
+        "  room known  without experience", "  room new    without experience",
+        "  room known  with the run's bank", "  room new    with a bank built online",
+    ]  # fmt: skip

@@ -171,3 +171,58 @@ async def test_direct_passes_requests_on_as_they_come() -> None:
     direct.join("a")
     assert await ask(direct, "b", 5) == ANSWER
     assert (engine.asked, engine.seeds) == (["b"], [5])
+
+
+# ── searches ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def searching(waves: Waves, session: str, delay: int, order: list[str], *, searches: bool) -> None:
+    """An episode that searches (or does not), and then asks twice."""
+    try:
+        await passes(delay)
+        if searches:
+            await waves.turn(session)
+            order.append(session)  # at once: what a search does to counters must not wait for anything
+        await episode(waves, session, [delay, 0])
+    finally:
+        waves.leave(session)
+
+
+@given(
+    delays=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    searches=st.lists(st.booleans(), min_size=6, max_size=6),
+    shuffled=st.randoms(use_true_random=False),
+)
+def test_searches_happen_in_the_order_of_the_names(delays: list[int], searches: list[bool], shuffled) -> None:
+    async def run() -> tuple[list[str], Recorder]:
+        order: list[str] = []
+        engine = Recorder()
+        waves = Waves(engine)
+        sessions = [f"e{i}" for i in range(len(delays))]
+        for session in sessions:
+            waves.join(session)
+        members = list(zip(sessions, delays, searches, strict=False))
+        shuffled.shuffle(members)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            for session, delay, searching_too in members:
+                tasks.create_task(searching(waves, session, delay, order, searches=searching_too))
+        return order, engine
+
+    order, engine = asyncio.run(run())
+    guided = [f"e{i}" for i in range(len(delays)) if searches[i]]
+    assert order == guided
+    free = [f"e{i}" for i in range(len(delays)) if not searches[i]]
+    assert engine.asked[: len(free)] == free, "the others' first request is of the same wave"
+    assert sorted(engine.asked) == sorted(2 * [f"e{i}" for i in range(len(delays))])
+
+
+async def test_a_cancelled_search_does_not_hold_up_the_rest() -> None:
+    waves, order = Waves(Recorder()), []
+    for session in "abc":
+        waves.join(session)
+    first = asyncio.create_task(searching(waves, "a", 0, order, searches=True))
+    await settled()
+    first.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(first, *(searching(waves, s, 0, order, searches=True) for s in "bc"), return_exceptions=True)
+    assert order == ["b", "c"]

@@ -1,0 +1,168 @@
+"""Works that share a commit: one transaction on disk, as if each had one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import pytest
+
+from crl.errors import StoreError
+from crl.manager.database import GROUP, Database
+
+Work = Callable[[aiosqlite.Connection], Awaitable[Any]]
+
+
+def fact(name: str, order: list[str] | None = None) -> Work:
+    async def work(db: aiosqlite.Connection) -> str:
+        if order is not None:
+            order.append(name)
+        await db.execute("INSERT INTO facts VALUES (?, 'x')", (name,))
+        return name
+
+    return work
+
+
+def bad(name: str, error: Exception) -> Work:
+    """Writes, and fails."""
+
+    async def work(db: aiosqlite.Connection) -> None:
+        await fact(name)(db)
+        raise error
+
+    return work
+
+
+def names(path: Path) -> list[str]:
+    with sqlite3.connect(path) as db:
+        return [name for (name,) in db.execute("SELECT name FROM facts ORDER BY name")]
+
+
+class Statements:
+    """Counts a connection's statements by their first word, and can let some of them fail."""
+
+    def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[str, int] = {}
+        self.failing: dict[str, Exception] = {}
+        execute = database.connection.execute
+
+        async def counted(sql: str, *args: Any) -> Any:
+            word = sql.split()[0]
+            self.counts[word] = self.counts.get(word, 0) + 1
+            if error := self.failing.get(word):
+                raise error
+            return await execute(sql, *args)
+
+        monkeypatch.setattr(database.connection, "execute", counted)
+
+
+@pytest.fixture
+async def database(tmp_path: Path):
+    made = await Database.open(tmp_path / "bank.sqlite")
+    yield made
+    await made.aclose()
+
+
+async def gathered(database: Database, *works: Work) -> list[Any]:
+    async with asyncio.timeout(10):
+        return await asyncio.gather(*(database.transaction(work) for work in works), return_exceptions=True)
+
+
+async def test_works_that_wait_together_share_a_commit_and_keep_their_order(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements, order = Statements(database, monkeypatch), []
+    wanted = [f"{i:03d}" for i in range(GROUP + 10)]
+    assert await gathered(database, *(fact(name, order) for name in wanted)) == wanted, "each caller gets what its own work returned"
+    assert order == wanted
+    assert statements.counts["COMMIT"] == 2, "as many as fit into one, and the rest"
+    assert names(database.path) == wanted
+
+
+async def test_a_work_alone_is_a_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements = Statements(database, monkeypatch)
+    for name in "abc":
+        await database.transaction(fact(name))
+        assert names(database.path)[-1] == name, "durable when it returns"
+    assert statements.counts["COMMIT"] == 3
+
+
+async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements = Statements(database, monkeypatch)
+    bug = KeyError("a bug")
+    first, second, third, fourth = await gathered(database, fact("a"), bad("b", bug), fact("a"), fact("c"))
+    assert (first, second, fourth) == ("a", bug, "c")
+    assert isinstance(third, StoreError), "a key that is there already"
+    assert "bank.sqlite: UNIQUE constraint failed" in str(third)
+    assert names(database.path) == ["a", "c"]
+    assert statements.counts["COMMIT"] == 1
+
+
+async def test_a_later_work_sees_what_an_earlier_one_wrote_and_nothing_of_a_failed_one(database: Database) -> None:
+    async def count(db: aiosqlite.Connection) -> int:
+        ((number,),) = await db.execute_fetchall("SELECT COUNT(*) FROM facts")
+        return number
+
+    assert (await gathered(database, fact("a"), count, bad("b", ValueError("no")), count))[1::2] == [1, 1]
+
+
+@pytest.mark.parametrize("word", ["BEGIN", "COMMIT"])
+async def test_without_its_commit_nothing_of_a_group_happened(word: str, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements = Statements(database, monkeypatch)
+    statements.failing[word] = sqlite3.OperationalError("disk I/O error")
+    outcomes = await gathered(database, fact("a"), bad("b", ValueError("no")), fact("c"))
+    assert [type(outcome) for outcome in outcomes] == [StoreError] * 3, "nobody is told that it worked"
+    assert {str(outcome) for outcome in outcomes} == {
+        f"{database.path}: disk I/O error. What was acknowledged before is safe.",
+    }  # fmt: skip
+    assert names(database.path) == []
+    statements.failing.clear()
+    assert await gathered(database, fact("a"), fact("c")) == ["a", "c"], "and it goes on"
+    assert names(database.path) == ["a", "c"]
+
+
+async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements = Statements(database, monkeypatch)
+    statements.failing["COMMIT"] = sqlite3.OperationalError("disk I/O error")
+
+    async def heal(db: aiosqlite.Connection) -> None:
+        statements.failing.clear()
+
+    works = [fact(f"{i:03d}") for i in range(GROUP)]
+    outcomes = await gathered(database, *works, heal, fact("later"))
+    assert {type(outcome) for outcome in outcomes[:GROUP]} == {StoreError}
+    assert outcomes[GROUP:] == [None, "later"]
+    assert names(database.path) == ["later"]
+
+
+async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> None:
+    """Its work is done with those of its neighbours, whether it had begun or not."""
+    callers = [asyncio.create_task(database.transaction(work)) for work in (fact("a"), fact("b"), bad("c", ValueError("no")), fact("d"))]
+    await asyncio.sleep(0)
+    for caller in callers[1:3]:
+        caller.cancel()
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+    assert (outcomes[0], outcomes[3]) == ("a", "d")
+    assert [type(outcome) for outcome in outcomes[1:3]] == [asyncio.CancelledError] * 2
+    await database.transaction(fact("e"))
+    assert names(database.path) == ["a", "b", "d", "e"]
+
+
+async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "bank.sqlite")
+    wanted = [f"{i:03d}" for i in range(GROUP + 5)]
+    works = [asyncio.create_task(database.transaction(fact(name))) for name in wanted]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await database.aclose()
+        assert await asyncio.gather(*works) == wanted
+    assert names(tmp_path / "bank.sqlite") == wanted
+
+
+async def test_a_copy_holds_whole_groups(database: Database, tmp_path: Path) -> None:
+    works = [fact(f"{i:03d}") for i in range(3 * GROUP)]
+    await asyncio.gather(gathered(database, *works), database.backup(tmp_path / "copy.sqlite"))
+    assert len(names(tmp_path / "copy.sqlite")) % GROUP == 0
+    assert len(names(database.path)) == 3 * GROUP
