@@ -142,6 +142,19 @@ class Database:
                 await self.connection.close()
 
 
+async def copy_database(source: Path, target: Path) -> None:
+    """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
+    _refuse_existing(target)
+    try:
+        with _errors(source):
+            uri = f"{source.resolve().as_uri()}?mode=ro"
+            async with aiosqlite.connect(uri, uri=True) as original, aiosqlite.connect(target) as copy:
+                await original.backup(copy)
+    except BaseException:
+        _remove(target)
+        raise
+
+
 def _refuse_existing(path: Path) -> None:
     if path.exists():
         raise StoreError(f"{path}: it exists, and a bank is not copied over it. Choose another path.")

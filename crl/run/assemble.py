@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
+from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder, HashEmbedder
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.rollouts import ChatContext
@@ -110,7 +110,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
             parts = _bank_parts(config, specs)
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            shutil.copy2(run.bank, folder / run.bank.name)
+            await copy_database(run.bank, folder / run.bank.name)
             distilling = _engine(config, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
@@ -317,7 +317,7 @@ async def _experience(
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:
-        shutil.copy2(config.bank.init, run.bank)
+        await ExperienceManager.start_from(Path(config.bank.init), run.bank)
         mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
     manager = await parts.open(run.bank, engine, stack, diagnostics.distilled)
     trainer = None
