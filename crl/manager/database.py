@@ -147,12 +147,15 @@ async def copy_database(source: Path, target: Path) -> None:
     _refuse_existing(target)
     try:
         with _errors(source):
-            uri = f"{source.resolve().as_uri()}?mode=ro"
-            async with aiosqlite.connect(uri, uri=True) as original, aiosqlite.connect(target) as copy:
+            async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
                 await original.backup(copy)
     except BaseException:
         _remove(target)
         raise
+
+
+def _read_only(path: Path) -> str:
+    return f"{path.resolve().as_uri()}?mode=ro"
 
 
 def _refuse_existing(path: Path) -> None:
