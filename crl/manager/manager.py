@@ -338,6 +338,11 @@ class ExperienceManager:
         """At most `n` active entries as they are now, counters included; the last written (added or updated) first."""
         return [entry.experience for entry in islice(reversed(self._bank.entries.values()), n)]
 
+    def best(self, n: int) -> list[Experience]:
+        """The `n` active entries whose guided episodes succeeded most: by Σ r, the last written first among equals."""
+        entries = sorted(reversed(self._bank.entries.values()), key=lambda entry: -entry.credit)
+        return [entry.experience for entry in entries[:n]]
+
     async def export_copy(self, path: Path) -> None:
         """Copies the bank as it is now to a file of its own, while it is in use, for another run or a scratch copy.
 
