@@ -493,7 +493,6 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
         (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
         (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
         (["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"], "there is no module 'nowhere'"),
-        (["--tasks", "room", "--set", "tasks.room.stream.places=200"], "there are names for 144 places, not for 200"),
         (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "holds 100000 layouts, not 100001"),
     ],
 )
