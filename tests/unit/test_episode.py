@@ -311,7 +311,7 @@ async def test_the_context_limit_ends_the_episode_as_truncated() -> None:
 
 
 async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
-    limit = await context_for(1, "coin", "open") + 2
+    limit = await context_for(1, "coin", "open") + len(renderer().encode("open")) - 1
     trajectory, _, (game,) = await played("coin", "open", max_context=limit)
     assert game.actions[0] == "coin"
     assert "open".startswith(game.actions[1])
