@@ -18,10 +18,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from runs import DETERMINISTIC, SMALL, WIDER, arguments, contents, crl, equal_weights, lines, metrics, one_line, train, untimed
 
-from crl.cli.main import app
 from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
 from crl.envs.places import NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
@@ -30,11 +28,6 @@ from crl.methods.parts.training import SurrogateLoss
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Rate
 from crl.types import StepResult, Task
-
-SETS = ("tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0", "eval.probe_every=0")
-SMALL = ("rollout.groups=2", "rollout.group_size=4", *SETS)
-WIDER = ("rollout.groups=4", "rollout.group_size=8", *SETS)
-DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 # ── games of one's own ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,58 +106,6 @@ def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
         "[stream]\nplaces = 4\npermanent = 2\n[eval]\nknown = 4\nnew = 4\n"
     )
     return str(path)
-
-
-# ── running and reading ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def crl(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def arguments(run: Path, tasks: str, sets: tuple[str, ...], steps: int, seed: int, method: str = "grpo") -> list[str]:
-    options = ["train", "--tasks", tasks, "--run-dir", str(run), "--steps", str(steps), "--seed", str(seed), "--method", method]
-    return [*options, *(part for setting in sets for part in ("--set", setting))]
-
-
-def train(run: Path, *sets: str, tasks: str = "room", steps: int = 1, seed: int = 0, code: int = 0) -> Result:
-    """A run of the actor alone, and that it ended as it should: what it says is on stdout, errors alone on stderr."""
-    result = crl(*arguments(run, tasks, (*(SMALL if tasks == "room" else (*SMALL[:2], "eval.probe_every=0")), *sets), steps, seed))
-    assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
-    assert code or result.stderr == ""
-    return result
-
-
-def one_line(result: Result) -> str:
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.output
-    return result.stderr
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in lines(run / "metrics.jsonl") if line["kind"] == kind]
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
-
-
-def weights(actor: Path) -> dict[str, torch.Tensor]:
-    return load_file(actor / "model.safetensors")
-
-
-def equal_weights(one: Path, other: Path) -> bool:
-    first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(autouse=True, scope="module")

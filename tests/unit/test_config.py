@@ -381,3 +381,93 @@ def test_the_tree_is_frozen_and_its_keys_are_listed(model: Path):
     assert {"run.seed", "actor.optimizer.learning_rate", "tasks.NAME.stream.places"} <= set(dotted_keys())
     with pytest.raises(ConfigError, match=r"^stream\.places = 0: "):
         validated(TaskConfig, {**config.tasks["room"].model_dump(), "stream": {"places": 0}})
+
+
+# ── extractor and bank ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path: Path):
+    """[compact.extractor] by the extractor's profile, the other compact tables by the actor's."""
+    (big := tmp_path / "big").mkdir()
+    (big / "config.json").write_text("{}")
+
+    def tables(*sets: str) -> tuple:
+        config = load(["room"], sets=sets)
+        extractor = config.extractor
+        return (extractor.max_response_tokens, extractor.batch, extractor.malformed_reward, extractor.optimizer.learning_rate), (
+            config.bank.cap, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
+        )  # fmt: skip
+
+    tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
+    compact, full = (4, "credit", 10, 1024), (None, "diverse", 0, 32_768)
+    assert tables(f"actor.model={model}", f"extractor.model={model}") == (tiny, compact)
+    assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
+    assert tables(f"actor.model={big}", f"extractor.model={model}") == (tiny, full)
+    assert tables(f"actor.model={big}", f"extractor.model={big}") == (paper, full)
+    assert tables(f"actor.model={model}", f"extractor.model={model}", "extractor.batch=5", "bank.cap=6")[0][1] == 5, "--set over both"
+
+
+def test_the_papers_values_for_experience(model: Path):
+    config = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))})
+    assert config.method == "complementary"
+    assert (config.extractor.batch, config.extractor.clip_low, config.extractor.clip_high) == (64, 0.1, 0.1)
+    assert (config.retrieval.candidates, config.retrieval.lam, config.retrieval.choice, config.retrieval.per) == (
+        16,
+        0.4,
+        "diverse",
+        "group",
+    )
+    assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (None, None, False, "")
+    assert (config.complementary.guided, config.complementary.advantages) == ("half", "split")
+
+
+def test_a_method_without_experience_asks_for_no_extractor(model: Path):
+    grpo = {"method": "grpo"}
+    config = resolved(model, "extractor.model=no/such", "bank.frozen=true", options=grpo)
+    assert not config.with_experience
+    assert config.extractor.max_response_tokens == 4096, "no profile was looked at"
+    assert resolved(model).with_experience
+    assert "extractor.model = 'no/such': is neither a bundled model nor a directory" in refusal(model, "extractor.model=no/such")
+    assert "extractor.batch = 0: should be greater than or equal to 1" in refusal(model, "extractor.batch=0", options=grpo)
+
+
+def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    text = refusal(model, f"extractor.model={tmp_path / 'empty'}")
+    assert text.startswith(f"extractor.model = '{tmp_path / 'empty'}': that directory holds no config.json")
+    assert "extractor.model = 3: should be a valid string" in refusal(model, "extractor.model=3")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("{}")
+    (tmp_path / "odd" / "crl.json").write_text('{"profile": "tiny"}')
+    text = refusal(model, f"extractor.model={tmp_path / 'odd'}")
+    assert text.startswith("extractor.model = ")
+    assert 'declares the profile "tiny"' in text
+
+
+def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
+    assert refusal(model, "bank.frozen=true") == (
+        "bank.frozen = True: an empty bank to which nothing is written guides nobody. Give bank.init too."
+    )
+    missing = tmp_path / "none.sqlite"
+    assert refusal(model, f"bank.init={missing}") == (
+        f"bank.init = '{missing}': there is no such file. Give the bank.sqlite of another run."
+    )
+    assert "there is no such file" in refusal(model, f"bank.init={tmp_path}"), "a directory is none"
+    text = refusal(model, "extractor.max_response_tokens=1024")
+    assert text.startswith(
+        "extractor.max_response_tokens = 1024: leaves no room for a prompt in extractor.max_context_tokens, which is 1024"
+    )
+    assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in refusal(model, "bank.frosen=true")
+    assert "Did you mean retrieval.choice?" in refusal(model, "retrieval.choise=credit")
+    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in refusal(model, "retrieval.choice=best")
+    assert "complementary.guided = 'some': should be 'half' or 'all'" in refusal(model, "complementary.guided=some")
+    assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(model, "extractor.malformed_reward=-2")
+
+
+def test_a_banks_path_is_saved_absolute(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bank.sqlite").touch()
+    assert resolved(model, "bank.init=bank.sqlite").bank.init == str(tmp_path / "bank.sqlite")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolved(model, "bank.init=~/bank.sqlite", "bank.frozen=true").bank.init == str(tmp_path / "bank.sqlite")
+    assert resolved(model).bank.init == ""

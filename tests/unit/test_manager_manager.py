@@ -271,6 +271,52 @@ async def test_the_consumer_distils_as_they_come_with_bounded_concurrency(tmp_pa
     await made.aclose()
 
 
+async def test_the_consumer_takes_as_many_as_there_is_room_for_and_never_more(tmp_path):
+    """Free places are filled with one lease; what is in its hands is what is leased."""
+
+    class Stepwise(ScriptedEngine):
+        """Answers one request for each `let` that is released."""
+
+        def __init__(self) -> None:
+            super().__init__(renderer(), lambda prompt: add("Go west."))
+            self.let, self.waiting = asyncio.Semaphore(0), 0
+
+        async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+            self.waiting += 1
+            await self.let.acquire()
+            self.waiting -= 1
+            return await super().generate(ids, sampling, **options)
+
+    engine, limits = Stepwise(), []
+    made = await manager(bank(tmp_path), engine, ManagerSettings(concurrency=3))
+    lease = made._store.lease
+
+    async def noted(limit: int | None = None) -> list[DistilRequest]:
+        limits.append(limit)
+        return await lease(limit)
+
+    made._store.lease = noted
+    for member in range(8):
+        await made.submit(request(member=member))
+    consumer = asyncio.create_task(made.run())
+    for done in range(8):
+        held = min(3, 8 - done)
+        await until(lambda held=held: engine.waiting == held)
+        figures = await made.stats()
+        assert (figures["queue/leased"], figures["queue/pending"], figures["queue/done"]) == (held, 8 - done - held, done)
+        engine.let.release()
+    await until(lambda: engine.waiting == 0)
+    assert limits[0] == 3, "all of them at once, where there is room"
+    assert max(limits) == 3
+    await made.submit(request(member=9))
+    await made.submit(request(member=10))
+    await until(lambda: engine.waiting == 2)
+    consumer.cancel()
+    await asyncio.gather(consumer, return_exceptions=True)
+    assert (await made.stats())["queue/pending"] == 2, "what it had in work is given back"
+    await made.aclose()
+
+
 async def test_a_consumer_that_is_cancelled_gives_back_what_it_had(tmp_path):
     engine = Gated()
     made = await manager(bank(tmp_path), engine, SETTINGS)

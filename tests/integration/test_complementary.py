@@ -1,0 +1,387 @@
+"""Whole runs of Complementary RL: actor, extractor and bank at work together, in rooms, in seconds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
+from typer.testing import Result
+
+from crl.config.models import resolve_model
+from crl.modeling import load_tokenizer, stop_ids
+from crl.run.evaluate import Rate
+from crl.tokens import ChatRenderer
+from crl.types import Segment
+
+SIZES = (
+    "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
+    "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
+    "tasks.room.eval.known=8", "tasks.room.eval.new=4", "tasks.room.eval.online=2", "tasks.room.eval.probe=4",
+)  # fmt: skip
+"""Every step visits each of four rooms: from the second on there is something to retrieve."""
+STEPS = 3
+
+
+def train(run: Path, *sets: str, steps: int = STEPS, seed: int = 0, code: int = 0) -> Result:
+    result = crl(*arguments(run, "room", (*SIZES, *sets), steps, seed, "complementary"))
+    assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
+    assert code or result.stderr == ""
+    return result
+
+
+def rows(bank: Path, sql: str) -> list[tuple]:
+    """Of a bank that nobody has open; the file stays as it is."""
+    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
+        return list(db.execute(sql))
+
+
+def dump(bank: Path) -> list[str]:
+    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
+        return list(db.iterdump())
+
+
+def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
+    wanted = ", ".join(f"'{kind}'" for kind in kinds)
+    return [
+        (origin, json.loads(data)) for origin, data in rows(bank, f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq")
+    ]
+
+
+def episodes(run: Path) -> list[dict[str, Any]]:
+    return lines(run / "trajectories.jsonl")
+
+
+def address(t: dict[str, Any], mark: str = "run") -> str:
+    return f"{mark}/{t['step'] - 1}/{t['group']}/{t['member']}"
+
+
+def manifest(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_it_was() -> Iterator[None]:
+    """Deterministic runs flip a switch of the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("deterministic") / "run"
+    train(run, *DETERMINISTIC)
+    return run
+
+
+@pytest.fixture(scope="module")
+def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Distillation and the extractor's training in the background, rollouts one step ahead."""
+    run = tmp_path_factory.mktemp("background") / "run"
+    train(run, "rollout.max_staleness=1")
+    return run
+
+
+@pytest.fixture(params=["done", "concurrent"])
+def either(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+# ── what a run leaves ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_run_leaves(either: Path) -> None:
+    assert {path.name for path in either.iterdir()} == {
+        "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints", "bank.sqlite",
+    }  # fmt: skip
+    kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
+    assert (kinds["train"], kinds["bank"], kinds["eval"], kinds["probe"]) == (3, 3, 2, 3)
+    saved = manifest(either, STEPS)
+    assert (saved["step"], sorted(saved["models"])) == (STEPS, ["actor", "extractor"])
+    ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
+    if saved["state"]["bank"] != seq:  # a search after the checkpoint may have been counted, and nothing else
+        late = rows(either / "bank.sqlite", f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}")
+        assert late == [("retrieve",)]
+    text = (either / "log.txt").read_text()
+    assert "guided − free in the same groups" in text
+    assert "what right advice adds on the probe" in text
+    assert "right lessons among the extractor's answers" in text
+    assert "by the extractor it started with, of the same episodes" in text
+
+
+def test_the_bundled_models_work_together(either: Path) -> None:
+    """A run in which nothing is written or nobody is guided proves nothing."""
+    last = metrics(either, "bank")[-1]
+    assert last["ops/add"] > 20
+    assert sum(bool(t["used"]) for t in episodes(either)) > 5
+    assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
+
+
+# ── free and guided ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_half_of_every_group_is_guided(either: Path) -> None:
+    played = episodes(either)
+    assert len(played) == 16 * STEPS
+    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * STEPS
+    for group in {t["group"] for t in played}:
+        guided = [t["used"] for t in played if t["group"] == group and t["condition"] == "guided"]
+        assert guided[0] == guided[1], "they share one experience, or have none"
+
+
+def test_prompts_hold_an_experience_exactly_where_one_was_used(either: Path, tiny_actor: Path) -> None:
+    """On what the actor was given, token for token: goal, experience if there is one, first observation."""
+    tokenizer = load_tokenizer(tiny_actor)
+    renderer = ChatRenderer(tokenizer, stop_ids(tiny_actor, tokenizer))
+    texts = {text for (text,) in rows(either / "bank.sqlite", "SELECT text FROM entries")}
+    for t in episodes(either):
+        opening = [Segment(**s) for s in t["segments"]][: 2 + len(t["used"])]
+        assert [s.origin for s in opening] == ["task", *["experience"] * len(t["used"]), "env"]
+        prompt = renderer.decode(t["ids"][: t["mask"].index(1)])
+        assert prompt == renderer.text(opening)
+        assert prompt.replace(f"{opening[1].text}\n", "") == renderer.text([opening[0], opening[-1]]) or not t["used"]
+        if t["condition"] == "free":
+            assert t["used"] == []
+            assert not any(s["origin"] == "experience" for s in t["segments"])
+            assert not any(f"\n{text}\n" in renderer.decode(t["ids"]) for text in texts)
+
+
+def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
+    played = episodes(either)
+    late = [t for t in played if sum(s["origin"] == "policy" for s in t["segments"]) > t["turns"]]
+    assert late
+    for t in late:
+        assert (t["turns"], t["success"], t["reward"], t["truncated"]) == (4, False, 0.0, True)
+        assert len(t["versions"]) == len(t["ids"]) == len(t["mask"])
+        assert t["mask"][-1] == 1, "the record of tokens ends with the last one that is trained"
+    assert max(t["turns"] for t in played) == 4
+
+
+# ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
+    bank = either / "bank.sqlite"
+    addresses = [address(t) for t in episodes(either) if t["error"] is None]
+    assert len(set(addresses)) == len(addresses) == 16 * STEPS
+    assert sorted(origin for origin, _ in log(bank, "submit")) == sorted(addresses)
+    assert Counter(rows(bank, "SELECT id, state FROM requests")) == Counter((name, "done") for name in addresses)
+    answered = {origin for origin, _ in log(bank, "add", "update", "return", "drop", "malformed")}
+    assert answered == set(addresses), "the extractor answered every one of them"
+    once = rows(bank, "SELECT origin, op, kind FROM log WHERE kind NOT IN ('retrieve', 'train')")
+    assert len(set(once)) == len(once)
+    last = metrics(either, "bank")[-1]
+    if json.loads((either / "config.json").read_text())["config"]["run"]["deterministic"]:
+        assert (last["queue/done"], last["queue/pending"]) == (16 * STEPS, 0)
+        ((size,),) = rows(bank, "SELECT COUNT(*) FROM entries WHERE status = 'active'")
+        assert last["bank/size"] == size
+
+
+def test_every_use_is_credited_exactly_once(either: Path) -> None:
+    bank = either / "bank.sqlite"
+    used = [
+        (address(t), use["uid"], use["version"], 1.0 if t["success"] else -1.0)
+        for t in episodes(either) for use in t["used"] if t["error"] is None
+    ]  # fmt: skip
+    credited = [(origin, data["uid"], data["version"], data["reward"]) for origin, data in log(bank, "credit", "stray")]
+    assert sorted(credited) == sorted(used)
+    assert used
+    sums: Counter[tuple[str, int]] = Counter()
+    for _, uid, version, _ in used:
+        sums[uid, version] += 1
+    assert {(uid, version): n for uid, version, n in rows(bank, "SELECT uid, version, credited FROM units") if n} == sums
+
+
+def test_an_experience_is_used_after_it_was_written(done: Path) -> None:
+    for t in episodes(done):
+        for use in t["used"]:
+            assert int(use["generation"].split("/")[1]) < t["step"] - 1
+            assert use["uid"].split("#")[0].startswith("run/")
+
+
+# ── crl eval ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
+    before = contents(done)
+    result = crl("eval", done)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert contents(done) == before
+    last = metrics(done, "eval")[-1]
+    settings = {
+        ("known", "free"): "without experience", ("known", "guided"): "with the run's bank", ("new", "free"): "without experience",
+        ("new", "online"): "with a bank built online",
+    }  # fmt: skip
+    for (split, setting), words in settings.items():
+        n = last[f"eval/room/{split}/episodes/{setting}"]
+        rate = Rate(round(n * last[f"eval/room/{split}/success/{setting}"]), n)
+        assert f"  room {split:<6} {words:<25} {n:>4} episodes   {rate}\n" in result.stdout
+    assert last["eval/room/new/episodes/online"] == 2 * 4 * 3
+    assert {"eval/room/lessons/correct", "eval/room/lessons/correct/untrained"} <= last.keys()
+    assert "eval/room/lessons/correct/untrained" not in metrics(done, "eval")[0]
+
+
+def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> None:
+    before = contents(concurrent)
+    assert crl("eval", concurrent).exit_code == 0
+    assert contents(concurrent) == before
+
+
+# ── the same seed, the same run ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    train(again, *DETERMINISTIC)
+    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(map(untimed, lines(done / "metrics.jsonl")))
+    assert (again / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert dump(again / "bank.sqlite") == dump(done / "bank.sqlite")
+    for role in ("actor", "extractor"):
+        assert equal_weights(again / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}")
+        assert not equal_weights(done / f"checkpoints/{STEPS}/{role}", resolve_model(f"tiny-{role}")), "and it has learnt something"
+
+
+def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
+    """A run that is evaluated and probed after every step, with a bank that has entries, is the run without that."""
+    watched = tmp_path / "watched"
+    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1")
+    assert [line["step"] for line in metrics(watched, "eval")] == [0, 1, 2, 3]
+    assert (watched / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
+    for kind in ("train", "extractor", "bank"):
+        assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))
+    assert untimed(metrics(watched, "eval")[-1]) == untimed(metrics(done, "eval")[-1])
+
+
+# ── other runs' banks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None:
+    source, before = done / "bank.sqlite", contents(done)
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, f"bank.init={source}", steps=1)
+    assert contents(done) == before
+    bank = run / "bank.sqlite"
+    assert rows(bank, "SELECT * FROM log ORDER BY seq")[: len(rows(source, "SELECT * FROM log"))] == rows(
+        source, "SELECT * FROM log ORDER BY seq"
+    )  # fmt: skip
+    played = episodes(run)
+    assert any(use["uid"].startswith("run/") for t in played for use in t["used"]), "guided from the first step on"
+    new = [origin for origin, _ in log(bank, "submit")][16 * STEPS :]
+    (mark,) = {origin.split("/")[0] for origin in new}
+    assert mark.startswith("run")
+    assert mark != "run", "the same addresses in another run are other episodes"
+    assert sorted(new) == sorted(address(t, mark) for t in played)
+    uses = [(address(t, mark), use["uid"]) for t in played for use in t["used"]]
+    credits = [(origin, data["uid"]) for origin, data in log(bank, "credit", "stray") if origin.startswith(f"{mark}/")]
+    assert sorted(credits) == sorted(uses)
+
+
+def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> None:
+    source = done / "bank.sqlite"
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
+    assert any(t["used"] for t in episodes(run) if t["step"] == 1)
+    what = "SELECT uid, version, text, status FROM entries ORDER BY uid"
+    assert rows(run / "bank.sqlite", what) == rows(source, what)
+    added = rows(run / "bank.sqlite", "SELECT kind FROM log")[len(rows(source, "SELECT kind FROM log")) :]
+    assert {kind for (kind,) in added} <= {"retrieve", "credit", "stray"}
+    assert metrics(run, "extractor") == []
+    assert manifest(run, 2)["models"] == ["actor"]
+    assert crl("eval", run).exit_code == 0
+
+
+# ── switches ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = train(run, *DETERMINISTIC, "extractor.train=false", steps=1)
+    assert len(log(run / "bank.sqlite", "submit")) == 16
+    assert metrics(run, "extractor") == []
+    assert manifest(run, 1)["models"] == ["actor"]
+    assert "extractor: not trained; 16 episodes distilled" in result.stdout
+    assert crl("eval", run).exit_code == 0
+
+
+def test_everybody_may_be_guided(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, "complementary.guided=all", "complementary.advantages=cross", steps=2)
+    assert {t["condition"] for t in episodes(run)} == {"guided"}
+    assert "guided/gap" not in metrics(run, "bank")[-1], "there is nobody to compare with"
+
+
+def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
+    code = (
+        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
+        "finally: print(sorted(name for name in sys.modules if name == 'aiosqlite' or name.startswith('sklearn.')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
+    assert manifest(run, 1)["models"] == ["actor"]
+    assert {t["condition"] for t in episodes(run)} == {"free"}
+    assert {line["kind"] for line in lines(run / "metrics.jsonl")} == {"train", "eval"}
+    assert "extractor" not in result.stdout.split("train further")[0].replace("for the extractor alone", "")
+
+
+# ── interrupted ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SIZES, 10_000, 0, "complementary")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("train     2/"):
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+    step = metrics(run, "train")[-1]["step"]
+    assert f"{step} steps in" in output
+    bank = run / "bank.sqlite"
+    assert not bank.with_name("bank.sqlite-wal").exists(), "it was closed"
+    assert rows(bank, "PRAGMA integrity_check") == [("ok",)]
+    played = [address(t) for t in episodes(run)]
+    assert len(played) == 16 * step
+    assert sorted(name for (name,) in rows(bank, "SELECT id FROM requests")) == sorted(played), "none is lost"
+    assert {state for (state,) in rows(bank, "SELECT DISTINCT state FROM requests")} <= {"done", "pending"}
+    assert sorted(manifest(run, step)["models"]) == ["actor", "extractor"]
+    assert crl("eval", run).exit_code == 0
+    train(tmp_path / "next", f"bank.init={bank}", steps=1)
+    assert Counter(state for (state,) in rows(tmp_path / "next" / "bank.sqlite", "SELECT state FROM requests"))["done"] == 16 * (step + 1)
+
+
+# ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["bank.init={folder}/prose.sqlite"], "restore a copy or choose another path"),
+        (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
+        (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
+        (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
+    ],
+)
+def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "prose.sqlite").write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
+    settings = tuple(setting.format(folder=tmp_path) for setting in sets)
+    result = crl(*arguments(tmp_path / "run", "room", (*SIZES, *settings), 1, 0, "complementary"))
+    assert result.exit_code in (1, 2), result.output
+    assert says.format(folder=tmp_path) in one_line(result)

@@ -1,0 +1,146 @@
+"""Diagnostics: what a step's figures say of hand-made episodes, searches and answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from doors import TASK
+from extractors import hit, request
+
+from crl.envs.base import Verdict
+from crl.manager import Distilled
+from crl.manager.records import Generation, Write
+from crl.protocols import Hit, SearchRequest
+from crl.run.diagnostics import Diagnostics, Mean, group_gaps, verdict
+from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Trajectory
+
+
+class Judge:
+    """An `Advisor` for whom a lesson is its first word; "right" alone is correct, and an episode with a star shows the truth."""
+
+    kinds = ("right", "wrong")
+
+    def right(self, task: Task) -> str:
+        return "right"
+
+    def wrong(self, task: Task, rng: random.Random) -> str:
+        return "wrong"
+
+    def judge(self, task: Task, text: str) -> Verdict:
+        return Verdict(text.split()[0], text.startswith("right"))
+
+    def informative(self, segments: Sequence[Segment]) -> bool:
+        return any("*" in segment.text for segment in segments)
+
+
+def played(group: int, condition: Condition, success: bool, *, told: str = "", error: str | None = None, of: str = "doors") -> Trajectory:
+    used = (ExperienceUse(told, 1, "g", "start"),) if told else ()
+    shown = (told,) if told else ()
+    task = replace(TASK, name=of)
+    return Trajectory(task, 0, group, 0, condition, success=success, used=used, shown=shown, error=error)
+
+
+def distilled(*texts: str, returned: int = 0, seen: bool = False, of: str = "doors") -> Distilled:
+    asked = request(of=replace(TASK, name=of), note="*" if seen else "")
+    generation = Generation(asked.id, 0, (1,), Completion((2,), (-1.0,), (0,), "stop"), 0)
+    writes = tuple(Write(op, text, (0, 1), np.zeros(2, np.float32)) for op, text in enumerate(texts))
+    return Distilled(asked, generation, writes, returned, {})
+
+
+# ── means ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_mean_by_hand() -> None:
+    """{1, 0, 0, 1}: standard deviation √(4 · 1/4 / 3) = 0.57735, half 1.96 · 0.57735 / 2 = 0.565803."""
+    mean = Mean.of([1, 0, 0, 1])
+    assert (mean.value, mean.half, mean.n) == (0.5, pytest.approx(0.565803, abs=1e-6), 4)
+    assert str(mean) == "+0.500 ± 0.566"
+
+
+def test_a_mean_of_one_or_none_has_no_interval() -> None:
+    assert (Mean.of([0.5]).value, str(Mean.of([0.5]))) == (0.5, "unknown")
+    assert math.isnan(Mean.of([0.5]).half)
+    assert (Mean.of([]).n, str(Mean.of([]))) == (0, "unknown")
+
+
+# ── guided and free in the same groups ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_gaps_by_hand() -> None:
+    batch = [
+        # 2/2 guided against 1/2 free
+        played(0, "guided", True, told="x"), played(0, "guided", True, told="x"), played(0, "free", True), played(0, "free", False),
+        # one that found nothing and one error are left out: 0/1 against 1/1
+        played(1, "guided", False, told="x"), played(1, "guided", True), played(1, "guided", True, told="x", error="env: lost"),
+        played(1, "free", True), played(1, "free", False, error="env: lost"),
+        # nobody was guided by anything
+        played(2, "guided", True), played(2, "free", False),
+        # nobody was free
+        played(3, "guided", True, told="x"),
+        # the same group number of another task
+        played(0, "guided", False, told="x", of="maze"), played(0, "free", False, of="maze"),
+    ]  # fmt: skip
+    assert group_gaps(batch) == [0.5, -1.0, 0.0]
+    diagnostics = Diagnostics({})
+    figures = diagnostics.take(batch)
+    # {0.5, −1, 0}: mean −1/6, standard deviation √(7/12) = 0.7637626, half 1.96 · 0.7637626 / √3 = 0.864279
+    assert figures == {
+        "guided/gap": pytest.approx(-1 / 6),
+        "guided/gap/half_width": pytest.approx(0.864279, abs=1e-6),
+        "guided/gap/groups": 3,
+    }
+    assert diagnostics.take([]) == {}
+    assert diagnostics.gaps == [[0.5, -1.0, 0.0], []]
+
+
+# ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_hits_and_those_of_the_right_place() -> None:
+    diagnostics = Diagnostics({})
+    hits: list[Hit | None] = [hit("a", goal=TASK.goal), hit("b", goal="Another place."), None, hit("c", goal=TASK.goal)]
+    requests = [SearchRequest("query", TASK, 0, member) for member in range(4)]
+    diagnostics.searched(requests[:2], hits[:2])
+    diagnostics.searched(requests[2:], hits[2:])
+    assert diagnostics.take([]) == {"retrieval/hit_rate": 0.75, "retrieval/right_place": pytest.approx(2 / 3)}
+    diagnostics.searched(requests[:1], [None])
+    assert diagnostics.take([]) == {"retrieval/hit_rate": 0.0}, "a step counts for itself"
+
+
+# ── lessons ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_verdict_on_an_answer() -> None:
+    assert verdict(Judge(), distilled("wrong way", "right way")) == Verdict("wrong", False), "by its first lesson"
+    assert verdict(Judge(), distilled(returned=1)) == Verdict("return", False)
+    assert verdict(Judge(), distilled()) == Verdict("malformed", False)
+
+
+def test_lessons_by_kind() -> None:
+    diagnostics = Diagnostics({"doors": Judge()})
+    for one in (distilled("right"), distilled("right", seen=True), distilled("wrong", seen=True), distilled(), distilled("x", of="maze")):
+        diagnostics.distilled(one)
+    assert diagnostics.take([]) == {
+        "lessons/kind/right": 0.5, "lessons/kind/wrong": 0.25, "lessons/kind/malformed": 0.25,
+        "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
+    }  # fmt: skip
+    diagnostics.distilled(distilled(returned=1))
+    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/correct": 0.0}
+    assert diagnostics.lessons == [(2, 4), (0, 1)]
+
+
+def test_success_by_what_guided() -> None:
+    diagnostics = Diagnostics({"doors": Judge()})
+    batch = [
+        played(0, "guided", True, told="right"), played(0, "guided", False, told="right"), played(1, "guided", False, told="wrong"),
+        played(1, "guided", True, told="wrong", error="env: lost"), played(2, "guided", True),
+        played(2, "guided", True, told="x", of="maze"),
+    ]  # fmt: skip
+    assert diagnostics.take(batch) == {
+        "guided/right/success": 0.5, "guided/right/episodes": 2, "guided/wrong/success": 0.0, "guided/wrong/episodes": 1,
+    }  # fmt: skip

@@ -1,0 +1,296 @@
+"""The advice probe and the bank built online, in the real room: actors that do as they are told, and actors that do not listen.
+
+Nobody trains here; the actor is a script that reads its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doors import renderer, runner
+from extractors import WordEmbedder, add, answering, dump, request, task
+from test_diagnostics import distilled
+
+from crl.engines.scripted import ScriptedEngine
+from crl.envs.actions import COMPASS
+from crl.envs.base import StreamSettings
+from crl.envs.host import ThreadHost
+from crl.envs.room import SPEC, probe_tasks
+from crl.envs.room.lessons import lesson, true_bearing
+from crl.manager import Distilled, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.methods.parts.distilling import CompactDistilPrompt
+from crl.methods.parts.rollouts import ChatContext
+from crl.protocols import SearchRequest
+from crl.rollout.episode import EpisodeRunner, Limits
+from crl.run.evaluate import Evaluation, Evaluator, Rate
+from crl.run.experience import Uncounted
+from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineTask, Tally, take_in
+from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
+from crl.types import Task, Trajectory
+
+TURNS = 4
+SEEN = re.compile(r"^stairs ([a-z]+)$", re.MULTILINE)
+ADVISED = re.compile(r"from the start go ([a-z]+)\.")
+PLACES = SPEC.eval_tasks("new", 3, 0, StreamSettings())
+assert SPEC.advisor
+ADVISOR = SPEC.advisor
+
+
+def follows(prompt: str) -> str:
+    """Goes to the stairs when it sees them, and before that where it is told; without advice into the north-western corner."""
+    told, seen = ADVISED.search(prompt), SEEN.findall(prompt)
+    return seen[-1] if seen else told[1] if told else "northwest"
+
+
+def ignores(prompt: str) -> str:
+    return random.Random(ADVISED.sub("", prompt).count("assistant")).choice(list(COMPASS))
+
+
+@asynccontextmanager
+async def rooms(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
+    host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
+    try:
+        yield runner(
+            ScriptedEngine(renderer(), actor), host, context=ChatContext({"room": ""}), limits={"room": Limits(TURNS, 8, overtime=4)}
+        )
+    finally:
+        await host.aclose()
+
+
+# ── the advice probe ────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROBED = probe_tasks(12)
+
+
+async def probed(actor: Callable[[str], str]) -> dict[str, float]:
+    async with rooms(actor) as run:
+        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, concurrency=5)
+        figures = await probe.measure()
+        assert await probe.measure() == figures, "the same places and the same draws every time"
+        return figures
+
+
+async def test_who_listens_gains_by_right_advice() -> None:
+    figures = await probed(follows)
+    assert figures["probe/room/right"] > figures["probe/room/none"]
+    assert figures["probe/room/right"] > figures["probe/room/wrong"]
+    assert figures["probe/room/right_minus_none"] == pytest.approx(figures["probe/room/right"] - figures["probe/room/none"])
+    assert 0 < figures["probe/room/right_minus_none/half_width"] < 0.6
+
+
+async def test_who_does_not_listen_gains_nothing() -> None:
+    figures = await probed(ignores)
+    assert figures["probe/room/right"] == figures["probe/room/none"] == figures["probe/room/wrong"]
+    assert (figures["probe/room/right_minus_none"], figures["probe/room/right_minus_none/half_width"]) == (0.0, 0.0)
+
+
+async def test_the_probe_tells_each_place_its_own() -> None:
+    async with rooms(follows) as run:
+        await AdviceProbe(run, {"room": ProbeTask(PROBED[:4], ADVISOR)}, concurrency=8).measure()
+        assert isinstance(run.sampler._engine, ScriptedEngine)  # pyright: ignore[reportAttributeAccessIssue]
+        prompts = [renderer().decode(ids) for _, ids in run.sampler._engine.requests]  # pyright: ignore[reportAttributeAccessIssue]
+    task = ProbeTask(PROBED[:4], ADVISOR)
+    for place in PROBED[:4]:
+        opening = {prompt for prompt in prompts if place.goal in prompt and prompt.count("assistant") == 1}
+        told = {match[0] if (match := ADVISED.search(prompt)) else None for prompt in opening}
+        right, wrong = advice_texts(task, "right")[place.goal], advice_texts(task, "wrong")[place.goal]
+        assert told == {None, right, wrong}
+        assert right == lesson("exit", true_bearing(int(place.params["lgen"])) or "")
+        assert wrong != right
+        assert ADVISED.fullmatch(wrong)
+
+
+# ── a bank built online ─────────────────────────────────────────────────────────────────────────────────────────────
+
+SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarity=0.9))
+PROMPT = CompactDistilPrompt({"room": SPEC.digest or (lambda segments: "")})
+
+
+def wise(prompt: str) -> str:
+    """An extractor that writes the direction that the digest tells, for a place that it knows nothing of yet."""
+    seen = re.search(r"stairs ([a-z]+) of the start", prompt)
+    return add(lesson("exit", seen[1])) if seen and "hint" not in prompt else '[{"op": "return"}]'
+
+
+def foolish(prompt: str) -> str:
+    return add(lesson("careful"))
+
+
+async def open_bank(path: Path, extractor: Callable[[str], str], on_distilled: Callable[[Distilled], None] | None = None):
+    settings = replace(SETTINGS, distil=DistilSettings(key_text_weight=0.1))
+    return await ExperienceManager.open(
+        path, answering(extractor), WordEmbedder(), renderer(), PROMPT, settings, seed=0, on_distilled=on_distilled
+    )  # fmt: skip
+
+
+class Banks:
+    """The run's bank, and scratch banks as the assembled run makes them."""
+
+    def __init__(self, folder: Path, bank: ExperienceManager, extractor: Callable[[str], str]) -> None:
+        self.folder, self.bank, self.extractor = folder, bank, extractor
+        self.opened = 0
+        self.sizes: list[int] = []
+
+    @asynccontextmanager
+    async def _open(self, extractor, on_distilled, *, copy: bool) -> AsyncIterator[ExperienceManager]:
+        self.opened += 1
+        path = self.folder / f"scratch{self.opened}.sqlite"
+        if copy:
+            await self.bank.export_copy(path)
+        async with AsyncExitStack() as stack:
+            made = await open_bank(path, extractor, on_distilled)
+            stack.push_async_callback(made.aclose)
+            yield made
+            self.sizes.append(len(made.newest(999)))
+
+    def scratch(self, on_distilled: Callable[[Distilled], None]):
+        return self._open(self.extractor, on_distilled, copy=True)
+
+    def untrained(self, on_distilled: Callable[[Distilled], None]):
+        return self._open(foolish, on_distilled, copy=False)
+
+
+@asynccontextmanager
+async def online(folder: Path, actor, extractor) -> AsyncIterator[tuple[OnlineBank, Banks, EpisodeRunner]]:
+    bank = await open_bank(folder / "bank.sqlite", extractor)
+    banks = Banks(folder, bank, extractor)
+    assert SPEC.revisit
+    tasks = {"room": OnlineTask(PLACES, SPEC.revisit, ADVISOR)}
+    try:
+        async with rooms(actor) as run:
+            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, concurrency=7), banks, run
+    finally:
+        await bank.aclose()
+
+
+async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path) -> None:
+    async with online(tmp_path, follows, wise) as (evaluation, banks, _):
+        before = dump(tmp_path / "bank.sqlite")
+        result = (await evaluation.evaluate(compare_lessons=False))["room"]
+        assert dump(tmp_path / "bank.sqlite") == before, "the run's own bank knows nothing of it"
+        assert banks.sizes[0] > 0
+    assert [len(visit) for visit in result.visits] == [len(PLACES) * MEMBERS] * VISITS
+    assert all(not t.used for t in result.visits[0]), "there is nothing to know yet"
+    assert any(t.used for t in result.visits[1]), "what the first visit taught guides the second"
+    assert all(t.condition == "guided" for visit in result.visits for t in visit)
+    assert result.settled == result.visits[2:]
+    guides = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
+    assert len(guides) == len({goal for goal, _ in guides}), "the members of a visit share what they are told"
+    right, answers = result.lessons or (0, 0)
+    assert answers == len(PLACES) * MEMBERS
+    assert 0 < right <= answers
+    assert result.untrained_lessons is None
+
+
+async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(tmp_path: Path) -> None:
+    async with online(tmp_path, follows, wise) as (evaluation, _, _run):
+        first = (await evaluation.evaluate(compare_lessons=False))["room"]
+        assert (await evaluation.evaluate(compare_lessons=False))["room"] == first
+    tasks = [t.task for visit in first.visits for t in visit]
+    assert len({(task.goal, task.params["core"]) for task in tasks}) == len(tasks) == len(PLACES) * MEMBERS * VISITS
+    assert {task.goal for task in tasks} == {place.goal for place in PLACES}
+    assert {task.params["lgen"] for task in tasks} == {place.params["lgen"] for place in PLACES}
+
+
+async def test_the_untrained_extractor_is_asked_about_the_same_episodes(tmp_path: Path) -> None:
+    async with online(tmp_path, follows, wise) as (evaluation, banks, _):
+        result = (await evaluation.evaluate(compare_lessons=True))["room"]
+        assert banks.opened == 2
+    assert result.lessons is not None
+    assert result.lessons[0] > 0
+    assert result.untrained_lessons == (0, len(PLACES) * MEMBERS), "it says be careful, which is never right"
+
+
+def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
+    room = Task("room", 1, "new", "Room: the jade attic.", {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"})
+    right = distilled(lesson("exit", true_bearing(int(PLACES[0].params["lgen"])) or ""))
+    tally = Tally(ADVISOR)
+    for run, answer in ((MARK, right), ("run", right), (MARK, distilled("be careful.")), ("run12345678", distilled())):
+        tally(replace(answer, request=replace(answer.request, run=run, task=room)))
+    assert tally.count == (1, 2)
+    without = Tally(None)
+    without(replace(right, request=replace(right.request, run=MARK, task=room)))
+    assert without.count is None
+
+
+async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
+    bank = await open_bank(tmp_path / "bank.sqlite", foolish)
+    good = [Trajectory(task(), 0, 0, member, "guided", segments=request().segments) for member in range(2)]
+    await take_in(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
+    figures = await bank.stats()
+    assert (figures["queue/done"], figures["queue/pending"], figures["queue/dead"], bank.step) == (2, 0, 0, 1)
+    await bank.aclose()
+
+
+# ── evaluations leave no trace ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(tmp_path: Path) -> None:
+    """A bank with several experiences of each place, searched by the run before and after an evaluation, or without one."""
+    picks: list[list[str | None]] = []
+    known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
+    for evaluated in (False, True):
+        folder = tmp_path / str(evaluated)
+        folder.mkdir()
+        async with online(folder, follows, lambda prompt: add(lesson("exit", "south"), lesson("exit", "north"), "be careful.")) as (
+            building, banks, run,
+        ):  # fmt: skip
+            bank = banks.bank
+            for i, place in enumerate(known):
+                await bank.submit(replace(request(0, i), task=place))
+            await bank.drain()
+            bank.advance(1)
+            picked = [await picks_of(bank, known)]
+            await bank.flush()
+            before = dump(folder / "bank.sqlite")
+            counters = bank.newest(999)
+            if evaluated:
+                result = await evaluator(run, bank, known, building).evaluate(compare_lessons=True)
+                assert result.rates["room", "known", "guided"].episodes == 6
+                assert {split for _, split, _ in result.rates} == {"known", "new"}
+                assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (VISITS - 2)
+                assert bank.newest(999) == counters
+                await bank.flush()
+                assert dump(folder / "bank.sqlite") == before
+            picked.append(await picks_of(bank, known))
+            picks.append([uid for some in picked for uid in some])
+    assert picks[0] == picks[1]
+    assert None not in picks[0]
+
+
+async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str | None]:
+    hits = await bank.search([SearchRequest(place.goal, place, i, 0) for i, place in enumerate(places)])
+    return [hit and hit.use.uid for hit in hits]
+
+
+def evaluator(run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None) -> Evaluator:
+    return Evaluator(
+        run, {("room", "known"): known, ("room", "new"): PLACES}, concurrency=4, bank=Uncounted(bank), online=building
+    )  # fmt: skip
+
+
+async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
+    """With an empty bank they are the same episodes; what makes a difference is the experience alone."""
+    known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
+    async with online(tmp_path, follows, wise) as (_, banks, run):
+        empty: Evaluation = await evaluator(run, banks.bank, known, None).evaluate()
+        assert empty.rates["room", "known", "guided"] == empty.rates["room", "known", "free"]
+        assert empty.turns["room", "known", "guided"] == empty.turns["room", "known", "free"]
+        assert ("room", "new", "guided") not in empty.rates, "nobody can know a new place"
+        for i, place in enumerate(known):
+            told = ADVISOR.right(place)
+            answer = json.dumps([{"op": "add", "text": told}])
+            banks.bank._distiller._engine._answer = lambda prompt, answer=answer: answer  # pyright: ignore[reportAttributeAccessIssue]
+            await banks.bank.submit(replace(request(0, i), task=place))
+            await banks.bank.drain()
+        full = await evaluator(run, banks.bank, known, None).evaluate()
+        assert full.rates["room", "known", "free"] == empty.rates["room", "known", "free"]
+        assert full.rates["room", "known", "guided"].value > full.rates["room", "known", "free"].value
+        assert isinstance(full.rates["room", "known", "guided"], Rate)
