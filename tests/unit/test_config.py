@@ -17,6 +17,7 @@ from crl.config.models import ModelSize, model_profile, model_size, resolve_mode
 from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
+from crl.monitor.plain import PlainMonitor
 from crl.run.main import train
 from crl.run.plan import plan
 
@@ -303,7 +304,7 @@ def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(model: 
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
         plan(config)
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
-        train(config, tmp_path / "run", command="", plain=True)
+        train(config, tmp_path / "run", command="", screen=PlainMonitor())
     assert not (tmp_path / "run").exists()
     assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in refusal(model, "prompts.distill=x")
     assert "prompts.actor = '': string should have at least 1 character" in refusal(model, "prompts.actor=")

@@ -179,10 +179,11 @@ async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructio
 
 
 async def test_a_query_holds_the_first_observation_where_the_task_says_so() -> None:
-    for observed, query in ((frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")):
+    cases: list[tuple[frozenset[str], str]] = [(frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")]
+    for observed, query in cases:
         shelf = Shelf()
         async with house() as home:
-            context = ChatContext({"doors": RULES}, observed)
+            context = ChatContext({"doors": RULES}, observed=observed)
             await runner(scripted("open"), home.host, retriever=shelf, context=context).play(KEY, TASK, GUIDED)
         assert [request.query for request in shelf.asked] == [query]
 

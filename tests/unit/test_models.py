@@ -40,6 +40,7 @@ from crl.models.warm_start import Schooling, Shape, demonstrated_trace, new_mode
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.rollout.waves import Waves
+from crl.run.probe import Told
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, RolloutPlan, Sampling, Segment, Task
 
@@ -90,9 +91,10 @@ async def success(player: EpisodeRunner, tasks: Sequence[Task], advice: Callable
     keys = [EpisodeKey("probe", 0, i, 0) for i in range(len(tasks))]
     for key in keys:
         player.sampler.join(key.session)
-    hits = [hinted(text) if text else None for text in map(advice, tasks)]
-    plans = [RolloutPlan("guided" if hit else "free") for hit in hits]
-    played = await asyncio.gather(*map(player.play, keys, tasks, plans, hits))
+    told = {task.goal: text for task in tasks if (text := advice(task))}
+    listener = replace(player, retriever=Told(told))
+    plans = [RolloutPlan("guided" if task.goal in told else "free") for task in tasks]
+    played = await asyncio.gather(*(listener.play(*each) for each in zip(keys, tasks, plans, strict=True)))
     assert not any(trajectory.error for trajectory in played)
     return sum(trajectory.success for trajectory in played) / len(played)
 

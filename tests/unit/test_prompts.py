@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doors import RULES, TASK, house, renderer, runner, scripted
+from doors import RULES, TASK, Shelf, house, renderer, runner, scripted
 from extractors import GOAL, hit, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,8 +77,8 @@ async def test_guided_and_free_prompts_of_language_models_differ_by_the_experien
     guide = hit("run/0/0/0#0", text="Say {open} first; 100 % of the time.")
     async with house() as home:
         engine = scripted("wait", "open")
-        played = runner(engine, home.host, context=context)
-        guided = await played.play(EpisodeKey("train", 0, 0, 0), TASK, RolloutPlan("guided"), guide)
+        played = runner(engine, home.host, context=context, retriever=Shelf(guide))
+        guided = await played.play(EpisodeKey("train", 0, 0, 0), TASK, RolloutPlan("guided"))
         free = await played.play(EpisodeKey("train", 0, 0, 1), TASK, RolloutPlan("free"))
     (advice,) = [segment for segment in guided.segments if segment.origin == "experience"]
     assert guide.text in advice.text

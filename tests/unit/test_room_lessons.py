@@ -133,7 +133,7 @@ def test_judgements() -> None:
     rng = random.Random(0)
     for task in probe_tasks(12):
         right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, rng)
-        assert right == lesson("exit", true_bearing(int(task.params["lgen"])))
+        assert right == lesson("exit", true_bearing(int(task.params["lgen"])) or "")
         assert read(wrong)[0] == "exit"
         assert ADVISOR.judge(task, right) == Verdict("exit", True)
         assert ADVISOR.judge(task, wrong) == Verdict("wrong exit", False)
