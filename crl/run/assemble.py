@@ -241,10 +241,13 @@ class BankParts:
     seed: int
 
     async def open(
-        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None
-    ) -> ExperienceManager:
+        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None,
+        *, queue_size: int | None = None,
+    ) -> ExperienceManager:  # fmt: skip
+        """queue_size: only for a bank that is distilled in the background; elsewhere a full queue would be waited for in vain."""
+        settings = replace(self.settings, queue_size=queue_size)
         manager = await ExperienceManager.open(
-            path, engine, self.embedder, self.renderer, self.prompt, self.settings, seed=self.seed, on_distilled=on_distilled
+            path, engine, self.embedder, self.renderer, self.prompt, settings, seed=self.seed, on_distilled=on_distilled
         )
         stack.push_async_callback(manager.aclose)
         return manager
@@ -281,7 +284,6 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     settings = ManagerSettings(
         scope=bank.scope,
-        queue_size=bank.queue_size,
         concurrency=extractor.concurrency,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
@@ -319,11 +321,12 @@ async def _experience(
     if config.bank.init:
         await ExperienceManager.start_from(Path(config.bank.init), run.bank)
         mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
-    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled)
+    background = not config.run.deterministic
+    queue_size = config.bank.queue_size if background else None
+    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size)
     trainer = None
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
-    background = not config.run.deterministic
     side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
