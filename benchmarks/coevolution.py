@@ -58,7 +58,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
     from crl.monitor.run_dir import RunDir
     from crl.protocols import Hit
     from crl.run.assemble import training
-    from crl.run.diagnostics import group_gaps
+    from crl.run.figures import group_gaps
     from crl.run.tasks import online_tasks
     from crl.types import ExperienceUse
 

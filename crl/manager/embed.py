@@ -47,6 +47,11 @@ class CachedEmbedder:
         self._embedder, self._size = embedder, size
         self._vectors: dict[str, NDArray[np.float32]] = {}  # the last asked for last
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the texts so far that were remembered; 0 before the first."""
+        return self.hits / max(self.hits + self.misses, 1)
+
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """float32 [len(texts), dim], unit norm."""
         found = {text: self._vectors[text] for text in texts if text in self._vectors}

@@ -32,7 +32,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
 from crl.prompts import Overrides, fill, prompt
-from crl.protocols import Embedder, Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
+from crl.protocols import Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing
 from crl.rollout.gate import StalenessGate
@@ -234,7 +234,7 @@ def _sampler(config: RunConfig, engine: Engine) -> Sampler:
 class BankParts:
     """What a bank needs beside its file and its extractor's engine."""
 
-    embedder: Embedder
+    embedder: CachedEmbedder
     renderer: ChatRenderer
     prompt: PromptWriter
     settings: ManagerSettings
@@ -327,7 +327,7 @@ async def _experience(
     trainer = None
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
-    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
+    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor, run=mark, background=background)
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 

@@ -4,49 +4,15 @@ guide, whether they are of the right place, and what being guided is worth. Noth
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from crl.envs.base import Advisor, Verdict
 from crl.manager import Distilled
 from crl.protocols import Hit, SearchRequest
+from crl.run.figures import group_gaps
 from crl.types import Trajectory
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean with its 95 % interval from the normal approximation; n values, which need not be independent of one another's group."""
-
-    value: float
-    half: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        if not values:
-            return cls(math.nan, math.nan, 0)
-        half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(fmean(values), half, len(values))
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} ± {self.half:.3f}" if self.n > 1 else "unknown"
-
-
-def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
-    """Guided minus free success of each group that was guided by something: paired, since both played the same task."""
-    groups: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-    for trajectory in batch:
-        if trajectory.error is None:
-            groups[trajectory.task.name, trajectory.group].append(trajectory)
-    gaps = []
-    for members in groups.values():
-        guided, free = ([t.success for t in members if t.condition == c and (c == "free" or t.used)] for c in ("guided", "free"))
-        if guided and free:
-            gaps.append(fmean(guided) - fmean(free))
-    return gaps
 
 
 class Diagnostics:
@@ -82,13 +48,9 @@ class Diagnostics:
 
     def take(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """The figures since the last call, `batch` being the step's episodes."""
-        gaps = group_gaps(batch)
-        self.gaps.append(gaps)
+        self.gaps.append(group_gaps(batch))
         self.lessons.append((self._lessons["correct"], self._lessons["all"]))
         figures = self._retrieval_figures() | self._lesson_figures() | self._kind_figures(batch)
-        if gaps:
-            mean = Mean.of(gaps)
-            figures |= {"guided/gap": mean.value, "guided/gap/half_width": mean.half, "guided/gap/groups": mean.n}
         self._lessons.clear()
         self._retrieval.clear()
         return figures

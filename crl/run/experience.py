@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from crl.manager import DistilRequest, ExperienceManager, ExtractorSample
+from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample
 from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, SearchRequest, State
 from crl.run.diagnostics import Diagnostics
 from crl.run.sync import sync
@@ -105,8 +105,9 @@ class ExperienceSide:
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
-        monitor: Monitor, *, run: str, background: bool,
+        cache: CachedEmbedder, monitor: Monitor, *, run: str, background: bool,
     ) -> None:  # fmt: skip
+        self._cache = cache
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
         self._engine, self._busy = engine, engine.busy
@@ -141,6 +142,7 @@ class ExperienceSide:
         else:
             await self.settle()
         figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
+        figures["perf/embed_cache_hits"] = self._cache.hit_rate
         self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
         self._monitor.experiences(self.manager.newest(SHOWN))
 

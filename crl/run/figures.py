@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import fmean
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from crl.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its 95 % interval from the normal approximation; n values, which need not be independent of one another's group."""
+
+    value: float
+    half: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        if not values:
+            return cls(math.nan, math.nan, 0)
+        half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(fmean(values), half, len(values))
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} ± {self.half:.3f}" if self.n > 1 else "unknown"
+
+
+def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
+    """Guided minus free success of each group that was guided by something: paired, since both played the same task."""
+    groups: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+    for trajectory in batch:
+        if trajectory.error is None:
+            groups[trajectory.task.name, trajectory.group].append(trajectory)
+    gaps = []
+    for members in groups.values():
+        guided, free = ([t.success for t in members if t.condition == c and (c == "free" or t.used)] for c in ("guided", "free"))
+        if guided and free:
+            gaps.append(fmean(guided) - fmean(free))
+    return gaps
 
 
 def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -20,6 +55,11 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     for t in batch:
         if t.error is None:
             rewards[t.group].add(t.reward)
+    if used := [t.success for t in batch if t.used]:
+        figures["rollout/success/used"] = fmean(used)
+    if gaps := group_gaps(batch):
+        gap = Mean.of(gaps)
+        figures |= {"rollout/gap": gap.value, "rollout/gap/half_width": gap.half, "rollout/gap/groups": gap.n}
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return figures | {
         "rollout/episodes": len(batch),

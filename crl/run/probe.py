@@ -10,7 +10,7 @@ from statistics import fmean
 from crl.envs.base import Advisor
 from crl.protocols import Hit, SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.diagnostics import Mean
+from crl.run.figures import Mean
 from crl.run.playing import play_all
 from crl.seeds import generator
 from crl.types import ExperienceUse, Task

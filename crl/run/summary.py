@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crl.run.diagnostics import Mean
 from crl.run.evaluate import Evaluation, Rate, Setting
+from crl.run.figures import Mean
 from crl.types import Experience
 
 if TYPE_CHECKING:
