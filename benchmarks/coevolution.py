@@ -8,8 +8,7 @@ Arms, each `crl train --tasks room --seed S`: `none` (--method grpo), `static` (
 Metrics, named before the runs. Primary: `fresh` = success in 64 rooms never trained on, visits 3 to 5 of 5, four episodes a visit, with a
 bank that starts empty of them and is built on the way; and `lessons` = right ones among the extractor's answers of the last 20 steps.
 Beside them: `fresh, alone` = the same rooms and dynamics without experience; `lift` = fresh − fresh, alone; `gap` = guided − free in the
-same groups over the second half of the run; `new` = 256 rooms without experience; the advice probe at the end. All sampled at
-temperature 1. The seed is the unit: mean ± 95 % by Student's t over seeds, differences paired by seed.
+same groups over the second half of the run; the advice probe at the end. All sampled at temperature 1. The seed is the unit: mean ± 95 % by Student's t over seeds, differences paired by seed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from typing import Any
 from common import mean_and_interval, write_results
 
 ARMS: dict[str, tuple[str, ...]] = {
-    "none": ("method=grpo",),
-    "static": ("extractor.train=false",),
     "co-evolved": (),
+    "static": ("extractor.train=false",),
+    "none": ("method=grpo",),
     "always-right": (),
 }
-COLUMNS = ("fresh", "fresh, alone", "lift", "lessons", "gap", "new", "probe none", "probe right")
+COLUMNS = ("fresh", "fresh, alone", "lift", "lessons", "gap", "probe none", "probe right")
 PAIRS = (("co-evolved", "static"), ("co-evolved", "none"), ("static", "none"), ("always-right", "none"))
 
 
@@ -48,7 +47,8 @@ def one_run(arm: str, seed: int, steps: int | None, sets: Sequence[str]) -> dict
     from crl.config import load
 
     options = {"run.seed": seed} | ({"run.steps": steps} if steps is not None else {})
-    config = load(["room"], options=options, sets=[*ARMS[arm], *sets])
+    unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new")]
+    config = load(["room"], options=options, sets=[*unused, *ARMS[arm], *sets])
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_train(arm, config, Path(folder)))
 
@@ -58,6 +58,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
     from crl.monitor.run_dir import RunDir
     from crl.protocols import Hit
     from crl.run.assemble import training
+    from crl.run.evaluate import Evaluation
     from crl.run.figures import group_gaps
     from crl.run.tasks import online_tasks
     from crl.types import ExperienceUse
@@ -87,6 +88,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
     begin, recorder = time.monotonic(), Recorder()
     adviser = AlwaysRight() if arm == "always-right" else None
     async with training(config, RunDir(folder), recorder, adviser=adviser) as loop:
+        loop.evaluations[0] = Evaluation({}, {}, 0)  # the start is the same in all arms
         await loop.run()
         last = loop.evaluations[loop.completed]
         (task,) = online_tasks(config, {"room": SPEC}).values()
@@ -113,7 +115,6 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
         "lift": fresh - fresh_alone,
         "lessons": sum(right for right, _ in tail) / max(sum(n for _, n in tail), 1) if tail else None,
         "gap": statistics.fmean(gaps) if gaps else None,
-        "new": last.rates["room", "new", "free"].value,
         "probe none": probe["probe/room/none"],
         "probe right": probe["probe/room/right"],
         "visits": visits,
@@ -144,6 +145,9 @@ def run_apart(arm: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     command += [part for text in arguments.set for part in ("--set", text)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = json.loads(done.stdout)
+    if arguments.out:  # hours of runs are not lost to one that fails
+        with arguments.out.with_suffix(".jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"arm": arm, **result}) + "\n")
     print(f"{arm} seed {seed}: fresh {result['fresh']:.3f}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
     return result
 
@@ -155,7 +159,7 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         cells = (mean_and_interval([run[column] for run in runs]) for runs in results.values())
         lines.append(f"{column:<14}" + "".join(f"{cell:>18}" for cell in cells))
     lines.append("")
-    for column in ("fresh", "lift", "lessons", "new"):
+    for column in ("fresh", "lift", "lessons", "fresh, alone"):
         for one, other in PAIRS:
             pairs = [(a[column], b[column]) for a, b in zip(results.get(one, ()), results.get(other, ()), strict=False)]
             differences = [a - b for a, b in pairs if a is not None and b is not None]

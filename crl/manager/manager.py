@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -334,9 +333,10 @@ class ExperienceManager:
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         return {**sizes, **await self._store.counts(), "queue/refused": self._refused}
 
-    def newest(self, n: int) -> list[Experience]:
-        """At most `n` active entries as they are now, counters included; the last written (added or updated) first."""
-        return [entry.experience for entry in islice(reversed(self._bank.entries.values()), n)]
+    def latest(self, n: int) -> list[Experience]:
+        """At most `n` active entries as they are now: those that guided an episode last, then the last written."""
+        order = sorted(reversed(self._bank.entries.values()), key=lambda entry: -(entry.last_returned_step or 0))
+        return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:
         """The `n` active entries whose guided episodes succeeded most: by Σ r, the last written first among equals."""

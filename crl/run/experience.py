@@ -18,7 +18,7 @@ from crl.run.sync import sync
 from crl.types import Minibatch, TrainSample, Trajectory
 
 SHOWN = 8
-"""Newest experiences that are handed to the monitor after every step."""
+"""Experiences that are handed to the monitor after every step."""
 
 
 class ExtractorTrainer:
@@ -144,7 +144,7 @@ class ExperienceSide:
         figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
         figures["perf/embed_cache_hits"] = self._cache.hit_rate
         self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
-        self._monitor.experiences(self.manager.newest(SHOWN))
+        self._monitor.experiences(self.manager.latest(SHOWN))
 
     async def settle(self) -> None:
         """Returns when every episode is distilled and every full batch trained."""

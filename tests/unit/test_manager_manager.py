@@ -141,14 +141,14 @@ async def test_the_newest_entries_come_first_with_their_counters(tmp_path):
     await made.drain()
     (guide,) = await made.search([search("Go southwest.")])
     for expected in (["Go southwest.", "Go north.", "Go east."], ["Go southwest."]):
-        assert [one.text for one in made.newest(len(expected))] == expected
+        assert [one.text for one in made.latest(len(expected))] == expected
     assert guide is not None
-    assert {one.uid: one.retrieved for one in made.newest(9)} == {e.uid: int(e.uid == guide.use.uid) for e in made._bank.entries.values()}
-    before = made.newest(9)
+    assert {one.uid: one.retrieved for one in made.latest(9)} == {e.uid: int(e.uid == guide.use.uid) for e in made._bank.entries.values()}
+    before = made.latest(9)
     await made.aclose()
     again = await manager(bank(tmp_path), by_note(), SETTINGS)
-    assert again.newest(9) == before
-    assert again.newest(0) == []
+    assert again.latest(9) == before
+    assert again.latest(0) == []
     await again.aclose()
 
 
