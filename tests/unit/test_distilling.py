@@ -63,7 +63,7 @@ async def distilled(
     await made.submit(episode(1, 0, guided_by=await made.search([search()])))
     await made.drain()
     names = {"run/0/0/0#0": "old"}
-    bank = {f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text for entry in made.newest(99)}
+    bank = {f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text for entry in made.latest(99)}
     figures = await made.stats()
     assert figures["queue/done"] == 2
     await made.aclose()

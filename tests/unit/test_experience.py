@@ -146,7 +146,7 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
         ]
         assert [origin for origin, _ in logged(made.path, "submit")][2:] == [f"run/1/0/{member}" for member in (0, 1, 3, 4, 5)]
         await made.side.complete(2, batch)
-        counters = {entry.uid: (entry.credited, entry.credit) for entry in made.bank.newest(99)}
+        counters = {entry.uid: (entry.credited, entry.credit) for entry in made.bank.latest(99)}
         assert (counters[first], counters[second]) == ((2, 0.0), (0, 0.0))
         assert len(counters) == 7
 
@@ -294,7 +294,7 @@ async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Pat
                 assert running.done(), "there is nothing to do in the background"
             await cancelled(running)
             await made.side.settle()
-            entries = sorted((one.uid, one.version, one.text, one.credited, one.credit) for one in made.bank.newest(99))
+            entries = sorted((one.uid, one.version, one.text, one.credited, one.credit) for one in made.bank.latest(99))
             figures = await made.bank.stats()
             found.append((entries, {name: figures[name] for name in ("queue/done", "buffer/ready", "log/seq")}, made.trainer.updates))
     assert found[0] == found[1]
@@ -321,7 +321,7 @@ async def test_a_step_does_not_wait_for_what_is_distilled_in_the_background(tmp_
         await made.side.observe([episode(0, 0, 0)])
         await made.side.complete(1, [])
         await until(lambda: engine.waiting == 1)
-        assert made.bank.newest(1) == []
+        assert made.bank.latest(1) == []
         engine.gate.set()
         await until_distilled(made, 1)
         await cancelled(running)
@@ -336,7 +336,7 @@ async def test_a_deterministic_step_waits_for_all_of_it(tmp_path: Path, actor: P
         assert not completing.done()
         engine.gate.set()
         await completing
-        assert len(made.bank.newest(9)) == 1
+        assert len(made.bank.latest(9)) == 1
 
 
 # ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -387,12 +387,12 @@ async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(tmp_path: 
     path = tmp_path / "bank.sqlite"
     async with parts(path, actor) as made:
         await filled(made, 3)
-        before, counters = dump(path), [replace(one) for one in made.bank.newest(9)]
+        before, counters = dump(path), [replace(one) for one in made.bank.latest(9)]
         hits = await Uncounted(made.bank).search([search(group=group) for group in range(4)])
         assert all(hits)
         await made.bank.flush()
         assert dump(path) == before
-        assert made.bank.newest(9) == counters
+        assert made.bank.latest(9) == counters
         await made.bank.search([search()])
         await made.bank.flush()
         assert dump(path) != before, "a search of the run is counted"

@@ -148,7 +148,7 @@ class Banks:
             made = await open_bank(path, extractor, on_distilled)
             stack.push_async_callback(made.aclose)
             yield made
-            self.sizes.append(len(made.newest(999)))
+            self.sizes.append(len(made.latest(999)))
 
     def scratch(self, on_distilled: Callable[[Distilled], None]):
         return self._open(self.extractor, on_distilled, copy=True)
@@ -250,13 +250,13 @@ async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pic
             picked = [await picks_of(bank, known)]
             await bank.flush()
             before = dump(folder / "bank.sqlite")
-            counters = bank.newest(999)
+            counters = bank.latest(999)
             if evaluated:
                 result = await evaluator(run, bank, known, building).evaluate(compare_lessons=True)
                 assert result.rates["room", "known", "guided"].episodes == 6
                 assert {split for _, split, _ in result.rates} == {"known", "new"}
                 assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (VISITS - 2)
-                assert bank.newest(999) == counters
+                assert bank.latest(999) == counters
                 await bank.flush()
                 assert dump(folder / "bank.sqlite") == before
             picked.append(await picks_of(bank, known))
