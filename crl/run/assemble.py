@@ -110,7 +110,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
             parts = _bank_parts(config, specs)
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            shutil.copy2(run.bank, folder / run.bank.name)
+            _copy_bank(run.bank, folder / run.bank.name)
             distilling = _engine(config, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
@@ -304,6 +304,17 @@ def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec]) -> PromptWri
     return CompactDistilPrompt({name: spec.digest or whole_text for name, spec in specs.items()})
 
 
+def _copy_bank(source: Path, target: Path) -> str:
+    """Copies a bank that nobody has open, with the write-ahead log that a killed run leaves beside it; the SHA-256 of both."""
+    digest = hashlib.sha256()
+    for end in ("", "-wal"):
+        part = source.with_name(source.name + end)
+        if part.exists():
+            shutil.copy2(part, target.with_name(target.name + end))
+            digest.update(part.read_bytes())
+    return digest.hexdigest()
+
+
 async def _experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack
 ) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:
@@ -314,14 +325,13 @@ async def _experience(
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:
-        shutil.copy2(config.bank.init, run.bank)
-        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
+        mark += _copy_bank(Path(config.bank.init), run.bank)[:8]  # its ids must differ from those that are there
     manager = await parts.open(run.bank, engine, stack, diagnostics.distilled)
     trainer = None
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
-    background = not config.run.deterministic
-    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
+    how = {"run": mark, "background": not config.run.deterministic, "distils": not config.bank.frozen}
+    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, **how)
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 

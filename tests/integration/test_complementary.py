@@ -52,10 +52,10 @@ def dump(bank: Path) -> list[str]:
 
 
 def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
+    """(origin, data) of the operations of these kinds, in order."""
     wanted = ", ".join(f"'{kind}'" for kind in kinds)
-    return [
-        (origin, json.loads(data)) for origin, data in rows(bank, f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq")
-    ]
+    sql = f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq"
+    return [(origin, json.loads(data)) for origin, data in rows(bank, sql)]
 
 
 def episodes(run: Path) -> list[dict[str, Any]]:
@@ -89,8 +89,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Distillation and the extractor's training in the background, rollouts one step ahead."""
     run = tmp_path_factory.mktemp("background") / "run"
-    train(run, "rollout.max_staleness=1")
+    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5)  # step 4 begins when step 1 is distilled
     return run
+
+
+def steps_of(run: Path) -> int:
+    return len(metrics(run, "train"))
 
 
 @pytest.fixture(params=["done", "concurrent"])
@@ -106,9 +110,10 @@ def test_what_a_run_leaves(either: Path) -> None:
         "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints", "bank.sqlite",
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
-    assert (kinds["train"], kinds["bank"], kinds["eval"], kinds["probe"]) == (3, 3, 2, 3)
-    saved = manifest(either, STEPS)
-    assert (saved["step"], sorted(saved["models"])) == (STEPS, ["actor", "extractor"])
+    steps = kinds["train"]
+    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (steps, steps, 2, 2 + steps // 2)
+    saved = manifest(either, steps)
+    assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
     if saved["state"]["bank"] != seq:  # a search after the checkpoint may have been counted, and nothing else
         late = rows(either / "bank.sqlite", f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}")
@@ -133,8 +138,8 @@ def test_the_bundled_models_work_together(either: Path) -> None:
 
 def test_half_of_every_group_is_guided(either: Path) -> None:
     played = episodes(either)
-    assert len(played) == 16 * STEPS
-    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * STEPS
+    assert len(played) == 16 * steps_of(either)
+    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * steps_of(either)
     for group in {t["group"] for t in played}:
         guided = [t["used"] for t in played if t["group"] == group and t["condition"] == "guided"]
         assert guided[0] == guided[1], "they share one experience, or have none"
@@ -174,7 +179,7 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
 def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
     bank = either / "bank.sqlite"
     addresses = [address(t) for t in episodes(either) if t["error"] is None]
-    assert len(set(addresses)) == len(addresses) == 16 * STEPS
+    assert len(set(addresses)) == len(addresses) == 16 * steps_of(either)
     assert sorted(origin for origin, _ in log(bank, "submit")) == sorted(addresses)
     assert Counter(rows(bank, "SELECT id, state FROM requests")) == Counter((name, "done") for name in addresses)
     answered = {origin for origin, _ in log(bank, "add", "update", "return", "drop", "malformed")}
@@ -326,11 +331,11 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
     code = (
-        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
-        "finally: print(sorted(name for name in sys.modules if name == 'aiosqlite' or name.startswith('sklearn.')))"
+        "import sys\nfrom crl.cli.main import main\ntry: main()\nfinally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "[]"
     assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
     assert manifest(run, 1)["models"] == ["actor"]
     assert {t["condition"] for t in episodes(run)} == {"free"}
@@ -365,6 +370,29 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     assert crl("eval", run).exit_code == 0
     train(tmp_path / "next", f"bank.init={bank}", steps=1)
     assert Counter(state for (state,) in rows(tmp_path / "next" / "bank.sqlite", "SELECT state FROM requests"))["done"] == 16 * (step + 1)
+
+
+def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
+    """What was committed last is in SQLite's write-ahead log still: it belongs to the bank."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", "from crl.cli.main import main; main()"]
+    sets = (*SIZES, "run.checkpoint_every=1")
+    with subprocess.Popen(
+        [*command, *arguments(run, "room", sets, 10_000, 0, "complementary")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("train     3/"):
+                break
+        process.kill()
+    bank = run / "bank.sqlite"
+    assert bank.with_name("bank.sqlite-wal").stat().st_size > 0
+    before = contents(run)
+    assert crl("eval", run).exit_code == 0
+    train(tmp_path / "next", f"bank.init={bank}", "rollout.max_staleness=0", steps=1)
+    assert contents(run) == before
+    submitted = {origin for origin, _ in log(tmp_path / "next" / "bank.sqlite", "submit")}
+    assert submitted >= {address(t) for t in episodes(run) if t["step"] <= 2}
 
 
 # ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
