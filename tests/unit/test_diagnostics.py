@@ -23,7 +23,7 @@ from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Traje
 class Judge:
     """An `Advisor` for whom a lesson is its first word; "right" alone is correct, and an episode with a star shows the truth."""
 
-    kinds = ("right", "wrong")
+    kinds: tuple[str, ...] = ("right", "wrong")
 
     def right(self, task: Task) -> str:
         return "right"
