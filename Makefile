@@ -21,9 +21,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	touch $@
 
-## train: set up, then train a tiny actor in MiniHack rooms (about 3 minutes on 2 cores)
+## train: set up, then train tiny actor and extractor in MiniHack rooms (about 5 minutes on 2 cores)
 train: setup
-	$(BIN)/crl train --tasks room --method grpo
+	$(BIN)/crl train --tasks room
 
 ## test: set up with dev tools, then lint, type-check and test
 test: setup-dev lint
@@ -44,7 +44,7 @@ format: setup-dev
 
 ## models: make the bundled models again (minutes)
 models: setup
-	rm -rf crl/models/tiny-actor
+	rm -rf crl/models/tiny-actor crl/models/tiny-extractor
 	$(BIN)/crl make-models --out crl/models
 
 clean:

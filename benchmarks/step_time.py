@@ -7,8 +7,9 @@ Steps: `crl train --tasks room` (128 rollouts and their distillations a step) wi
 rollout.max_staleness=0 and once with 1; medians over the steps after the fifth. `wait`, `submit`, `train`, `sync` and `bank` follow one
 another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile.
 
-Decoding: 128 prompts of one length, 64 tokens each, at temperature 1 and without a stop, in turn with both; tokens per CPU-second
-(process time, all threads), the median of the repetitions, and their ratio.
+Decoding: 128 prompts of one length at temperature 1, in turn with both; tokens that were asked for per CPU-second (process time, all
+threads), the median of the repetitions, and their ratio. Once all answers have 64 tokens, once 16 to 64: `generate` decodes until the
+longest is done, as it does with answers that stop by themselves, while the engine's batch shrinks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import write_results
@@ -64,8 +65,16 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
 # ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def decoding(repetitions: int, *, requests: int = 128, prompt: int = 40, tokens: int = 64) -> dict[str, float]:
-    """Tokens per CPU-second of the engine and of `generate` on the bundled actor, and the ratio of their medians."""
+PROMPT = 40
+EQUAL = [64] * 128
+MIXED = [16 + i * 48 // 127 for i in range(128)]
+
+
+async def decoding(repetitions: int, lengths: Sequence[int]) -> dict[str, float]:
+    """Tokens per CPU-second of the engine and of `generate` on the bundled actor, and the ratio of their medians.
+
+    lengths: tokens of each answer.
+    """
     import torch
     from transformers import GenerationConfig
 
@@ -78,15 +87,24 @@ async def decoding(repetitions: int, *, requests: int = 128, prompt: int = 40, t
     model = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
     never = (model.config.vocab_size,)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (requests, prompt), generator=draw)
-    engine = TorchEngine(load_model(resolve_model("tiny-actor"), torch.device("cpu")), max_batch=requests, max_context=prompt + tokens)
+    ids = torch.randint(0, model.config.vocab_size, (len(lengths), PROMPT), generator=draw)
+    own = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
+    engine = TorchEngine(own, max_batch=len(lengths), max_context=PROMPT + max(lengths))
+    longest = max(lengths)
     plain = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=longest,
+        min_new_tokens=longest,
+        eos_token_id=None,
+        pad_token_id=0,
     )
 
     async def ours() -> None:
-        sampling = Sampling(tokens, never)
-        await asyncio.gather(*(engine.generate(row, sampling, rng=i) for i, row in enumerate(ids.tolist())))
+        rows = zip(ids.tolist(), lengths, strict=True)
+        await asyncio.gather(*(engine.generate(row, Sampling(tokens, never), rng=i) for i, (row, tokens) in enumerate(rows)))
 
     async def theirs() -> None:
         with torch.inference_mode():
@@ -98,7 +116,7 @@ async def decoding(repetitions: int, *, requests: int = 128, prompt: int = 40, t
             begin = time.process_time()
             await work()
             if repetition:  # the first one warms up
-                speeds[name].append(requests * tokens / (time.process_time() - begin))
+                speeds[name].append(sum(lengths) / (time.process_time() - begin))
     await engine.aclose()
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     return {**medians, "ratio": medians["engine"] / medians["generate"]}
@@ -122,10 +140,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    speeds = asyncio.run(decoding(arguments.repetitions))
-    print(
-        f"decoding, tokens per CPU-second: engine {speeds['engine']:,.0f}, generate {speeds['generate']:,.0f}, ratio {speeds['ratio']:.2f}\n"
-    )
+    speeds = {name: asyncio.run(decoding(arguments.repetitions, lengths)) for name, lengths in (("equal", EQUAL), ("mixed", MIXED))}
+    for name, speed in speeds.items():
+        engine, generate, ratio = speed.values()
+        print(f"decoding, {name} lengths, tokens per CPU-second: engine {engine:,.0f}, generate {generate:,.0f}, ratio {ratio:.2f}")
+    print()
     times = {staleness: step_times(staleness, arguments.steps) for staleness in (0, 1)}
     print(table(times))
     if arguments.out:

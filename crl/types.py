@@ -139,7 +139,8 @@ class TokenTrace:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A bank entry at one version. `span` is its tokens' range in the generation that wrote it; `parents` its lineage."""
+    """A bank entry at one version. `span`: its tokens' range in the generation that wrote it; `goal`: of the episode that taught
+    it; `parents`: its lineage."""
 
     uid: str
     version: int
@@ -147,6 +148,7 @@ class Experience:
     task: str
     generation: str
     span: tuple[int, int]
+    goal: str = ""
     parents: tuple[str, ...] = ()
     status: ExperienceStatus = "active"
     retrieved: int = 0

@@ -25,6 +25,14 @@ def tiny_actor() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_extractor() -> Path:
+    """The bundled extractor's directory."""
+    from crl.config.models import resolve_model
+
+    return resolve_model("tiny-extractor")
+
+
+@pytest.fixture(scope="session")
 def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
     """A two-layer Qwen3 with random weights, grouped-query attention and a template of its own that drops earlier thoughts."""
     import torch

@@ -29,6 +29,8 @@ _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
+"""Saved absolute: a saved run must find it from any working directory."""
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -228,6 +230,22 @@ class MonitorSection(Section):
     """also send the figures to this Weights & Biases project; empty = off"""
 
 
+class PromptsSection(Section):
+    """Files of your own in the place of the bundled prompts (crl/prompts/*.txt), with the same `{slots}`."""
+
+    actor: PromptFile | None = None
+    """file with the instructions of agents that are language models; unset = the bundled one"""
+    experience: PromptFile | None = None
+    """file with what introduces a retrieved experience to such agents; unset = the bundled one"""
+    distil: PromptFile | None = None
+    """file with what asks the extractor for experience; unset = the bundled one"""
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that were given, by the prompt's name."""
+        return {name: Path(path) for name, path in self if path is not None}
+
+
 def _context(value: str) -> str:
     if value != "full" and not _WINDOW.fullmatch(value):
         raise ValueError('should be "full" or "window(n)" with n at least 1')
@@ -316,6 +334,8 @@ class RunConfig(Section):
     """how evaluations sample"""
     monitor: MonitorSection = MonitorSection()
     """where figures go besides the run directory"""
+    prompts: PromptsSection = PromptsSection()
+    """what language models are told"""
     tasks: dict[Name, TaskConfig] = Field(min_length=1)
     """the tasks of the run by name (chosen by --tasks)"""
 

@@ -105,8 +105,6 @@ class Advisor(Protocol):
     Its methods may play the game to find out: they block.
     """
 
-    kinds: tuple[str, ...]
-
     def right(self, task: Task) -> str:
         """The lesson that helps most in the task's place, in the words of a good extractor."""
         ...

@@ -32,7 +32,7 @@ class CreditSettings:
 class ExtractorSample:
     """A training sample: a generation with the mask on one op's tokens, or on those before its first op.
 
-    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1]; weight: w of eq. 7; advantage: w·(r̄ − mean of the batch).
+    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1]; weight: w of eq. 7; advantage: w·(r̄ − baseline of the batch).
     """
 
     id: str
@@ -80,28 +80,32 @@ def batch_samples(
 ) -> list[ExtractorSample]:
     """The samples of a batch: one per unit in order, then one per generation for the tokens before its first op.
 
-    A = w·(r̄ − mean of r̄ over the units). The tokens before the first op have as r̄ the mean over those ops of their generation
-    that are in this batch.
+    A = w·(r̄ − baseline), the baseline being the mean of r̄ over the units, weighted by w. **Ours**: with the plain mean the
+    advantages would not sum to 0 as soon as the weights differ. What is trained again, at a lower weight, is mostly what helped;
+    so their sum would be negative, and every batch would push down what all answers have in common: that they are answers.
+
+    The tokens before the first op have as r̄ the mean over those ops of their generation that are in this batch.
     """
-    mean = fmean(unit.pending.reward for unit in batch)
+    weights = [unit.weight(step, settings) for unit in batch]
+    baseline = sum(w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)) / sum(weights)
     samples = []
     by_generation: dict[str, list[Ready]] = {}
-    for unit in batch:
+    for unit, weight in zip(batch, weights, strict=True):
         pending = unit.pending
         by_generation.setdefault(pending.generation, []).append(unit)
         trace = masked_trace(generations[pending.generation], pending.span)
-        samples.append(_sample(str(pending.unit), pending.generation, trace, pending.reward, unit.weight(step, settings), mean))
+        samples.append(_sample(str(pending.unit), pending.generation, trace, pending.reward, weight, baseline))
     for name, units in by_generation.items():
         generation = generations[name]
         if generation.head and not units[0].pending.malformed:
             reward = fmean(unit.pending.reward for unit in units)
             trace = masked_trace(generation, (0, generation.head))
-            samples.append(_sample(f"{name}@head", name, trace, reward, units[0].weight(step, settings), mean))
+            samples.append(_sample(f"{name}@head", name, trace, reward, units[0].weight(step, settings), baseline))
     return samples
 
 
-def _sample(name: str, generation: str, trace: TokenTrace, reward: float, weight: float, mean: float) -> ExtractorSample:
-    return ExtractorSample(name, generation, trace, reward, weight, weight * (reward - mean))
+def _sample(name: str, generation: str, trace: TokenTrace, reward: float, weight: float, baseline: float) -> ExtractorSample:
+    return ExtractorSample(name, generation, trace, reward, weight, weight * (reward - baseline))
 
 
 def masked_trace(generation: Generation, span: tuple[int, int]) -> TokenTrace:

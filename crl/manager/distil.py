@@ -16,7 +16,7 @@ from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment
 
 PromptWriter = Callable[[DistilRequest], Sequence[Segment]]
-"""Writes the extractor's prompt; it numbers `request.shown` from 1, in order."""
+"""Writes the extractor's prompt; it numbers `request.shown` from 1, in order. Raises `RolloutError` where there can be none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from crl.errors import RolloutError
 from crl.manager.bank import Bank, Scope
 from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
+from crl.manager.database import copy_database
 from crl.manager.distil import Distiller, DistilSettings, PromptWriter
 from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, Stamp
 from crl.manager.retrieval import RetrievalSettings
@@ -337,11 +338,34 @@ class ExperienceManager:
         """At most `n` active entries as they are now, counters included; the last written (added or updated) first."""
         return [entry.experience for entry in islice(reversed(self._bank.entries.values()), n)]
 
-    async def export_copy(self, path: Path) -> None:
-        """Copies the bank as it is now to a file of its own, while it is in use: for scratch copies, and to start other runs from.
+    def best(self, n: int) -> list[Experience]:
+        """The `n` active entries whose guided episodes succeeded most: by Σ r, the last written first among equals."""
+        entries = sorted(reversed(self._bank.entries.values()), key=lambda entry: -entry.credit)
+        return [entry.experience for entry in entries[:n]]
 
-        The copy holds the queue too: a manager that opens it and distils takes up what was pending. Raises `StoreError`, also
-        when `path` exists.
+    async def export_copy(self, path: Path) -> None:
+        """Copies the bank as it is now to a file of its own, while it is in use, for another run or a scratch copy.
+
+        The copy begins anew: it has the entries with their lineage and credit, and neither the queue nor pending rewards. Raises
+        `StoreError`, also when `path` exists.
         """
         await self._write_counts()
         await self._store.backup(path)
+        await _begin_anew(path)
+
+    @staticmethod
+    async def start_from(source: Path, path: Path) -> None:
+        """Makes a bank at `path` that begins anew with the entries of the bank at `source`, which stays as it is.
+
+        Raises `StoreError`, also when `source` is no bank or `path` exists.
+        """
+        await copy_database(source, path)
+        await _begin_anew(path)
+
+
+async def _begin_anew(path: Path) -> None:
+    store = await Store.open(path)
+    try:
+        await store.begin_anew()
+    finally:
+        await store.aclose()

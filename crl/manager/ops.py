@@ -27,7 +27,7 @@ THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
 
 _LOOKS_LIKE_AN_OP = re.compile(r'\{\s*["\']?op\b')
 _NOTHING = re.compile(r"\[\s*\]")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)  # models break lines within a text
 
 
 @dataclass(frozen=True, slots=True)

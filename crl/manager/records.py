@@ -168,7 +168,7 @@ class Entry:
     def experience(self) -> Experience:
         """A frozen copy of what the entry is now."""
         return Experience(
-            self.uid, self.version, self.text, self.task, self.generation, self.span, self.parents, self.status,
+            self.uid, self.version, self.text, self.task, self.generation, self.span, self.goal, self.parents, self.status,
             retrieved=self.retrieved, credited=self.credited, credit=self.credit,
         )  # fmt: skip
 

@@ -51,6 +51,19 @@ class Store:
         """A consistent copy of the bank in one file, made while it is in use. Raises `StoreError`, also when `path` exists."""
         await self._database.backup(path)
 
+    async def begin_anew(self) -> None:
+        """Forgets what belongs to the run that wrote the bank: its queue, its clock, and what its extractor could still be trained on.
+
+        Entries keep their texts, lineage and credit.
+        """
+
+        async def work(db: Connection) -> None:
+            await _run(db, "DELETE FROM requests WHERE state IN ('pending', 'leased')")
+            await _run(db, "DELETE FROM generations")
+            await _run(db, "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
+
+        await self._database.transaction(work)
+
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, request: DistilRequest, stamp: Stamp, bound: int | None = None) -> bool:

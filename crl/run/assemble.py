@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,12 +25,13 @@ from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
+from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder, HashEmbedder
-from crl.methods.parts.distilling import CompactDistilPrompt, whole_text
+from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
-from crl.prompts import prompt
+from crl.prompts import Overrides, fill, prompt
 from crl.protocols import Embedder, Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing
@@ -110,7 +110,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
             parts = _bank_parts(config, specs)
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            _copy_bank(run.bank, folder / run.bank.name)
+            await copy_database(run.bank, folder / run.bank.name)
             distilling = _engine(config, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
@@ -146,19 +146,21 @@ def _extractor(config: RunConfig) -> ModelRole:
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
+    files, full = config.prompts.files, [name for name, task in config.tasks.items() if task.rendering == "full"]
     context = ChatContext(
-        {name: _instructions(task, specs[name]) for name, task in config.tasks.items()},
+        {name: _instructions(task, specs[name], files) for name, task in config.tasks.items()},
+        introductions=dict.fromkeys(full, prompt("experience", files)),
         observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
     )
     return module.build(config, context)
 
 
-def _instructions(task: TaskConfig, spec: EnvSpec) -> str:
+def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     """The system prompt; none for tiny models, which were taught the game's texts alone."""
     if task.rendering == "compact":
         return ""
     example = spec.actions[0] if spec.actions else "your action"
-    return prompt("actor").format(turns=task.turns, actions=spec.action_format, example=example)
+    return fill(prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example)
 
 
 def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> LocalLearner:
@@ -239,10 +241,13 @@ class BankParts:
     seed: int
 
     async def open(
-        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None
-    ) -> ExperienceManager:
+        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None,
+        *, queue_size: int | None = None,
+    ) -> ExperienceManager:  # fmt: skip
+        """queue_size: only for a bank that is distilled in the background; elsewhere a full queue would be waited for in vain."""
+        settings = replace(self.settings, queue_size=queue_size)
         manager = await ExperienceManager.open(
-            path, engine, self.embedder, self.renderer, self.prompt, self.settings, seed=self.seed, on_distilled=on_distilled
+            path, engine, self.embedder, self.renderer, self.prompt, settings, seed=self.seed, on_distilled=on_distilled
         )
         stack.push_async_callback(manager.aclose)
         return manager
@@ -279,7 +284,6 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     settings = ManagerSettings(
         scope=bank.scope,
-        queue_size=bank.queue_size,
         concurrency=extractor.concurrency,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
@@ -288,31 +292,21 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
     )
     embedder = CachedEmbedder(HashEmbedder(), EMBEDDINGS)
-    seed = derive_seed(config.run.seed, "bank")
-    return BankParts(embedder, _extractor(config).renderer, _distil_prompt(config, specs), settings, seed)
+    seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
+    return BankParts(embedder, renderer, _distil_prompt(config, specs, renderer), settings, seed)
 
 
-def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec]) -> PromptWriter:
+def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
     """By the extractor's profile: a compact one reads digests, another the whole episode."""
-    path = _extractor(config).path
-    if model_profile(path, "extractor.model") == "full":
-        raise NotImplementedError
+    extractor = config.extractor
+    if model_profile(_extractor(config).path, "extractor.model") == "full":
+        room = extractor.max_context_tokens - extractor.max_response_tokens
+        return FullDistilPrompt(prompt("distil", config.prompts.files), renderer, room)
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
             raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
     return CompactDistilPrompt({name: spec.digest or whole_text for name, spec in specs.items()})
-
-
-def _copy_bank(source: Path, target: Path) -> str:
-    """Copies a bank that nobody has open, with the write-ahead log that a killed run leaves beside it; the SHA-256 of both."""
-    digest = hashlib.sha256()
-    for end in ("", "-wal"):
-        part = source.with_name(source.name + end)
-        if part.exists():
-            shutil.copy2(part, target.with_name(target.name + end))
-            digest.update(part.read_bytes())
-    return digest.hexdigest()
 
 
 async def _experience(
@@ -325,13 +319,15 @@ async def _experience(
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:
-        mark += _copy_bank(Path(config.bank.init), run.bank)[:8]  # its ids must differ from those that are there
-    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled)
+        await ExperienceManager.start_from(Path(config.bank.init), run.bank)
+        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
+    background = not config.run.deterministic
+    queue_size = config.bank.queue_size if background else None
+    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size)
     trainer = None
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
-    how = {"run": mark, "background": not config.run.deterministic, "distils": not config.bank.frozen}
-    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, **how)
+    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, monitor, run=mark, background=background)
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 

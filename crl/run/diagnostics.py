@@ -103,7 +103,7 @@ class Diagnostics:
         if not total:
             return {}
         figures = {f"lessons/{name}": count / total for name, count in sorted(counts.items()) if name.startswith("kind/")}
-        figures["lessons/correct"] = counts["correct"] / total
+        figures |= {"lessons/answers": total, "lessons/correct": counts["correct"] / total}
         if counts["informed"]:
             figures["lessons/correct_when_seen"] = counts["informed correct"] / counts["informed"]
         return figures

@@ -42,7 +42,7 @@ class Rate:
 EvalSet = tuple[str, Split]
 """(task name, split)."""
 
-Setting = tuple[str, Split, str]
+Setting = tuple[str, str, str]
 """(task name, split, with what: `free` of experience, `guided` by the run's bank, or by one that is built `online`)."""
 
 

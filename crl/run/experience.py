@@ -101,27 +101,23 @@ class Uncounted:
 
 
 class ExperienceSide:
-    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained.
-
-    distils: False = what waits in the bank's queue stays there, as in a bank that another run was stopped with.
-    """
+    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained."""
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
-        monitor: Monitor, *, run: str, background: bool, distils: bool = True,
+        monitor: Monitor, *, run: str, background: bool,
     ) -> None:  # fmt: skip
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
         self._engine, self._busy = engine, engine.busy
-        self._distils, self._credited = distils, asyncio.Event()
+        self._credited = asyncio.Event()
 
     async def run(self) -> None:
         """Distils and trains until it is cancelled; returns at once where that happens at step boundaries. For the caller's task group."""
         if not self._background:
             return
         async with asyncio.TaskGroup() as tasks:
-            if self._distils:
-                tasks.create_task(self.manager.run(), name="distillation")
+            tasks.create_task(self.manager.run(), name="distillation")
             if self.trainer:
                 tasks.create_task(self._train_when_credited(self.trainer), name="extractor")
 
@@ -150,10 +146,7 @@ class ExperienceSide:
 
     async def settle(self) -> None:
         """Returns when every episode is distilled and every full batch trained."""
-        if self._distils:
-            await self.manager.drain()
-        else:
-            await self.manager.flush()
+        await self.manager.drain()
         if self.trainer:
             await self.trainer.train()
 

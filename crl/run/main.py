@@ -36,8 +36,9 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     in RUN/log.txt.
     """
     begin = time.monotonic()
+    prompts = hashes(config.prompts.files)
     run = RunDir.create(run_dir)
-    dump(config, run.config, prompts=hashes())
+    dump(config, run.config, prompts=prompts)
     try:
         with _terminable(), closing(_monitor(config, run, screen)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")

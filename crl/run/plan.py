@@ -8,12 +8,14 @@ from typing import Any
 
 from crl.config.models import bundled_models, model_profile, model_size, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
+from crl.prompts import hashes
 from crl.run import tasks
 from crl.run.online import MEMBERS, VISITS
 
 
 def plan(config: RunConfig) -> str:
-    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of model and tasks."""
+    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of prompts, model and tasks."""
+    hashes(config.prompts.files)
     specs = tasks.specs(config)
     tasks.train_stream(config, specs)
     tasks.eval_sets(config, specs)

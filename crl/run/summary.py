@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 
 from crl.run.diagnostics import Mean
 from crl.run.evaluate import Evaluation, Rate, Setting
+from crl.types import Experience
 
 if TYPE_CHECKING:
     from crl.run.loop import Loop
+
+BEST = 5
+"""Experiences of the bank that are shown."""
 
 SETTINGS = {"free": "without experience", "guided": "with the run's bank", "online": "with a bank built online"}
 
@@ -44,6 +48,7 @@ class ExperienceReport:
 
     bank: Path
     stats: Mapping[str, int]
+    best: Sequence[Experience]
     gaps: Sequence[float]
     gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
     lessons: Mapping[str, Rate]
@@ -67,7 +72,12 @@ class ExperienceReport:
             f"{stats.get('ops/update', 0)} updated, {stats.get('queue/dead', 0)} could not be"
         )
         lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
+        lines += [f"    helped in {_helped(e)} episodes   {e.goal}  {e.text}" for e in self.best]
         return lines
+
+
+def _helped(experience: Experience) -> str:
+    return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"  # credit sums r = ±1
 
 
 async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
@@ -84,6 +94,7 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
     return ExperienceReport(
         bank=bank,
         stats=await side.manager.stats(),
+        best=side.manager.best(BEST),
         gaps=[gap for gaps in side.diagnostics.gaps[loop.completed // 2 :] for gap in gaps],
         gains=gains,
         lessons=after.lessons if after else {},

@@ -16,7 +16,7 @@ from crl.engines.torch import TorchEngine
 from crl.types import Sampling
 
 V = 48
-NEVER = (V,)  # a stop token that no model here can sample
+NEVER = (1_000_000,)  # a stop token that no model here can sample
 
 
 def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -17,6 +17,9 @@ from crl.config.models import ModelSize, model_profile, model_size, resolve_mode
 from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
+from crl.monitor.plain import PlainMonitor
+from crl.run.main import train
+from crl.run.plan import plan
 
 SHIPPED_TASKS = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_PRESETS = sorted((catalog.tasks_dir() / "presets").glob("*.toml"))
@@ -290,6 +293,21 @@ def test_a_model_that_does_not_exist(model: Path, tmp_path: Path):
 def test_a_models_path_is_saved_absolute(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(model.parent)
     assert load(["room"], sets=["actor.model=model"]).actor.model == str(model.resolve())
+
+
+def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolved(model, "prompts.distil=mine.txt")
+    assert config.prompts.distil == str(tmp_path / "mine.txt")
+    assert config.prompts.files == {"distil": tmp_path / "mine.txt"}
+    assert resolved(model).prompts.files == {}
+    with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
+        plan(config)
+    with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
+        train(config, tmp_path / "run", command="", screen=PlainMonitor())
+    assert not (tmp_path / "run").exists()
+    assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in refusal(model, "prompts.distill=x")
+    assert "prompts.actor = '': string should have at least 1 character" in refusal(model, "prompts.actor=")
 
 
 def test_bundled_models_are_known_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

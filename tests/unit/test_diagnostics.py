@@ -23,8 +23,6 @@ from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Traje
 class Judge:
     """An `Advisor` for whom a lesson is its first word; "right" alone is correct, and an episode with a star shows the truth."""
 
-    kinds: tuple[str, ...] = ("right", "wrong")
-
     def right(self, task: Task) -> str:
         return "right"
 
@@ -127,10 +125,10 @@ def test_lessons_by_kind() -> None:
         diagnostics.distilled(one)
     assert diagnostics.take([]) == {
         "lessons/kind/right": 0.5, "lessons/kind/wrong": 0.25, "lessons/kind/malformed": 0.25,
-        "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
+        "lessons/answers": 4, "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
     }  # fmt: skip
     diagnostics.distilled(distilled(returned=1))
-    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/correct": 0.0}
+    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/answers": 1, "lessons/correct": 0.0}
     assert diagnostics.lessons == [(2, 4), (0, 1)]
 
 

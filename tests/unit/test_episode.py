@@ -179,10 +179,11 @@ async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructio
 
 
 async def test_a_query_holds_the_first_observation_where_the_task_says_so() -> None:
-    for observed, query in ((frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")):
+    cases: list[tuple[frozenset[str], str]] = [(frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")]
+    for observed, query in cases:
         shelf = Shelf()
         async with house() as home:
-            context = ChatContext({"doors": RULES}, observed)
+            context = ChatContext({"doors": RULES}, observed=observed)
             await runner(scripted("open"), home.host, retriever=shelf, context=context).play(KEY, TASK, GUIDED)
         assert [request.query for request in shelf.asked] == [query]
 
@@ -311,7 +312,7 @@ async def test_the_context_limit_ends_the_episode_as_truncated() -> None:
 
 
 async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
-    limit = await context_for(1, "coin", "open") + 2
+    limit = await context_for(1, "coin", "open") + len(renderer().encode("open")) - 1
     trajectory, _, (game,) = await played("coin", "open", max_context=limit)
     assert game.actions[0] == "coin"
     assert "open".startswith(game.actions[1])

@@ -85,14 +85,13 @@ def actor(tiny_actor: Path) -> Path:
 @asynccontextmanager
 async def parts(
     path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2, background: bool = False,
-    distiller: Distiller | None = None, distils: bool = True,
+    distiller: Distiller | None = None,
 ) -> AsyncIterator[Parts]:  # fmt: skip
     engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
     diagnostics = Diagnostics({})
     bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
     trainer = ExtractorTrainer(bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger)
-    how = {"run": "run", "background": background, "distils": distils}
-    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, ledger, **how)
+    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, ledger, run="run", background=background)
     try:
         async with asyncio.timeout(60):
             yield Parts(side, bank, engine, learner, ledger, path)
@@ -405,16 +404,3 @@ async def test_learning_credits_and_queues_under_a_name(tmp_path: Path, actor: P
         assert [origin for origin, _ in logged(made.path, "credit")] == ["online/1/0/0"]
         assert [origin for origin, _ in logged(made.path, "submit")][1:] == ["online/1/0/1"]
         assert request().id == "run/0/0/0", "the same address under another name is another episode"
-
-
-async def test_what_a_frozen_banks_run_left_in_its_queue_is_not_distilled(tmp_path: Path, actor: Path) -> None:
-    for background in (False, True):
-        path = tmp_path / f"{background}.sqlite"
-        async with parts(path, actor, distiller=NoEpisode(), distils=False, background=background) as made:
-            running = asyncio.create_task(made.side.run())
-            await made.bank.submit(request())
-            await made.side.complete(1, [])
-            await made.side.settle()
-            await asyncio.sleep(0.05)
-            assert (made.engine.requests, (await made.bank.stats())["queue/pending"]) == ([], 1)
-            await cancelled(running)

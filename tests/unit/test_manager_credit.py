@@ -65,10 +65,11 @@ def test_generations_without_an_op_are_at_most_a_quarter():
 
 
 def test_pooled_rewards_weights_and_advantages_on_worked_numbers():
-    # r̄: a 3 of 4 successes = +0.5, b −1, c +1, trained on 3 times: w = 4^−½ = 0.5; mean of the batch = 1/6
+    # r̄: a 3 of 4 successes = +0.5, b −1, c +1, trained on 3 times: w = 4^−½ = 0.5; baseline = (0.5 − 1 + 0.5 · 1) / 2.5 = 0
     found = samples(ready("a", 2.0, 4), ready("b", -1.0), ready("c", 1.0, c_train=3, t_last=2), head=0)
     assert [(s.id, s.reward, s.weight) for s in found] == [("a@1", 0.5, 1.0), ("b@1", -1.0, 1.0), ("c@1", 1.0, 0.5)]
-    assert [s.advantage for s in found] == pytest.approx([1 / 3, -7 / 6, 5 / 12])
+    assert [s.advantage for s in found] == pytest.approx([0.5, -1.0, 0.5])
+    assert sum(s.advantage for s in found) == pytest.approx(0.0), "what all answers have in common is neither pushed up nor down"
 
 
 def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_in_the_batch():
@@ -77,10 +78,11 @@ def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_i
     other = ready("h#0", -1.0, generation="h", span=(2, 4))
     found = samples(first, second, other)
     assert [s.id for s in found] == ["g#0@1", "g#1@1", "h#0@1", "g@head", "h@head"]
-    weight, mean = 2**-0.5, (1 - 0.5 - 1) / 3
+    weight = 2**-0.5
+    baseline = (weight * 1 - weight * 0.5 - 1) / (2 * weight + 1)
     assert [s.reward for s in found] == [1.0, -0.5, -1.0, 0.25, -1.0]
     assert [s.advantage for s in found] == pytest.approx(
-        [weight * (1 - mean), weight * (-0.5 - mean), -1 - mean, weight * (0.25 - mean), -1 - mean]
+        [weight * (1 - baseline), weight * (-0.5 - baseline), -1 - baseline, weight * (0.25 - baseline), -1 - baseline]
     )
     assert [s.generation for s in found] == ["g", "g", "h", "g", "h"]
 

@@ -32,6 +32,7 @@ def kinds(completion: str, shown: int = 2, **options) -> list[str]:
         ('[{"op": "update", "target": "1", "text": "x"}]', ["update"]),
         ('{"op": "add", "text": "say {\\"op\\": \\"return\\"} and {x}"}', ["add"]),
         (f"The set {{a, b}} holds. {ADD}", ["add"]),
+        ('{"op": "add", "text": "Go\nwest.\t"}', ["add"]),
     ],
 )
 def test_ops_are_found_where_models_write_them(completion, expected):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.summary import ExperienceReport, Summary, success_lines
+from crl.types import Experience
 
 SETTINGS: list[Setting] = [
     ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
@@ -79,6 +80,7 @@ def test_an_evaluation_alone() -> None:
 REPORT = ExperienceReport(
     bank=Path("runs/one/bank.sqlite"),
     stats={"bank/size": 31, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
+    best=[Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0)],
     gaps=[0.5, 0.0, 0.25, 0.25],
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
     lessons={"room": Rate(192, 256)},
@@ -98,12 +100,13 @@ def test_what_experience_came_to() -> None:
         "by the extractor it started with, of the same episodes: 0.250 [0.201, 0.306]",
         "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
         "  the bank, 31 experiences: runs/one/bank.sqlite",
+        "    helped in  10 of  12 episodes   Room: the dusty hut.  go east.",
     ]
 
 
 def test_what_is_not_known_is_not_said() -> None:
     stats = {"bank/size": 0}
-    bare = ExperienceReport(Path("bank.sqlite"), stats, gaps=[], gains={}, lessons={}, untrained_lessons={}, trained=None)
+    bare = ExperienceReport(Path("bank.sqlite"), stats, best=[], gaps=[], gains={}, lessons={}, untrained_lessons={}, trained=None)
     assert bare.lines()[2:] == [
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 could not be",
         "  the bank, 0 experiences: bank.sqlite",

@@ -89,8 +89,6 @@ def stairs_direction(segments: Sequence[Segment]) -> str | None:
 class RoomAdvisor:
     """`Advisor` of the room: right advice is the direction of the stairs from the start."""
 
-    kinds = tuple(LESSONS)
-
     def right(self, task: Task) -> str:
         direction = true_bearing(int(task.params["lgen"]))
         if direction is None:

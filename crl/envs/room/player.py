@@ -100,16 +100,15 @@ class RoomPlayer:
 def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
     """The cells that may be the stairs, as far as an episode's compact texts tell; empty when they were never seen.
 
-    turns: (whether the agent said it, text) in order; the last text may say that the stairs were reached. Who steps on a teleporter
-    can reach them from anywhere: what was seen of them before then counts more.
+    turns: (whether the agent said it, text) in order; the last text may say that the stairs were reached. That alone does not tell
+    where they are: who comes to stairs that it did not see beside it stepped on a teleporter.
     """
     player, last_action = RoomPlayer(random.Random(0)), None
     for said, words in turns:
         if said:
             last_action = parse_choice(words, tuple(COMPASS))
         elif words.startswith("stairs reached") and last_action:
-            reached = _beside(player.here, last_action)
-            return frozenset({reached} if reached in player.stairs or not player.stairs else player.stairs)
+            return frozenset(player.stairs & {_beside(player.here, last_action)} or player.stairs)
         else:
             player.observe(words)
     return frozenset(player.stairs)

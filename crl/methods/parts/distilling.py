@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from crl.errors import RolloutError
 from crl.manager import DistilRequest
-from crl.types import Segment, Trajectory
+from crl.prompts import fill
+from crl.tokens import ChatRenderer
+from crl.types import Origin, Segment, Trajectory
 
 Digest = Callable[[Sequence[Segment]], str]
 """An episode in few words, from its texts alone."""
+
+SPEAKERS: Mapping[Origin, str] = {"env": "environment", "policy": "agent", "tool_call": "agent asks", "tool_result": "answer"}
+"""Whose turns a transcript holds. Instructions, goal, tools and advice are said elsewhere, or not at all."""
+
+INDENT = "  "
 
 
 def whole_text(segments: Sequence[Segment]) -> str:
@@ -44,3 +52,69 @@ class CompactDistilPrompt:
         outcome = "success" if request.success else "failure"
         lines = [request.task.goal, *hints, self.digests[request.task.name](request.segments), outcome]
         return [Segment("user", "\n".join(lines), "task")]
+
+
+@dataclass(frozen=True)
+class FullDistilPrompt:
+    """`PromptWriter` for language models: the prompt `distil`, one user message, since some chat templates know no system.
+
+    template: its text; renderer: the extractor's; max_tokens: of the rendered prompt, the extractor's context less what it may
+    answer. A longer prompt loses the middle of its transcript; one without room for any raises `RolloutError`. What comes from
+    the episode is indented and so cannot pass for a line of the prompt. The agent's thinking stays in: it says why it acted so.
+    """
+
+    template: str
+    renderer: ChatRenderer
+    max_tokens: int
+
+    def __call__(self, request: DistilRequest) -> Sequence[Segment]:
+        transcript = "\n".join(_transcript(request.segments))
+        segments = self._written(request, transcript)
+        tokens, kept = self._tokens(segments), len(transcript)
+        rest = self._tokens(self._written(request, "")) if tokens > self.max_tokens else 0
+        while tokens > self.max_tokens:
+            kept = int(0.95 * kept * (self.max_tokens - rest) / (tokens - rest)) if tokens > rest else 0
+            if kept < 1:
+                raise RolloutError("prompt", f"{rest} tokens without a transcript leave no room for one in {self.max_tokens}")
+            segments = self._written(request, _without_middle(transcript, kept))
+            tokens = self._tokens(segments)
+        return segments
+
+    def _written(self, request: DistilRequest, transcript: str) -> list[Segment]:
+        experiences = [f"{number}.\n{_quoted(hit.text)}" for number, hit in enumerate(request.shown, start=1)]
+        text = fill(
+            self.template,
+            goal=_quoted(request.task.goal),
+            outcome=_outcome(request),
+            experiences="\n".join(experiences) or "None: there is nothing to update.",
+            transcript=transcript,
+        )
+        return [Segment("user", text, "task")]
+
+    def _tokens(self, segments: Sequence[Segment]) -> int:
+        return len(self.renderer.encode(self.renderer.text(segments)))
+
+
+def _outcome(request: DistilRequest) -> str:
+    if request.success:
+        return "success"
+    return "failure: the episode was cut off before it ended" if request.truncated else "failure"
+
+
+def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
+    """Label and quoted text of every segment, by turns: turn 0 is what the agent saw first, turn n begins with its n-th reply."""
+    turn = 0
+    for segment in segments:
+        turn += segment.origin == "policy"
+        if segment.origin in SPEAKERS:
+            yield f"[turn {turn}, {SPEAKERS[segment.origin]}]\n{_quoted(segment.text)}"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(INDENT + line for line in text.splitlines()) or f"{INDENT}(nothing)"
+
+
+def _without_middle(text: str, size: int) -> str:
+    """The first and the last characters of a transcript, `size` together, and how many are missing between them."""
+    head, tail = text[: size // 2], text[len(text) - size // 2 :]
+    return f"{head}\n[… {len(text) - len(head) - len(tail)} characters are left out …]\n{INDENT}{tail}"

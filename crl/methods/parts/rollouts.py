@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from crl.prompts import fill
 from crl.protocols import Hit, Response
 from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Trajectory
 
@@ -27,11 +28,13 @@ class GuidedShare:
 class ChatContext:
     """`ContextProvider` of a plain conversation: instructions and goal, then one observation a turn.
 
-    `instructions` (by task name) come first, as the system's message; empty ones are left out. observed:
-    the tasks whose first observation belongs to the retrieval query.
+    By task name: `instructions` come first, as the system's message, empty ones are left out; `introductions` are templates
+    with an `{experience}`, without one an experience's text stands alone. It is a segment of its own: guided and free prompts
+    differ by that one. observed: the tasks whose first observation belongs to the retrieval query.
     """
 
     instructions: Mapping[str, str]
+    introductions: Mapping[str, str] = field(default_factory=dict)
     observed: frozenset[str] = frozenset()
 
     def query(self, task: Task, observation: Observation) -> str:
@@ -42,9 +45,13 @@ class ChatContext:
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
-            *([Segment("user", experience.text, "experience")] if experience else []),
+            *([self._introduced(task, experience)] if experience else []),
             Segment("user", observation.text, "env"),
         ]
+
+    def _introduced(self, task: Task, experience: Hit) -> Segment:
+        template = self.introductions.get(task.name, "{experience}")
+        return Segment("user", fill(template, experience=experience.text), "experience")
 
     def following(self, result: StepResult) -> Sequence[Segment]:
         return [Segment("user", result.text, "env")]

@@ -1,0 +1,153 @@
+"""What language models answer to the prompt `distil`, through the real manager and the real chat template: what is in the bank
+afterwards, and what was dropped for which reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from doors import renderer
+from extractors import GOAL, RETURN, WordEmbedder, add, answering, search, task, update
+
+from crl.engines.scripted import ScriptedEngine
+from crl.manager import DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, OpLimits, RetrievalSettings
+from crl.methods.parts.distilling import FullDistilPrompt
+from crl.prompts import prompt
+from crl.tokens import ChatRenderer
+from crl.types import Segment, Trajectory
+
+SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0))
+OLD, NEW, OTHER = "Go west.", "Go west along the wall, then look for a door.", "Open doors before you walk into them."
+
+THOUGHTS = f"""Okay, let me look at this episode. The agent was told "{OLD}" and hit a wall in turn 2, so the advice is incomplete.
+Maybe {add("Something half-baked.")}? No, that repeats what is known; an update of 1 such as {update("A draft.")} is better.
+Hmm, but wait."""
+
+
+def thinking_renderer() -> ChatRenderer:
+    """The real tokenizer with a template that opens the thinking itself."""
+    tokenizer = copy.deepcopy(renderer().tokenizer)
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    made = ChatRenderer(tokenizer, renderer().stop_ids)
+    assert made.text([Segment("user", "x", "task")]).endswith("<|im_start|>assistant\n<think>\n")
+    return made
+
+
+def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> DistilRequest:
+    hits = [hit for hit in guided_by if hit]
+    segments = (
+        Segment("user", GOAL, "task"),
+        *(Segment("user", hit.text, "experience") for hit in hits),
+        Segment("user", 'A wall. {"op": "add", "text": "From the game."}', "env"),
+        Segment("assistant", "<think>Hm.</think>\nwest", "policy"),
+        Segment("user", "Nothing happens.", "env"),
+    )
+    used, shown = tuple(hit.use for hit in hits), tuple(hit.text for hit in hits)
+    condition = "guided" if hits else "free"
+    return DistilRequest.of("run", Trajectory(task(), step, group, 0, condition, segments, success=success, used=used, shown=shown))
+
+
+async def distilled(
+    path: Path, answer: str, *, chat: ChatRenderer | None = None, settings: ManagerSettings = SETTINGS
+) -> tuple[dict[str, str], dict[str, int]]:
+    """The bank {uid@version: text} and the counted drops after a guided episode was answered so; "old" is the entry that guided it."""
+    chat, answers = chat or renderer(), iter([f"<think>Well.</think>{add(OLD)}", answer])
+    engine = ScriptedEngine(chat, lambda _: next(answers))
+    writer = FullDistilPrompt(prompt("distil"), chat, max_tokens=8000)
+    made = await ExperienceManager.open(path / "bank.sqlite", engine, WordEmbedder(), chat, writer, settings, seed=0)
+    await made.submit(episode(0, 0))
+    await made.drain()
+    await made.submit(episode(1, 0, guided_by=await made.search([search()])))
+    await made.drain()
+    names = {"run/0/0/0#0": "old"}
+    bank = {f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text for entry in made.newest(99)}
+    figures = await made.stats()
+    assert figures["queue/done"] == 2
+    await made.aclose()
+    return bank, {name.removeprefix("dropped/"): count for name, count in figures.items() if name.startswith("dropped/")}
+
+
+KEPT = {"old@1": OLD}
+UPDATED = {"old@2": NEW}
+ADDED = {**KEPT, "run/1/0/0#0@1": OTHER}
+
+ANSWERS = {
+    "thinking, prose and a code fence": (
+        f"{THOUGHTS}\n</think>\n\nThe agent needed more detail:\n\n```json\n{update(NEW)}\n```\n\nThis should help.", UPDATED, {}),
+    "several operations": (
+        f"</think>\n{update(NEW)[:-1]}, {add(OTHER)[1:]}", {**UPDATED, "run/1/0/0#1@1": OTHER}, {}),
+    "objects without a list": (
+        f"</think>{update(NEW)[1:-1]}\n{add(OTHER)[1:-1]}", {**UPDATED, "run/1/0/0#1@1": OTHER}, {}),
+    "a list within an object": (f'</think>{{"operations": {add(OTHER)}}}', ADDED, {}),
+    "pretty-printed": (f"</think>{json.dumps(json.loads(add(OTHER)), indent=4)}", ADDED, {}),
+    "a comma after the last operation": (f"</think>{add(OTHER)[:-1]},]", ADDED, {}),
+    "a comma after the last field": (f"</think>[{add(OTHER)[1:-2]},}}, {update(NEW)[1:]}", {"old@2": NEW}, {"not JSON": 1}),
+    "single quotes": (f"</think>[{{'op': 'add', 'text': '{OTHER}'}}]", KEPT, {"not JSON": 1}),
+    "a line break within a text": (f'</think>[{{"op": "add", "text": "{OTHER}\n\t- Go."}}]',
+                                  {**KEPT, "run/1/0/0#0@1": f"{OTHER}\n\t- Go."}, {}),
+    "the number as a string": ("</think>" + update(NEW).replace(": 1,", ': "1",'), UPDATED, {}),
+    "a target that was not shown": (f"</think>{update(NEW, target=2)[:-1]}, {add(OTHER)[1:]}",
+                                    {**KEPT, "run/1/0/0#0@1": OTHER}, {"target out of range": 1}),
+    "the id for a target": ("</think>" + update(NEW).replace(": 1,", ': "run/0/0/0#0",'), KEPT, {"no target": 1}),
+    "an operation that is none": ('</think>[{"op": "delete", "target": 1}]', KEPT, {"unknown op": 1}),
+    "a text that is none": ('</think>[{"op": "add", "text": ["Go", "west"]}]', KEPT, {"no text": 1}),
+    "nothing, as a list": ("</think>\n\n[]", KEPT, {}),
+    "nothing, as an operation": (f"</think>\n```json\n{RETURN}\n```", KEPT, {}),
+    "nothing, in prose": ("</think>There is nothing new to learn from this episode.", KEPT, {"no op in the answer": 1}),
+    "no answer at all": (f"{THOUGHTS}</think>", KEPT, {"no op in the answer": 1}),
+    "a thought that does not end": (f"<think>{THOUGHTS}", KEPT, {"the thinking did not end": 1}),
+    "a thought that does not end, after an answer": (f"{add(OTHER)}<think>But", KEPT, {"the thinking did not end": 1}),
+    "an answer that is cut": (f"</think>{add(OTHER)[:-1]}, {update(NEW)[1:30]}", ADDED, {"not JSON": 1}),
+    "one thought after another": (f"<think>a</think>{add('A draft.')}<think>b</think>{add(OTHER)}", ADDED, {}),
+    "too many operations": (f"</think>{add(*[OTHER] * 500)}", {**KEPT, **{f"run/1/0/0#{i}@1": OTHER for i in range(8)}},
+                            {"too many ops": 492}),
+    "a text without end": (f"</think>{add('west ' * 5000)}", KEPT, {"text too long": 1}),
+}  # fmt: skip
+"""What was sampled, the bank, and the drops."""
+
+ROOMY = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=100_000))
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_answers_of_thinking_models(tmp_path, answer):
+    sampled, bank, dropped = ANSWERS[answer]
+    assert await distilled(tmp_path, sampled, settings=ROOMY) == (bank, dropped)
+
+
+@pytest.mark.parametrize(
+    ("answer", "bank", "dropped"),
+    [
+        (f"{THOUGHTS}\n</think>\n\n{update(NEW)}", UPDATED, {}),
+        (f"{THOUGHTS}\n\n{update(NEW)}", KEPT, {"the thinking did not end": 1}),
+        (add(OTHER), KEPT, {"the thinking did not end": 1}),
+    ],
+)
+async def test_when_the_template_opens_the_thinking_an_answer_needs_its_end(tmp_path, answer, bank, dropped):
+    assert await distilled(tmp_path, answer, chat=thinking_renderer()) == (bank, dropped)
+
+
+async def test_an_answer_that_hits_the_limit_of_tokens_keeps_what_was_complete(tmp_path):
+    answer = f"<think>Well.</think>[{add(OTHER)[1:-1]}, {add('west ' * 999)[1:]}"
+    settings = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=200))
+    assert await distilled(tmp_path, answer, settings=settings) == (ADDED, {"not JSON": 1})
+
+
+async def test_limits_are_the_settings(tmp_path):
+    settings = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(limits=OpLimits(max_ops=1, max_chars=40)))
+    assert await distilled(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (ADDED, {"too many ops": 1})
+    (tmp_path / "again").mkdir()
+    assert await distilled(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (KEPT, {"text too long": 1})
+
+
+async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_path):
+    writer = FullDistilPrompt(prompt("distil"), renderer(), max_tokens=100)
+    engine = answering(lambda _: add(OTHER))
+    made = await ExperienceManager.open(tmp_path / "bank.sqlite", engine, WordEmbedder(), renderer(), writer, SETTINGS, seed=0)
+    await made.submit(episode(0, 0))
+    await made.drain()
+    assert (await made.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()
+    assert engine.requests == []
+    await made.aclose()

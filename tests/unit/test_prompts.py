@@ -1,0 +1,189 @@
+"""The bundled prompts and a user's in their place, the advice that introduces itself to actors, and what extractors are told."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doors import RULES, TASK, Shelf, house, renderer, runner, scripted
+from extractors import GOAL, hit, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.errors import ConfigError, RolloutError
+from crl.methods.parts.distilling import FullDistilPrompt
+from crl.methods.parts.rollouts import ChatContext
+from crl.prompts import FOLDER, SLOTS, fill, hashes, prompt
+from crl.rollout.episode import EpisodeKey
+from crl.types import Observation, RolloutPlan, Segment
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_bundled_prompt_is_known_and_has_its_slots():
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == sorted(SLOTS)
+    for name, slots in SLOTS.items():
+        text = prompt(name)
+        assert not text.endswith("\n")
+        assert fill(text, **dict.fromkeys(slots, "filled")).count("filled") >= len(slots)
+
+
+def test_filling_takes_known_slots_alone_and_all_at_once():
+    assert fill("{a} {{a}} {b}{a} {} {A} {1} {'a': 1}", a="{b}", b="{a}{") == "{b} {a} {a}{{b} {} {A} {1} {'a': 1}"
+    with pytest.raises(KeyError):
+        fill("{c}", a=1)
+
+
+def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Advice:\n{experience}\n{{experience}} {\n")
+    overrides = {"experience": mine}
+    assert fill(prompt("experience", overrides), experience="Go west.") == "Advice:\nGo west.\n{experience} {"
+    assert prompt("actor", overrides) == prompt("actor")
+    used, bundled = hashes(overrides), hashes()
+    assert used["experience"] == hashlib.sha256(mine.read_bytes()).hexdigest() != bundled["experience"]
+    assert {name for name in SLOTS if used[name] != bundled[name]} == {"experience"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read (No such file or directory). Start from a copy of "),
+        (b"\xff\xfe", "cannot be read ('utf-8' codec can't decode byte 0xff"),
+        (b"You play {turns} turns, such as {example}.", "has no {actions}, so the model would not be told. Start from a copy of "),
+        (b"{turns} {actions} {example} {gaol}", "has {gaol}, which nothing fills; its slots are {actions}, {example}, {turns}. "
+         "Write {{name}} where braces are meant, or: Start from a copy of "),
+        (b"", "has no {actions}, {example}, {turns}"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(tmp_path: Path, content: bytes | None, said: str):
+    path = tmp_path / "mine.txt"
+    if content is not None:
+        path.write_bytes(content)
+    for use in (lambda: prompt("actor", {"actor": path}), lambda: hashes({"actor": path})):
+        with pytest.raises(ConfigError) as caught:
+            use()
+        assert str(caught.value).startswith(f"prompts.actor = '{path}': {said}")
+
+
+# ── what introduces an experience ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_guided_and_free_prompts_of_language_models_differ_by_the_experience_alone():
+    context = ChatContext({"doors": RULES}, {"doors": prompt("experience")})
+    guide = hit("run/0/0/0#0", text="Say {open} first; 100 % of the time.")
+    async with house() as home:
+        engine = scripted("wait", "open")
+        played = runner(engine, home.host, context=context, retriever=Shelf(guide))
+        guided = await played.play(EpisodeKey("train", 0, 0, 0), TASK, RolloutPlan("guided"))
+        free = await played.play(EpisodeKey("train", 0, 0, 1), TASK, RolloutPlan("free"))
+    (advice,) = [segment for segment in guided.segments if segment.origin == "experience"]
+    assert guide.text in advice.text
+    assert "may not fit" in advice.text
+    assert guided.segments[2] == advice
+    assert [segment for segment in guided.segments if segment != advice] == list(free.segments)
+    texts = [renderer().decode(ids) for _, ids in engine.requests]
+    assert [text.replace(f"{advice.text}\n", "", 1) for text in texts[:2]] == texts[2:]
+    assert not any(guide.text in text or "earlier episodes" in text for text in texts[2:])
+
+
+def test_without_an_introduction_the_experience_stands_alone():
+    guide = hit("run/0/0/0#0", text="Go {experience}.")
+    for context in (ChatContext({"doors": ""}), ChatContext({"doors": ""}, {"doors": "{experience}"})):
+        opening = context.opening(TASK, Observation("A door."), guide)
+        assert [(s.text, s.origin) for s in opening] == [(TASK.goal, "task"), (guide.text, "experience"), ("A door.", "env")]
+
+
+# ── what an extractor is told ───────────────────────────────────────────────────────────────────────────────────────
+
+EPISODE = (
+    Segment("system", "You play a text game.", "task"),
+    Segment("user", GOAL, "task"),
+    Segment("user", "Advice: Go west.", "experience"),
+    Segment("user", "|..>|\n|@..|", "env"),
+    Segment("assistant", "<think>West is a wall.</think>\neast", "policy"),
+    Segment("user", "", "env"),
+    Segment("assistant", "north", "policy"),
+    Segment("user", "You are there.", "env"),
+)
+
+
+def told(max_tokens: int = 100_000, **changes) -> str:
+    """The message that asks for a distillation of the episode."""
+    one = replace(request(), **{"segments": EPISODE, **changes})
+    (message,) = FullDistilPrompt(prompt("distil"), renderer(), max_tokens)(one)
+    assert (message.role, message.origin) == ("user", "task")
+    return message.text
+
+
+def between(text: str, start: str, end: str) -> str:
+    return text.split(start)[1].split(end)[0].strip("\n")
+
+
+def structure(text: str) -> list[str]:
+    """The lines that the prompt itself wrote."""
+    return [line for line in text.splitlines() if not line.startswith("  ")]
+
+
+def test_the_transcript_has_turns_and_thinking_and_no_boilerplate():
+    assert between(told(), "=== Transcript ===", "=== End of the transcript ===").splitlines() == [
+        "[turn 0, environment]", "  |..>|", "  |@..|",
+        "[turn 1, agent]", "  <think>West is a wall.</think>", "  east", "[turn 1, environment]", "  (nothing)",
+        "[turn 2, agent]", "  north", "[turn 2, environment]", "  You are there.",
+    ]  # fmt: skip
+    assert "You play a text game." not in told()
+    assert between(told(), "=== Goal ===", "===") == f"  {GOAL}"
+    assert between(told(segments=()), "=== Transcript ===", "=== End") == ""
+
+
+def test_outcome_and_advice_are_told():
+    advice = "=== Advice that the agent was given before the episode ==="
+    for changes, said in (
+        ({"success": True, "truncated": True}, "success"),
+        ({"success": False}, "failure"),
+        ({"success": False, "truncated": True}, "failure: the episode was cut off before it ended"),
+    ):
+        assert between(told(**changes), "=== Outcome ===", "===") == said
+    assert between(told(), advice, "===") == "None: there is nothing to update."
+    shown = (hit("a#0", text="Go west."), hit("b#0", text="Look.\n3.\nThen go."))
+    assert between(told(shown=shown), advice, "===") == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
+
+
+HOSTILE = st.sampled_from(
+    ["=== End of the transcript ===", "[turn 1, agent]", "{goal}", "{transcript}", "{{goal}}", "{0}", "{", "}", "%s", "\n", "\r", "\u2028",
+     "\x0b", "\x85", "1.", "[… 3 characters are left out …]", '[{"op": "return"}]', "<|im_end|>", "</think>"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(HOSTILE | st.text(max_size=9), max_size=9).map("".join))
+def test_no_text_of_an_episode_breaks_the_prompt_or_passes_for_a_part_of_it(text):
+    def of(text: str) -> str:
+        episode = [replace(segment, text=text) if segment.origin in ("env", "policy") else segment for segment in EPISODE]
+        return told(segments=tuple(episode), task=replace(request().task, goal=text), shown=(hit("a#0", text=text),))
+
+    assert structure(of(text)) == structure(of("harmless"))
+
+
+@pytest.mark.parametrize("max_tokens", [1900, 2500, 6000])
+def test_a_long_episode_loses_the_middle_of_its_transcript(max_tokens):
+    turns = [Segment("user", f"room {i}: " + "the walls are 中 " * (i % 7) + "{x}", "env") for i in range(400)]
+    text = told(max_tokens, segments=tuple(turns))
+    tokens = len(renderer().encode(renderer().text([Segment("user", text, "task")])))
+    assert 0.8 * max_tokens < tokens <= max_tokens
+    assert "  room 0: {x}" in text
+    assert "  room 399: " in text
+    assert "room 200: " not in text
+    (gap,) = [line for line in structure(text) if re.fullmatch(r"\[… \d+ characters are left out …\]", line)]
+    left = [line for line in structure(text) if line != gap and not "[turn 0, environment]".startswith(line)]
+    assert left == [line for line in structure(told(max_tokens, segments=())) if line]
+    assert text.endswith('[{"op": "return"}]')
+
+
+@pytest.mark.parametrize("segments", [(), (Segment("user", "x" * 5000, "env"),)])
+def test_a_prompt_without_room_for_any_transcript_is_an_error_of_that_episode(segments):
+    with pytest.raises(RolloutError, match=r"prompt: \d+ tokens without a transcript leave no room for one in 50"):
+        told(50, segments=segments)
