@@ -142,6 +142,24 @@ class Database:
                 await self.connection.close()
 
 
+async def copy_database(source: Path, target: Path) -> None:
+    """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
+    _refuse_existing(target)
+    try:
+        with _errors(source):
+            async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
+                await original.backup(copy)
+    except BaseException:
+        _remove(target)
+        raise
+
+
+def _read_only(path: Path) -> str:
+    """Without a write-ahead log nobody has it open: then SQLite needs no files beside it, which it would leave behind."""
+    closed = not path.with_name(f"{path.name}-wal").exists()
+    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+
+
 def _refuse_existing(path: Path) -> None:
     if path.exists():
         raise StoreError(f"{path}: it exists, and a bank is not copied over it. Choose another path.")
