@@ -155,7 +155,9 @@ async def copy_database(source: Path, target: Path) -> None:
 
 
 def _read_only(path: Path) -> str:
-    return f"{path.resolve().as_uri()}?mode=ro"
+    """Without a write-ahead log nobody has it open: then SQLite needs no files beside it, which it would leave behind."""
+    closed = not path.with_name(f"{path.name}-wal").exists()
+    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
 
 
 def _refuse_existing(path: Path) -> None:

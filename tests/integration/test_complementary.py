@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -52,10 +53,10 @@ def dump(bank: Path) -> list[str]:
 
 
 def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
+    """(origin, data) of the operations of these kinds, in order."""
     wanted = ", ".join(f"'{kind}'" for kind in kinds)
-    return [
-        (origin, json.loads(data)) for origin, data in rows(bank, f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq")
-    ]
+    sql = f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq"
+    return [(origin, json.loads(data)) for origin, data in rows(bank, sql)]
 
 
 def episodes(run: Path) -> list[dict[str, Any]]:
@@ -89,8 +90,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Distillation and the extractor's training in the background, rollouts one step ahead."""
     run = tmp_path_factory.mktemp("background") / "run"
-    train(run, "rollout.max_staleness=1")
+    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5)  # step 4 begins when step 1 is distilled
     return run
+
+
+def steps_of(run: Path) -> int:
+    return len(metrics(run, "train"))
 
 
 @pytest.fixture(params=["done", "concurrent"])
@@ -106,9 +111,10 @@ def test_what_a_run_leaves(either: Path) -> None:
         "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints", "bank.sqlite",
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
-    assert (kinds["train"], kinds["bank"], kinds["eval"], kinds["probe"]) == (3, 3, 2, 3)
-    saved = manifest(either, STEPS)
-    assert (saved["step"], sorted(saved["models"])) == (STEPS, ["actor", "extractor"])
+    steps = kinds["train"]
+    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (steps, steps, 2, 2 + steps // 2)
+    saved = manifest(either, steps)
+    assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
     if saved["state"]["bank"] != seq:  # a search after the checkpoint may have been counted, and nothing else
         late = rows(either / "bank.sqlite", f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}")
@@ -133,8 +139,8 @@ def test_the_bundled_models_work_together(either: Path) -> None:
 
 def test_half_of_every_group_is_guided(either: Path) -> None:
     played = episodes(either)
-    assert len(played) == 16 * STEPS
-    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * STEPS
+    assert len(played) == 16 * steps_of(either)
+    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * steps_of(either)
     for group in {t["group"] for t in played}:
         guided = [t["used"] for t in played if t["group"] == group and t["condition"] == "guided"]
         assert guided[0] == guided[1], "they share one experience, or have none"
@@ -174,7 +180,7 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
 def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
     bank = either / "bank.sqlite"
     addresses = [address(t) for t in episodes(either) if t["error"] is None]
-    assert len(set(addresses)) == len(addresses) == 16 * STEPS
+    assert len(set(addresses)) == len(addresses) == 16 * steps_of(either)
     assert sorted(origin for origin, _ in log(bank, "submit")) == sorted(addresses)
     assert Counter(rows(bank, "SELECT id, state FROM requests")) == Counter((name, "done") for name in addresses)
     answered = {origin for origin, _ in log(bank, "add", "update", "return", "drop", "malformed")}
@@ -267,25 +273,29 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
 # ── other runs' banks ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+WRITING = ("submit", "add", "update", "return", "drop", "malformed", "evict", "train")
+"""The operations of distillation and of the extractor's training."""
+ENTRIES = "SELECT uid, version, text, status FROM entries WHERE status = 'active' ORDER BY uid"
+
+
 def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None:
     source, before = done / "bank.sqlite", contents(done)
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, f"bank.init={source}", steps=1)
     assert contents(done) == before
     bank = run / "bank.sqlite"
-    assert rows(bank, "SELECT * FROM log ORDER BY seq")[: len(rows(source, "SELECT * FROM log"))] == rows(
-        source, "SELECT * FROM log ORDER BY seq"
-    )  # fmt: skip
+    texts = {uid: text for uid, _, text, _ in rows(source, ENTRIES)}
     played = episodes(run)
-    assert any(use["uid"].startswith("run/") for t in played for use in t["used"]), "guided from the first step on"
-    new = [origin for origin, _ in log(bank, "submit")][16 * STEPS :]
-    (mark,) = {origin.split("/")[0] for origin in new}
+    assert any(t["used"] for t in played), "guided from the first step on"
+    assert {use["uid"] for t in played for use in t["used"]} <= texts.keys()
+    submitted = [origin for origin, _ in log(bank, "submit")[len(log(source, "submit")) :]]
+    (mark,) = {origin.split("/")[0] for origin in submitted}
     assert mark.startswith("run")
     assert mark != "run", "the same addresses in another run are other episodes"
-    assert sorted(new) == sorted(address(t, mark) for t in played)
+    assert sorted(submitted) == sorted(address(t, mark) for t in played)
     uses = [(address(t, mark), use["uid"]) for t in played for use in t["used"]]
-    credits = [(origin, data["uid"]) for origin, data in log(bank, "credit", "stray") if origin.startswith(f"{mark}/")]
-    assert sorted(credits) == sorted(uses)
+    credited = log(bank, "credit", "stray")[len(log(source, "credit", "stray")) :]
+    assert sorted((origin, data["uid"]) for origin, data in credited) == sorted(uses)
 
 
 def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> None:
@@ -293,10 +303,8 @@ def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
     assert any(t["used"] for t in episodes(run) if t["step"] == 1)
-    what = "SELECT uid, version, text, status FROM entries ORDER BY uid"
-    assert rows(run / "bank.sqlite", what) == rows(source, what)
-    added = rows(run / "bank.sqlite", "SELECT kind FROM log")[len(rows(source, "SELECT kind FROM log")) :]
-    assert {kind for (kind,) in added} <= {"retrieve", "credit", "stray"}
+    assert rows(run / "bank.sqlite", ENTRIES) == rows(source, ENTRIES)
+    assert log(run / "bank.sqlite", *WRITING) == log(source, *WRITING)
     assert metrics(run, "extractor") == []
     assert manifest(run, 2)["models"] == ["actor"]
     assert crl("eval", run).exit_code == 0
@@ -326,11 +334,11 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
     code = (
-        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
-        "finally: print(sorted(name for name in sys.modules if name == 'aiosqlite' or name.startswith('sklearn.')))"
+        "import sys\nfrom crl.cli.main import main\ntry: main()\nfinally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "[]"
     assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
     assert manifest(run, 1)["models"] == ["actor"]
     assert {t["condition"] for t in episodes(run)} == {"free"}
@@ -363,8 +371,34 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     assert {state for (state,) in rows(bank, "SELECT DISTINCT state FROM requests")} <= {"done", "pending"}
     assert sorted(manifest(run, step)["models"]) == ["actor", "extractor"]
     assert crl("eval", run).exit_code == 0
-    train(tmp_path / "next", f"bank.init={bank}", steps=1)
-    assert Counter(state for (state,) in rows(tmp_path / "next" / "bank.sqlite", "SELECT state FROM requests"))["done"] == 16 * (step + 1)
+    kept = {uid for uid, *_ in rows(bank, ENTRIES)}
+    train(tmp_path / "next", f"bank.init={bank}", "bank.frozen=true", steps=1)
+    assert {uid for uid, *_ in rows(tmp_path / "next" / "bank.sqlite", ENTRIES)} == kept
+    assert log(tmp_path / "next" / "bank.sqlite", *WRITING) == log(bank, *WRITING), "what was in its queue is not distilled"
+
+
+def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
+    """What was committed last is in SQLite's write-ahead log still: it belongs to the bank."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", "from crl.cli.main import main; main()"]
+    sets = (*SIZES, "run.checkpoint_every=1")
+    with subprocess.Popen(
+        [*command, *arguments(run, "room", sets, 10_000, 0, "complementary")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("train     3/"):
+                break
+        process.kill()
+    bank = run / "bank.sqlite"
+    assert bank.with_name("bank.sqlite-wal").stat().st_size > 0
+    assert crl("eval", run).exit_code == 0
+    shutil.copytree(run, tmp_path / "copy")
+    with closing(sqlite3.connect(tmp_path / "copy" / "bank.sqlite")) as db:  # as SQLite recovers it
+        committed = set(db.execute(ENTRIES))
+    train(tmp_path / "next", f"bank.init={bank}", "bank.frozen=true", steps=1)
+    assert set(rows(tmp_path / "next" / "bank.sqlite", ENTRIES)) == committed
+    assert committed
 
 
 # ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────

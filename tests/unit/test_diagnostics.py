@@ -125,10 +125,10 @@ def test_lessons_by_kind() -> None:
         diagnostics.distilled(one)
     assert diagnostics.take([]) == {
         "lessons/kind/right": 0.5, "lessons/kind/wrong": 0.25, "lessons/kind/malformed": 0.25,
-        "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
+        "lessons/answers": 4, "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
     }  # fmt: skip
     diagnostics.distilled(distilled(returned=1))
-    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/correct": 0.0}
+    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/answers": 1, "lessons/correct": 0.0}
     assert diagnostics.lessons == [(2, 4), (0, 1)]
 
 

@@ -71,7 +71,8 @@ def test_a_rate_of_nothing_is_no_number() -> None:
 
 
 def test_the_names_of_the_figures() -> None:
-    known, new, guided = ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided")
+    settings: list[Setting] = [("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided")]
+    known, new, guided = settings
     rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
     evaluation = Evaluation(
         rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1,

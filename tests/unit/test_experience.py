@@ -91,9 +91,7 @@ async def parts(
     diagnostics = Diagnostics({})
     bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
     trainer = ExtractorTrainer(bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger)
-    side = ExperienceSide(
-        bank, engine, distiller or EveryEpisode(), trainer, diagnostics, ledger, run="run", background=background
-    )  # fmt: skip
+    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, ledger, run="run", background=background)
     try:
         async with asyncio.timeout(60):
             yield Parts(side, bank, engine, learner, ledger, path)

@@ -15,7 +15,7 @@ import pytest
 from extractors import hit, request
 
 from crl.errors import StoreError
-from crl.manager.database import SCHEMA_VERSION, Database
+from crl.manager.database import SCHEMA_VERSION, Database, copy_database
 from crl.manager.records import DistilRequest, Stamp, UnitKey
 from crl.manager.store import Store
 
@@ -285,3 +285,17 @@ def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing
     assert [row.count("'active'") for row in left["entries"]] == [1, 0, 1, 1]
     kinds = sorted(row.split("'")[1] for row in left["log"])
     assert kinds == sorted(["submit"] * 5 + ["dead", "drop", "malformed", "update", "evict"] + ["add"] * 4 + ["credit"] * 2 + ["train"] * 2)
+
+
+async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await store.submit(request(), AT)
+    await copy_database(tmp_path / "bank.sqlite", tmp_path / "open.sqlite")  # while it is open, what is in its log is copied too
+    await store.aclose()
+    (tmp_path / "away").mkdir()
+    before = (tmp_path / "bank.sqlite").read_bytes()
+    await copy_database(tmp_path / "bank.sqlite", tmp_path / "away" / "closed.sqlite")
+    for copy in ("open.sqlite", "away/closed.sqlite"):
+        assert sql(tmp_path / copy, "SELECT id FROM requests") == [("run/0/0/0",)]
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("bank")} == {"bank.sqlite"}
+    assert (tmp_path / "bank.sqlite").read_bytes() == before

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crl.run.evaluate import Evaluation, Rate
+from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.summary import ExperienceReport, Summary, success_lines
 from crl.types import Experience
 
-KNOWN, NEW, GUIDED, ONLINE = (
+SETTINGS: list[Setting] = [
     ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
-)  # fmt: skip
+]  # fmt: skip
+KNOWN, NEW, GUIDED, ONLINE = SETTINGS
 BEFORE = Evaluation({KNOWN: Rate(64, 256), NEW: Rate(0, 256)}, {}, 0)
 AFTER = Evaluation({KNOWN: Rate(192, 256), NEW: Rate(141, 256)}, {}, 0)
 
