@@ -16,7 +16,8 @@ from crl.envs.base import Verdict
 from crl.manager import Distilled
 from crl.manager.records import Generation, Write
 from crl.protocols import Hit, SearchRequest
-from crl.run.diagnostics import Diagnostics, Mean, group_gaps, verdict
+from crl.run.diagnostics import Diagnostics, verdict
+from crl.run.figures import Mean, group_gaps, rollout_figures
 from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Trajectory
 
 
@@ -84,15 +85,16 @@ def test_gaps_by_hand() -> None:
         played(0, "guided", False, told="x", of="maze"), played(0, "free", False, of="maze"),
     ]  # fmt: skip
     assert group_gaps(batch) == [0.5, -1.0, 0.0]
-    diagnostics = Diagnostics({})
-    figures = diagnostics.take(batch)
+    figures = rollout_figures(batch, 0)
     # {0.5, −1, 0}: mean −1/6, standard deviation √(7/12) = 0.7637626, half 1.96 · 0.7637626 / √3 = 0.864279
-    assert figures == {
-        "guided/gap": pytest.approx(-1 / 6),
-        "guided/gap/half_width": pytest.approx(0.864279, abs=1e-6),
-        "guided/gap/groups": 3,
+    assert {name: value for name, value in figures.items() if name.startswith("rollout/gap")} == {
+        "rollout/gap": pytest.approx(-1 / 6),
+        "rollout/gap/half_width": pytest.approx(0.864279, abs=1e-6),
+        "rollout/gap/groups": 3,
     }
-    assert diagnostics.take([]) == {}
+    assert figures["rollout/success/used"] == pytest.approx(4 / 6)
+    diagnostics = Diagnostics({})
+    assert diagnostics.take(batch) == diagnostics.take([]) == {}
     assert diagnostics.gaps == [[0.5, -1.0, 0.0], []]
 
 

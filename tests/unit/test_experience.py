@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from doors import renderer, until
-from extractors import Ledger, add, dump, logged, manager, request, search, task
+from extractors import Ledger, WordEmbedder, add, dump, logged, manager, request, search, task
 
 from crl.config.schema import OptimizerSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import CrlError, EngineError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
-from crl.manager import CreditSettings, ExperienceManager, ExtractorSample, ManagerSettings, RetrievalSettings
+from crl.manager import CachedEmbedder, CreditSettings, ExperienceManager, ExtractorSample, ManagerSettings, RetrievalSettings
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.training import CispoLoss
 from crl.modeling import load_model
@@ -91,7 +91,8 @@ async def parts(
     diagnostics = Diagnostics({})
     bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
     trainer = ExtractorTrainer(bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger)
-    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, ledger, run="run", background=background)
+    cache = CachedEmbedder(WordEmbedder(), 8)
+    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, ledger, run="run", background=background)
     try:
         async with asyncio.timeout(60):
             yield Parts(side, bank, engine, learner, ledger, path)
