@@ -5,7 +5,8 @@ torch engine decodes, beside transformers' `generate`.
 
 Steps: `crl train --tasks room` (128 rollouts and their distillations a step) without evaluations, once with
 rollout.max_staleness=0 and once with 1; medians over the steps after the fifth. `wait`, `submit`, `train`, `sync` and `bank` follow one
-another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile.
+another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile;
+`episodes waiting` are those that the last step left to distil: only where they do not pile up is a step one with its distillations.
 
 Decoding: 128 prompts of one length at temperature 1, in turn with both; tokens that were asked for per CPU-second (process time, all
 threads), the median of the repetitions, and their ratio. Once all answers have 64 tokens, once 16 to 64: `generate` decodes until the
@@ -54,11 +55,13 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
         command += [word for setting in sets for word in ("--set", setting)]
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    last = [line for line in lines if line["kind"] == "bank"][-1]
     ends = [line["time"] for line in lines if line["kind"] == "train"]
     medians = {"step": statistics.median(b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))}
     for part, (kind, name) in PARTS.items():
         values = [line[name] for line in lines if line["kind"] == kind and line["step"] > WARM_UP and name in line]
         medians[part] = statistics.median(values) if values else float("nan")
+    medians["episodes waiting"] = last["queue/pending"] + last["queue/leased"]
     return medians
 
 

@@ -6,6 +6,7 @@ field are its annotation; checks between sections stand at the end, in `RunConfi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -155,7 +156,7 @@ class BankSection(Section):
     scope: Literal["task", "shared"] = "task"
     """whom an experience guides: episodes of its own task alone, or of any"""
     frozen: bool = False
-    """search the bank of bank.init and write nothing to it; nothing is distilled and the extractor is not trained"""
+    """keep the experiences of bank.init: nothing is distilled, the extractor is not trained; uses and credit are counted all the same"""
     init: str = ""
     """start from a copy of this bank.sqlite of another run; empty = an empty bank"""
     cap: Count | None = None
@@ -399,6 +400,16 @@ def _check_experience(config: RunConfig) -> None:
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = f"leaves no room for a prompt in extractor.max_context_tokens, which is {extractor.max_context_tokens}"
         raise ConfigError("extractor.max_response_tokens", extractor.max_response_tokens, reason, "Lower it, or raise the other")
+    split = config.complementary.guided == "half" and config.complementary.advantages == "split"
+    if split and config.rollout.group_size < 4:
+        reason = "leaves a guided or free half of one member, whose advantage within its half is always 0"
+        raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose at least 4, or complementary.advantages=cross")
+    reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
+    if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
+        reason = (
+            f"may be more than any experience reaches: with bank.key_text_weight = {bank.key_text_weight} that is {reach:.4f} at the least"
+        )
+        raise ConfigError("retrieval.min_similarity", config.retrieval.min_similarity, reason, f"Choose at most {reach:.4f}")
     if bank.frozen and not bank.init:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
     if bank.init and not Path(bank.init).is_file():

@@ -149,7 +149,8 @@ class ExperienceManager:
         queries = list(dict.fromkeys(request.query for request in requests))
         vectors = dict(zip(queries, await self._embedder.embed(queries), strict=True)) if queries else {}
         hits = [self._bank.search(request, vectors[request.query], self._step, counted=counted) for request in requests]
-        self._search_times.append(time.perf_counter() - start)
+        if counted:
+            self._search_times.append(time.perf_counter() - start)
         return hits
 
     def take_search_times(self) -> list[float]:

@@ -216,11 +216,19 @@ def _runner(
         shaper=method.shaper,
         retriever=retriever,
         renderer=role.renderer,
-        limits={name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime) for name, task in config.tasks.items()},
+        limits=_limits(config, overtime=method.distiller is not None),
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
         seed=config.run.seed,
     )
+
+
+def _limits(config: RunConfig, *, overtime: bool) -> dict[str, Limits]:
+    """overtime: only where somebody reads what is played in it."""
+    return {
+        name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime if overtime else 0)
+        for name, task in config.tasks.items()
+    }
 
 
 def _sampler(config: RunConfig, engine: Engine) -> Sampler:
@@ -298,14 +306,11 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
 
 def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
     """By the extractor's profile: a compact one reads digests, another the whole episode."""
+    tasks.require_readable(config)
     extractor = config.extractor
     if model_profile(_extractor(config).path, "extractor.model") == "full":
         room = extractor.max_context_tokens - extractor.max_response_tokens
         return FullDistilPrompt(prompt("distil", config.prompts.files), renderer, room)
-    for name, task in config.tasks.items():
-        if task.rendering == "full":
-            reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
-            raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
     return CompactDistilPrompt({name: spec.digest or whole_text for name, spec in specs.items()})
 
 
@@ -340,10 +345,12 @@ def _measures(
     """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode."""
     sets = tasks.eval_sets(config, specs)
     seed = derive_seed(config.run.seed, "eval")
-    own = replace(runner, sampler=_sampler(config, engine), temperature=config.eval.temperature, seed=seed, retriever=Nothing())
+    sampler, temperature = _sampler(config, engine), config.eval.temperature
+    watched = replace(runner, sampler=sampler, temperature=temperature, seed=seed, retriever=Nothing())
+    own = replace(watched, limits=_limits(config, overtime=False))
     concurrency = config.rollout.groups * config.rollout.group_size
     online = None
     if bank:
-        online = OnlineBank(own, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
+        online = OnlineBank(watched, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
     evaluator = Evaluator(own, sets, concurrency=concurrency, bank=Uncounted(bank.manager) if bank else None, online=online)
     return evaluator, AdviceProbe(own, tasks.probe_tasks(config, specs), concurrency=concurrency)

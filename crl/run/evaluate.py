@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
+from crl.run.figures import Mean
 from crl.run.online import OnlineBank
 from crl.run.playing import play_all
 from crl.types import Condition, Split, Task, Trajectory
@@ -43,21 +44,24 @@ EvalSet = tuple[str, Split]
 """(task name, split)."""
 
 Setting = tuple[str, str, str]
-"""(task name, split, with what: `free` of experience, `guided` by the run's bank, or by one that is built `online`)."""
+"""(task name, split, with what: `free` of experience, `guided` by the run's bank, or by one that is built `online`; `alone` are the
+episodes of `online` without it)."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What one evaluation found. `errors` counts episodes that could not be played; they count as failures.
 
-    visits: of an online set, the success of every visit. lessons, untrained_lessons: by task, the share of right lessons that the
-    extractor, and the one that the run started with, write of the same episodes.
+    visits: of an online set, the success of every visit; lift: what the bank adds there, over places. lessons,
+    untrained_lessons: by task, the share of right lessons that the extractor, and the one that the run started with, write of the
+    same episodes.
     """
 
     rates: Mapping[Setting, Rate]
     turns: Mapping[Setting, float]
     errors: int
     visits: Mapping[str, Sequence[Rate]] = field(default_factory=dict)
+    lift: Mapping[str, Mean] = field(default_factory=dict)
     lessons: Mapping[str, Rate] = field(default_factory=dict)
     untrained_lessons: Mapping[str, Rate] = field(default_factory=dict)
 
@@ -72,6 +76,8 @@ class Evaluation:
             figures |= {f"eval/{task}/{split}/turns/{setting}": self.turns[task, split, setting]}
         for task, visits in self.visits.items():
             figures |= {f"eval/{task}/new/success/online/visit{i}": rate.value for i, rate in enumerate(visits, start=1)}
+        for task, lift in self.lift.items():
+            figures |= {f"eval/{task}/new/lift": lift.value, f"eval/{task}/new/lift/half_width": lift.half}
         figures |= {f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()}
         figures |= {f"eval/{task}/lessons/correct/untrained": rate.value for task, rate in self.untrained_lessons.items()}
         return figures | {"eval/errors": self.errors}
@@ -105,11 +111,13 @@ class Evaluator:
         found = await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
         for name, result in found.items():
             played[name, "new", "online"] = [t for visit in result.settled for t in visit]
+            played[name, "new", "alone"] = [t for visit in result.alone for t in visit]
         return Evaluation(
             rates={setting: rate(ts) for setting, ts in played.items()},
             turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
             errors=sum(t.error is not None for ts in played.values() for t in ts),
             visits={name: [rate(visit) for visit in result.visits] for name, result in found.items()},
+            lift={name: Mean.of(result.lift) for name, result in found.items()},
             lessons={name: Rate(*result.lessons) for name, result in found.items() if result.lessons},
             untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
         )

@@ -37,7 +37,7 @@ class ExtractorTrainer:
 
     async def train(self) -> None:
         """Returns when no full batch is left. A step that has begun is completed, also when the caller is cancelled."""
-        while await asyncio.shield(asyncio.create_task(self._train_one())):
+        while await completed(asyncio.create_task(self._train_one())):
             pass
 
     async def _train_one(self) -> bool:
@@ -63,12 +63,24 @@ class ExtractorTrainer:
                 "extractor/reward": sum(rewards) / len(rewards),
                 "extractor/samples": len(samples),
                 "extractor/updates": self.updates,
+                "extractor/skipped_updates": self.skipped,
                 "extractor/version": self._engine.version,
                 "time/train": trained - begin,
                 "time/sync": time.monotonic() - trained,
             },
         )
         return True
+
+
+async def completed(work: asyncio.Task[bool]) -> bool:
+    """What `work` returns or raises; a caller that is cancelled meanwhile waits for it, and is cancelled then, or told of its error."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        if error := None if work.cancelled() else work.exception():
+            raise error from None
+        raise
 
 
 def extractor_minibatches(samples: Sequence[ExtractorSample]) -> tuple[Minibatch, ...]:
@@ -161,9 +173,9 @@ class ExperienceSide:
 
     async def state(self) -> State:
         """For a checkpoint: how far the bank's log has come, and the extractor's learner."""
-        state: State = {"bank": (await self.manager.stats())["log/seq"]}
-        if self.trainer:
-            state |= {"extractor": self.trainer.learner.state(), "extractor_updates": self.trainer.updates}
+        state: State = {"bank": (await self.manager.stats())["log/seq"], "mark": self._run}
+        if trainer := self.trainer:
+            state["extractor"] = {"learner": trainer.learner.state(), "updates": trainer.updates, "skipped_updates": trainer.skipped}
         return state
 
 

@@ -204,9 +204,9 @@ class Loop:
             **clock.figures(),
         }
 
-    @staticmethod
-    def _due(step: int, every: int) -> bool:
-        return every > 0 and step % every == 0
+    def _due(self, step: int, every: int) -> bool:
+        """Not at the run's last step, which is measured and kept when everything has settled."""
+        return every > 0 and step % every == 0 and step < self.schedule.steps
 
 
 class Clock:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError, CrlError, LearnerError
+from crl.errors import ConfigError, CrlError, LearnerError, StoreError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
@@ -80,7 +80,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
                 await loop.run()
             except BaseExceptionGroup as group:
                 cause = _first_cause(group)
-                if not isinstance(cause, LearnerError) and not loop.mid_step:
+                if not isinstance(cause, LearnerError | StoreError) and not loop.mid_step:
                     await loop.checkpoint()
                 raise cause from group
         summary = Summary(
@@ -93,7 +93,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
             temperature=config.eval.temperature,
             before=loop.evaluations.get(0),
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
-            skipped_updates=loop.skipped_updates,
+            skipped_updates=loop.skipped_updates + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
             experience=await experience_report(loop, run.bank),
         )
         monitor.note(summary.text())

@@ -6,9 +6,11 @@ copy of the bank, which is thrown away at the end. Success counts from the third
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from crl.envs.base import Advisor
 from crl.manager import Distilled, ExperienceManager
@@ -43,15 +45,26 @@ class OnlineTask:
 
 @dataclass
 class OnlineResult:
-    """visits: the trajectories of each; lessons: of the first visit, which nothing guided; None without an advisor."""
+    """visits: the trajectories of each; alone: the same episodes from the third visit on without experience; lessons: of the first
+    visit, which nothing guided; None without an advisor."""
 
     visits: list[list[Trajectory]] = field(default_factory=list)
+    alone: list[list[Trajectory]] = field(default_factory=list)
     lessons: LessonCount | None = None
     untrained_lessons: LessonCount | None = None
 
     @property
     def settled(self) -> Sequence[Sequence[Trajectory]]:
         return self.visits[UNCOUNTED_VISITS:]
+
+    @property
+    def lift(self) -> list[float]:
+        """By place: success with the bank minus success without, from the third visit on; the same episodes, with the same draws."""
+        won: defaultdict[str, list[int]] = defaultdict(list)
+        for guided, free in zip(self.settled, self.alone, strict=True):
+            for one, other in zip(guided, free, strict=True):
+                won[one.task.goal].append(one.success - other.success)
+        return [fmean(differences) for differences in won.values()]
 
 
 class OnlineBank:
@@ -74,6 +87,8 @@ class OnlineBank:
             for visit in range(VISITS):
                 played = await play_visit(runner, "guided", name, task, visit, concurrency=self._concurrency)
                 result.visits.append(played)
+                if visit >= UNCOUNTED_VISITS:
+                    result.alone.append(await play_visit(self._runner, "free", name, task, visit, concurrency=self._concurrency))
                 if visit < VISITS - 1:
                     await take_in(bank, played)
                 if visit == 0:

@@ -21,6 +21,8 @@ def plan(config: RunConfig) -> str:
     tasks.eval_sets(config, specs)
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
+    if config.with_experience:
+        tasks.require_readable(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),

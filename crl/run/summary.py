@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 BEST = 5
 """Experiences of the bank that are shown."""
 
-SETTINGS = {"free": "without experience", "guided": "with the run's bank", "online": "with a bank built online"}
+SETTINGS = {
+    "free": "without experience",
+    "guided": "with the run's bank",
+    "online": "with a bank built online",
+    "alone": "those rooms without it",
+}
 
 
 def success_lines(temperature: float, before: Evaluation, after: Evaluation | None = None) -> list[str]:
@@ -43,7 +48,8 @@ class ExperienceReport:
     """What the experience side of a run came to.
 
     gaps: guided − free of every group that was guided, in the second half of the run; gains: the probe's right − none by task as
-    (before, after), each (value, half width); trained: updates of the extractor, None where it is not trained.
+    (before, after), each (value, half width); lift: of the last evaluation; trained: updates of the extractor, None where it is
+    not trained.
     """
 
     bank: Path
@@ -51,6 +57,7 @@ class ExperienceReport:
     best: Sequence[Experience]
     gaps: Sequence[float]
     gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
+    lift: Mapping[str, Mean]
     lessons: Mapping[str, Rate]
     untrained_lessons: Mapping[str, Rate]
     trained: int | None
@@ -61,6 +68,8 @@ class ExperienceReport:
             lines.append(f"  guided − free in the same groups, second half of the run: {Mean.of(self.gaps)} over {len(self.gaps)} groups")
         for task, ((start, start_half), (end, end_half)) in self.gains.items():
             lines.append(f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}")
+        for task, lift in self.lift.items():
+            lines.append(f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places")
         for task, rate in self.lessons.items():
             untrained = self.untrained_lessons.get(task)
             static = f"; by the extractor it started with, of the same episodes: {untrained}" if untrained else ""
@@ -97,6 +106,7 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
         best=side.manager.best(BEST),
         gaps=[gap for gaps in side.diagnostics.gaps[loop.completed // 2 :] for gap in gaps],
         gains=gains,
+        lift=after.lift if after else {},
         lessons=after.lessons if after else {},
         untrained_lessons=after.untrained_lessons if after else {},
         trained=side.trainer.updates if side.trainer else None,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
+from crl.config.models import model_profile, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, StreamSettings
 from crl.envs.mixture import Mixture
@@ -21,6 +22,16 @@ from crl.types import Split, Task
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
     """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not."""
     return {name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()}
+
+
+def require_readable(config: RunConfig) -> None:
+    """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read full ones."""
+    if model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
+        return
+    for name, task in config.tasks.items():
+        if task.rendering == "full":
+            reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
+            raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:

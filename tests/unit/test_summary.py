@@ -83,6 +83,7 @@ REPORT = ExperienceReport(
     best=[Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0)],
     gaps=[0.5, 0.0, 0.25, 0.25],
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
+    lift={"room": Mean(0.125, 0.05, 64)},
     lessons={"room": Rate(192, 256)},
     untrained_lessons={"room": Rate(64, 256)},
     trained=12,
@@ -96,6 +97,7 @@ def test_what_experience_came_to() -> None:
         "experience [± half a 95 % interval]:",
         "  guided − free in the same groups, second half of the run: +0.250 ± 0.200 over 4 groups",
         "  room: what right advice adds on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
+        "  room: what a bank built online adds in new places: +0.125 ± 0.050 over 64 places",
         "  room: right lessons among the extractor's answers: 0.750 [0.694, 0.799]; "
         "by the extractor it started with, of the same episodes: 0.250 [0.201, 0.306]",
         "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
@@ -106,7 +108,7 @@ def test_what_experience_came_to() -> None:
 
 def test_what_is_not_known_is_not_said() -> None:
     stats = {"bank/size": 0}
-    bare = ExperienceReport(Path("bank.sqlite"), stats, best=[], gaps=[], gains={}, lessons={}, untrained_lessons={}, trained=None)
+    bare = ExperienceReport(Path("bank.sqlite"), stats, best=[], gaps=[], gains={}, lift={}, lessons={}, untrained_lessons={}, trained=None)
     assert bare.lines()[2:] == [
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 could not be",
         "  the bank, 0 experiences: bank.sqlite",
