@@ -200,12 +200,12 @@ def test_the_plans_config_is_toml_again(model: str):
 
 
 def test_the_plan_follows_the_settings(model: str):
-    sets = ["run.steps=10", "run.eval_every=5", "rollout.max_staleness=0", "engine.device=cpu", "tasks.room.rendering=full"]
+    sets = ["method=grpo", "run.steps=10", "run.eval_every=5", "rollout.max_staleness=0", "engine.device=cpu", "tasks.room.rendering=full"]
     text = plan(load(["room"], sets=[model, *sets]))
     assert "torch on cpu, 1 CPU thread" in text
     assert "room  full rendering: set by hand" in text
     assert "rollouts, synchronous" in text
-    assert "eval      3 times × 2,048 episodes" in text
+    assert "eval      3 times × 512 episodes" in text
     assert "eval      1 time × 2,048 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
 
 

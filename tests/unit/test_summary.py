@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from crl.run.evaluate import Evaluation, Rate, Setting
+from crl.run.figures import Mean
 from crl.run.summary import ExperienceReport, Summary, success_lines
 from crl.types import Experience
 
