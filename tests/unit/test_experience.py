@@ -256,7 +256,7 @@ async def test_no_training_step_begins_while_training_is_paused(tmp_path: Path, 
             assert made.learner.batches == []
         await until(lambda: made.trainer.updates == 1)
         assert state["extractor"] == {"learner": {"version": 0}, "updates": 0, "skipped_updates": 0}
-        assert (await made.side.state())["extractor"] == {"version": 1}
+        assert (await made.side.state())["extractor"] == {"learner": {"version": 1}, "updates": 1, "skipped_updates": 0}
         assert (await made.side.state())["bank"] > state["bank"]
         await cancelled(running)
 
