@@ -35,7 +35,7 @@ PARTS = {
     "submit": ("train", "time/submit"),
     "train": ("train", "time/train"),
     "sync": ("train", "time/sync"),
-    "bank": ("train", "time/experience"),
+    "bank": ("train", "time/bank"),
     "rollout": ("train", "perf/rollout_busy_s"),
     "distil": ("bank", "perf/distil_busy_s"),
     "search p95 (ms)": ("bank", "perf/search_p95_ms"),

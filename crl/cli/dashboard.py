@@ -74,7 +74,15 @@ FURTHER_ROWS = (("reward", "reward", "+.3f"), ("mismatch", "mismatch_kl", ".4f")
 TRENDS = frozenset({"loss", "ratio_mean", "clip_fraction", "approx_kl", "entropy", "reward", "mismatch_kl", "seconds"})
 """Fields of `Model` whose history is drawn where there is room."""
 
-PARTS = {"wait": ("░", "blue"), "distil": ("▒", "magenta"), "train": ("█", "green"), "sync": ("▓", "yellow"), "eval": ("▚", "cyan")}
+PARTS = {
+    "wait": ("░", "blue"),
+    "submit": ("▖", "magenta"),
+    "train": ("█", "green"),
+    "sync": ("▓", "yellow"),
+    "bank": ("▒", "magenta"),
+    "eval": ("▚", "cyan"),
+    "probe": ("▘", "cyan"),
+}
 """How the parts of a step's time are drawn, and in which order."""
 
 OTHER_PART = ("▞", "white")

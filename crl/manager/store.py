@@ -248,6 +248,7 @@ class Store:
                    UNION ALL SELECT 'log/seq', IFNULL(MAX(seq), 0) FROM log""",
         }
         found = {f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")}
+        found |= {f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop")}
         for prefix, sql in queries.items():
             found.update({prefix + name: number for name, number in await self._database.rows(sql)})
         return found

@@ -53,7 +53,7 @@ BANK_COLUMNS: Columns = (
 COLUMNS: Mapping[str, Columns] = {"train": TRAIN_COLUMNS, "extractor": EXTRACTOR_COLUMNS, "bank": BANK_COLUMNS}
 
 SECONDS = {
-    "train": ("time/wait", "time/distil", "time/train", "time/sync"),
+    "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
     "eval": ("time/eval",),
     "extractor": ("time/train", "time/sync"),
 }

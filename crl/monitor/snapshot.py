@@ -219,9 +219,7 @@ def _eval(s: Snapshot, step: int, figures: Figures) -> Snapshot:
             value, low, high = (number(figures.get(f"{name}{end}")) for end in ("", "/low", "/high"))
             first = known.rates[condition].first if condition in known.rates else value
             evals[f"{task}/{split}"] = EvalSet(step, {**known.rates, condition: Rate(value, low, high, first)})
-    took = number(figures.get("time/eval"))
-    seconds = {**s.seconds, "eval": took} if took is not None and step == s.step else s.seconds
-    return replace(s, evals=evals, seconds=seconds)
+    return replace(s, evals=evals, seconds=_with_seconds(s, step, figures, "eval"))
 
 
 def _probe(s: Snapshot, step: int, figures: Figures) -> Snapshot:
@@ -230,7 +228,13 @@ def _probe(s: Snapshot, step: int, figures: Figures) -> Snapshot:
         if match := _PROBE.fullmatch(name):
             task, advice = match.groups()
             probes[task] = replace(probes.get(task, Probe()), **{advice: number(value)})
-    return replace(s, probes=probes)
+    return replace(s, probes=probes, seconds=_with_seconds(s, step, figures, "probe"))
+
+
+def _with_seconds(s: Snapshot, step: int, figures: Figures, part: str) -> Mapping[str, float]:
+    """The parts of the last step's time, with the one that a line about that step tells of."""
+    took = number(figures.get(f"time/{part}"))
+    return {**s.seconds, part: took} if took is not None and step == s.step else s.seconds
 
 
 _FOLDS: Mapping[str, Callable[[Snapshot, int, Figures], Snapshot]] = {

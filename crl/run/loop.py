@@ -125,7 +125,7 @@ class Loop:
             if stats.updates:
                 await sync(self.learner, self.engine)
         if self.experience:
-            with clock("experience"):
+            with clock("bank"):
                 await self.experience.complete(step + 1, batch)
         self.source.observe(batch)
         self.skipped_updates += stats.skipped

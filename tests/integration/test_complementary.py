@@ -19,8 +19,11 @@ import torch
 from runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
 from typer.testing import Result
 
+from crl.cli.dashboard import PARTS
 from crl.config.models import resolve_model
 from crl.modeling import load_tokenizer, stop_ids
+from crl.monitor.plain import SECONDS
+from crl.monitor.snapshot import Bank, Model, Rollout, _followed
 from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
 from crl.types import Segment
@@ -132,6 +135,18 @@ def test_the_bundled_models_work_together(either: Path) -> None:
     assert last["ops/add"] > 20
     assert sum(bool(t["used"]) for t in episodes(either)) > 5
     assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
+
+
+def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
+    """The dashboard and the log lines know the figures by names that a run gives them."""
+    logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
+    assert set(_followed(Rollout).values()) <= logged["train"]
+    assert set(_followed(Bank).values()) <= logged["bank"]
+    for model, kind, absent in (("actor", "train", {"actor/reward"}), ("extractor", "extractor", set())):
+        assert {name.format(model) for name in _followed(Model).values()} - absent <= logged[kind]
+    parts = {name for name in logged["train"] if name.startswith("time/")}
+    assert parts == set(SECONDS["train"]), "one after the other they are the step"
+    assert {name.removeprefix("time/") for name in parts} == PARTS.keys() - {"eval", "probe"}
 
 
 # ── free and guided ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -93,8 +93,8 @@ def training(step: int) -> dict[str, float | None]:
 
 
 def guided(step: int) -> dict[str, float | None]:
-    more = {"rollout/success/guided": 0.3 + step / 150, "rollout/success/used": 0.55, "rollout/gap": 0.05 + step / 600, "time/distil": 2.0}
-    return {**training(step), **more}
+    rates = {"rollout/success/guided": 0.3 + step / 150, "rollout/success/used": 0.55, "rollout/gap": 0.05 + step / 600}
+    return {**training(step), **rates, "time/submit": 0.4, "time/bank": 2.0}
 
 
 def update(step: int) -> dict[str, float]:
@@ -158,7 +158,7 @@ def complementary() -> Snapshot:
         monitor.log(step, "extractor", update(step))
         monitor.log(step, "bank", bank(step))
         monitor.experiences(LESSONS)
-    monitor.log(37, "probe", {"probe/room/none": 0.25, "probe/room/right": 0.5, "probe/room/wrong": 0.125})
+    monitor.log(37, "probe", {"probe/room/none": 0.25, "probe/room/right": 0.5, "probe/room/wrong": 0.125, "time/probe": 0.7})
     monitor.log(37, "eval", evaluation("room", 0.45) | evaluation("maze", 0.2))
     monitor.note("step 37: the extractor's queue was full")
     return monitor.snapshot()
@@ -357,7 +357,8 @@ def test_every_kind_of_line_finds_its_place():
     assert s.evals["room/new"].rates["free"] == Rate(0.45, pytest.approx(0.39), pytest.approx(0.51), 0.25)  # pyright: ignore[reportArgumentType]
     assert s.evals["room/new"].step == 37
     assert (s.probes["room"].none, s.probes["room"].wrong) == (0.25, 0.125)
-    assert dict(s.seconds) == {"wait": 6.1, "train": 4.2, "sync": 0.3, "distil": 2.0, "eval": 2.5}
+    step = {"wait": 6.1, "submit": 0.4, "train": 4.2, "sync": 0.3, "bank": 2.0}
+    assert dict(s.seconds) == step | {"eval": 2.5, "probe": 0.7}
     assert s.rollout.guided.last == pytest.approx(0.3 + 37 / 150)
 
 

@@ -179,12 +179,14 @@ def test_a_train_line():
         "actor/clip_fraction": None,
         "staleness/mean": 0.875,
         "time/wait": 1.0,
+        "time/submit": 0.125,
         "time/train": 0.5,
         "time/sync": 0.25,
+        "time/bank": 2.0,
         "rollout/turns": 3.2,
     }
     line = render_line(7, "train", figures, steps=80)
-    assert line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  stale 0.88  1.8 s"
+    assert line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  stale 0.88  3.9 s"
     assert render_line(7, "train", {"rollout/success": 0.5}) == "train 7  success 0.500"
 
 
