@@ -147,15 +147,23 @@ class ExperienceSide:
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
         """`step` actor steps are completed, the last one with `batch`."""
-        busy, self._busy = self._busy, self._engine.busy
         self.manager.advance(step)
         if self._background:
             await self.manager.flush()
         else:
             await self.settle()
+        await self._report(batch)
+
+    async def finish(self) -> None:
+        """No step follows: returns when everything has settled, and tells the monitor what came of it."""
+        await self.settle()
+        await self._report(())
+
+    async def _report(self, batch: Sequence[Trajectory]) -> None:
+        busy, self._busy = self._busy, self._engine.busy
         figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
         figures["perf/embed_cache_hits"] = self._cache.hit_rate
-        self._monitor.log(step, "bank", figures | search_figures(self.manager.take_search_times()))
+        self._monitor.log(self.manager.step, "bank", figures | search_figures(self.manager.take_search_times()))
         self._monitor.experiences(self.manager.latest(SHOWN))
 
     async def settle(self) -> None:

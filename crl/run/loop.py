@@ -91,7 +91,7 @@ class Loop:
             for task in background:
                 task.cancel()
         if self.experience and not self.stop.is_set():
-            await self._unless_stopped(self.experience.settle())
+            await self._unless_stopped(self.experience.finish())
         await self._measure(self.completed)
         await self.checkpoint()
 

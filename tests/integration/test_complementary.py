@@ -115,7 +115,9 @@ def test_what_a_run_leaves(either: Path) -> None:
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
     steps = kinds["train"]
-    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (steps, steps, 2, 2 + steps // 2)
+    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (steps, steps + 1, 2, 2 + steps // 2), (
+        "one more when everything has settled"
+    )
     saved = manifest(either, steps)
     assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
