@@ -43,14 +43,14 @@ class Database:
 
         Raises `StoreError` when the file is of a newer version, is not a bank, is damaged or cannot be written.
         """
-        with _errors(path):
-            connection = await aiosqlite.connect(path, isolation_level=None)
-            try:
-                await _prepare(connection, path)
-            except BaseException:
-                await connection.close()
-                raise
-        return cls(path, connection)
+        opening = asyncio.create_task(_connect(path))
+        try:
+            with _errors(path):
+                return cls(path, await _to_its_end(opening))
+        except asyncio.CancelledError:
+            if not opening.cancelled() and not opening.exception():
+                await opening.result().close()
+            raise
 
     async def transaction(self, work: Work[T]) -> T:
         """All of `work` is durable when this returns, or nothing of it happened. Works begin in the order of their calls.
@@ -147,10 +147,24 @@ async def copy_database(source: Path, target: Path) -> None:
     _refuse_existing(target)
     try:
         with _errors(source):
-            async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
-                await original.backup(copy)
+            await _to_its_end(asyncio.create_task(_copy(source, target)))
     except BaseException:
         _remove(target)
+        raise
+
+
+async def _copy(source: Path, target: Path) -> None:
+    async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
+        await original.backup(copy)
+
+
+async def _to_its_end(work: asyncio.Task[T]) -> T:
+    """What `work` returns. A caller that is cancelled waits for it: a connection that is being made cannot be given up half-way,
+    since its thread would call into an event loop that may be closed by then."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
         raise
 
 
@@ -167,6 +181,16 @@ def _refuse_existing(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
+
+
+async def _connect(path: Path) -> aiosqlite.Connection:
+    connection = await aiosqlite.connect(path, isolation_level=None)
+    try:
+        await _prepare(connection, path)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
 
 
 async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
