@@ -84,13 +84,12 @@ class Database:
         """One transaction; what each work returned or raised."""
         async with self._lock:
             with _errors(self.path):
-                await self.connection.execute("BEGIN IMMEDIATE")
                 try:
+                    await self.connection.execute("BEGIN IMMEDIATE")
                     outcomes = [await self._attempt(work) for work in works]
                     await self.connection.execute("COMMIT")
                 except BaseException:
-                    if self.connection.in_transaction:
-                        await self.connection.execute("ROLLBACK")
+                    await self.connection.rollback()  # nothing where none is open; after a BEGIN that a cancellation left under way
                     raise
         return outcomes
 

@@ -153,6 +153,23 @@ async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> 
     assert names(database.path) == ["a", "b", "d", "e"]
 
 
+async def test_a_transaction_that_is_cancelled_as_it_begins_is_not_left_open(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = database.connection.execute
+
+    async def cancelled(sql: str, *args: Any) -> Any:
+        if sql.startswith("BEGIN") and (task := asyncio.current_task()):
+            task.cancel()  # which arrives while SQLite is at it
+        return await execute(sql, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database.connection, "execute", cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await database.transaction(fact("a"))
+    assert not database.connection.in_transaction
+    await database.transaction(fact("b"))
+    assert names(database.path) == ["b"]
+
+
 async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "bank.sqlite")
     wanted = [f"{i:03d}" for i in range(GROUP + 5)]
