@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,6 +140,22 @@ class Database:
         async with self._lock:
             with _errors(self.path):
                 await self.connection.close()
+
+
+def check_bank(path: Path, *, guiding: bool) -> None:
+    """Raises `StoreError` with the reason alone when there is no bank at `path` that this crl reads, and where it shall be `guiding`,
+    when it has no active entry. The file is only read."""
+    try:
+        with closing(sqlite3.connect(_read_only(path), uri=True)) as db:
+            ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
+            if application != APPLICATION_ID:
+                raise StoreError("it is not a bank of crl")
+            if version > SCHEMA_VERSION:
+                raise StoreError(f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}")
+            if guiding and not list(db.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1")):
+                raise StoreError("it holds no experience, and a frozen one that is empty guides nobody")
+    except sqlite3.Error as error:
+        raise StoreError(f"it is not a bank of crl ({error})") from error
 
 
 async def copy_database(source: Path, target: Path) -> None:
