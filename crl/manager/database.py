@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,14 +44,14 @@ class Database:
 
         Raises `StoreError` when the file is of a newer version, is not a bank, is damaged or cannot be written.
         """
-        with _errors(path):
-            connection = await aiosqlite.connect(path, isolation_level=None)
-            try:
-                await _prepare(connection, path)
-            except BaseException:
-                await connection.close()
-                raise
-        return cls(path, connection)
+        opening = asyncio.create_task(_connect(path))
+        try:
+            with _errors(path):
+                return cls(path, await _to_its_end(opening))
+        except asyncio.CancelledError:
+            if not opening.cancelled() and not opening.exception():
+                await opening.result().close()
+            raise
 
     async def transaction(self, work: Work[T]) -> T:
         """All of `work` is durable when this returns, or nothing of it happened. Works begin in the order of their calls.
@@ -84,13 +85,12 @@ class Database:
         """One transaction; what each work returned or raised."""
         async with self._lock:
             with _errors(self.path):
-                await self.connection.execute("BEGIN IMMEDIATE")
                 try:
+                    await self.connection.execute("BEGIN IMMEDIATE")
                     outcomes = [await self._attempt(work) for work in works]
                     await self.connection.execute("COMMIT")
                 except BaseException:
-                    if self.connection.in_transaction:
-                        await self.connection.execute("ROLLBACK")
+                    await self.connection.rollback()  # nothing where none is open; after a BEGIN that a cancellation left under way
                     raise
         return outcomes
 
@@ -142,15 +142,45 @@ class Database:
                 await self.connection.close()
 
 
+def check_bank(path: Path, *, guiding: bool) -> None:
+    """Raises `StoreError` with the reason alone when there is no bank at `path` that this crl reads, and where it shall be `guiding`,
+    when it has no active entry. The file is only read."""
+    try:
+        with closing(sqlite3.connect(_read_only(path), uri=True)) as db:
+            ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
+            if application != APPLICATION_ID:
+                raise StoreError("it is not a bank of crl")
+            if version > SCHEMA_VERSION:
+                raise StoreError(f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}")
+            if guiding and not list(db.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1")):
+                raise StoreError("it holds no experience, and a frozen one that is empty guides nobody")
+    except sqlite3.Error as error:
+        raise StoreError(f"it is not a bank of crl ({error})") from error
+
+
 async def copy_database(source: Path, target: Path) -> None:
     """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
     _refuse_existing(target)
     try:
         with _errors(source):
-            async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
-                await original.backup(copy)
+            await _to_its_end(asyncio.create_task(_copy(source, target)))
     except BaseException:
         _remove(target)
+        raise
+
+
+async def _copy(source: Path, target: Path) -> None:
+    async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
+        await original.backup(copy)
+
+
+async def _to_its_end(work: asyncio.Task[T]) -> T:
+    """What `work` returns. A caller that is cancelled waits for it: a connection that is being made cannot be given up half-way,
+    since its thread would call into an event loop that may be closed by then."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
         raise
 
 
@@ -167,6 +197,16 @@ def _refuse_existing(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
+
+
+async def _connect(path: Path) -> aiosqlite.Connection:
+    connection = await aiosqlite.connect(path, isolation_level=None)
+    try:
+        await _prepare(connection, path)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
 
 
 async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:

@@ -32,9 +32,9 @@ _DECODER = json.JSONDecoder(strict=False)  # models break lines within a text
 
 @dataclass(frozen=True, slots=True)
 class OpLimits:
-    """max_ops: ops of one answer; max_chars: characters of one text."""
+    """max_ops: ops of one answer, as many as the prompt `distil` asks for at most; max_chars: characters of one text."""
 
-    max_ops: int = 8
+    max_ops: int = 3
     max_chars: int = 2000
 
 

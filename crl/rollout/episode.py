@@ -1,7 +1,7 @@
 """One episode: an agent and an environment, turn by turn, until one of them is done.
 
-`EpisodeRunner.play` is the boundary at which a failed episode turns into data: a `RolloutError` becomes an error trajectory.
-Everything else (a dead engine, a bug) passes through and ends the run.
+`EpisodeRunner.play` is the boundary at which a failed episode turns into data: a `RolloutError` becomes an error trajectory,
+or in overtime the end of the record. Everything else (a dead engine, a bug) passes through and ends the run.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ class EpisodeRunner:
 
     async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
         """Plays to the end; the caller has joined `key.session` at the sampler, this leaves it. Raises what is not a `RolloutError`."""
-        conversation = Conversation(self.renderer, self.limits[task.name].window)
+        limits = self.limits[task.name]
+        conversation = Conversation(self.renderer, limits.window)
         record = Record()
         try:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
-            record.error = str(error)
+            if record.played < limits.turns:  # in overtime the episode is finished, and its record ends here
+                record.error = str(error)
         finally:
             self.sampler.leave(key.session)
         hit = record.hit

@@ -25,6 +25,7 @@ from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
+from crl.run.tasks import require_bank
 
 INTERRUPTED = 130
 
@@ -37,6 +38,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     """
     begin = time.monotonic()
     prompts = hashes(config.prompts.files)
+    require_bank(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:

@@ -14,7 +14,7 @@ from crl.run.online import MEMBERS, VISITS
 
 
 def plan(config: RunConfig) -> str:
-    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of prompts, model and tasks."""
+    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of prompts, model, tasks and bank."""
     hashes(config.prompts.files)
     specs = tasks.specs(config)
     tasks.train_stream(config, specs)
@@ -23,6 +23,7 @@ def plan(config: RunConfig) -> str:
     tasks.probe_tasks(config, specs)
     if config.with_experience:
         tasks.require_readable(config)
+        tasks.require_bank(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),

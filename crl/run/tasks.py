@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from crl.config.models import model_profile, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, StreamSettings
 from crl.envs.mixture import Mixture
 from crl.envs.registry import get_spec
-from crl.errors import ConfigError
+from crl.errors import ConfigError, StoreError
+from crl.manager.database import check_bank
 from crl.protocols import TaskSource
 from crl.run.evaluate import EvalSet
 from crl.run.online import OnlineTask
@@ -32,6 +34,16 @@ def require_readable(config: RunConfig) -> None:
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
             raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
+
+
+def require_bank(config: RunConfig) -> None:
+    """Raises `ConfigError` for a bank that the run could not start from."""
+    if config.with_experience and config.bank.init:
+        try:
+            check_bank(Path(config.bank.init), guiding=config.bank.frozen)
+        except StoreError as error:
+            remedy = "Give the bank.sqlite of another run, made by this version of crl"
+            raise ConfigError("bank.init", config.bank.init, str(error), remedy) from error
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typer.testing import Result
 
 from crl.cli.dashboard import PARTS
 from crl.config.models import resolve_model
+from crl.manager.database import SCHEMA_VERSION, Database
 from crl.modeling import load_tokenizer, stop_ids
 from crl.monitor.plain import SECONDS
 from crl.monitor.snapshot import Bank, Model, Rollout, _followed
@@ -424,15 +426,53 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (["bank.init={folder}/prose.sqlite"], "restore a copy or choose another path"),
         (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
         (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
         (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
     ],
 )
 def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "prose.sqlite").write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
     settings = tuple(setting.format(folder=tmp_path) for setting in sets)
     result = crl(*arguments(tmp_path / "run", "room", (*SIZES, *settings), 1, 0, "complementary"))
-    assert result.exit_code in (1, 2), result.output
+    assert result.exit_code == 2, result.output
     assert says.format(folder=tmp_path) in one_line(result)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("name", "sets", "reason"),
+    [
+        ("prose", [], "it is not a bank of crl (file is not a database)"),
+        ("nothing", [], "it is not a bank of crl"),
+        ("foreign", [], "it is not a bank of crl"),
+        ("newer", [], f"its schema version {SCHEMA_VERSION + 1} is newer than this crl's {SCHEMA_VERSION}"),
+        ("empty", ["bank.frozen=true"], "it holds no experience, and a frozen one that is empty guides nobody"),
+    ],
+)
+def test_a_bank_to_start_from_is_looked_at_first(name: str, sets: list[str], reason: str, options: list[str], tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.sqlite"
+    if name == "prose":
+        path.write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
+    elif name == "nothing":
+        path.touch()
+    elif name == "foreign":
+        execute(path, "CREATE TABLE entries (status TEXT)")
+    else:
+        asyncio.run(empty_bank(path))
+        execute(path, f"PRAGMA user_version = {SCHEMA_VERSION + (name == 'newer')}")
+    before = contents(tmp_path)
+    settings = (*SIZES, f"bank.init={path}", *sets)
+    result = crl(*arguments(tmp_path / "run", "room", settings, 1, 0, "complementary"), *options)
+    assert result.exit_code == 2, result.output
+    assert one_line(result) == f"error: bank.init = '{path}': {reason}. Give the bank.sqlite of another run, made by this version of crl.\n"
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+async def empty_bank(path: Path) -> None:
+    await (await Database.open(path)).aclose()
+
+
+def execute(bank: Path, sql: str) -> None:
+    with closing(sqlite3.connect(bank)) as db:
+        db.execute(sql)

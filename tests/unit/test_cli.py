@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from crl.cli.main import app
 from crl.config.load import load
 from crl.errors import ConfigError, EngineError
+from crl.manager.database import Database
 from crl.run.plan import plan
 
 IN_A_PROCESS = [sys.executable, "-c", "from crl.cli.main import main; main()"]
@@ -210,7 +212,8 @@ def test_the_plan_follows_the_settings(model: str):
 
 
 def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):
-    (bank := tmp_path / "bank.sqlite").touch()
+    bank = tmp_path / "bank.sqlite"
+    asyncio.run(bank_of_one_entry(bank))
     sets = ["extractor.train=false", "complementary.guided=all", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
@@ -220,3 +223,9 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     assert "extractor  not trained" in lines
     assert f"bank       frozen: nothing is distilled; at most 4 experiences of one goal; starts as {bank}" in lines
     assert any("an unfinished episode goes on for 4 turns, for the extractor alone" in line for line in lines)
+
+
+async def bank_of_one_entry(path: Path) -> None:
+    database = await Database.open(path)
+    await database.connection.execute("INSERT INTO entries VALUES ('e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')")
+    await database.aclose()

@@ -256,10 +256,20 @@ async def test_every_late_turn_draws_for_itself() -> None:
     assert engine.seeds[4:] == early
 
 
-async def test_a_game_that_breaks_in_overtime_is_an_error() -> None:
+async def test_what_breaks_in_overtime_ends_the_record_and_is_no_error() -> None:
     trajectory, _, _ = await played("coin", "crash", limits={"doors": Limits(1, 32, overtime=2)})
-    assert trajectory.error == "env: doors: step: ValueError: the door fell off"
-    assert (trajectory.turns, trajectory.reward) == (1, 0.5)
+    assert (trajectory.error, trajectory.turns, trajectory.reward, trajectory.truncated) == (None, 1, 0.5, True)
+    assert trajectory.rewards == {"outcome": 0.5}
+    limits = {"doors": Limits(2, 32, overtime=3)}
+    async with house() as home:
+        cut = await outcome(home, Failing(RolloutError("engine", "no room"), 3), limits=limits)
+        assert not lent(home.host)
+        whole = await outcome(home, scripted("wait"), limits=limits)
+        early = await outcome(home, Failing(RolloutError("engine", "no room"), 1), limits=limits)
+    assert (cut.error, cut.turns, cut.truncated) == (None, 2, True)
+    assert [s.text for s in cut.segments if s.origin == "policy"] == ["wait"] * 3
+    assert (cut.traces, cut.rewards, cut.success) == (whole.traces, whole.rewards, whole.success)
+    assert early.error == "engine: no room"
 
 
 async def test_late_turns_of_a_window_are_no_samples() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import aiosqlite
 import pytest
 
 from crl.errors import StoreError
-from crl.manager.database import GROUP, Database
+from crl.manager.database import GROUP, Database, copy_database
 
 Work = Callable[[aiosqlite.Connection], Awaitable[Any]]
 
@@ -150,6 +153,23 @@ async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> 
     assert names(database.path) == ["a", "b", "d", "e"]
 
 
+async def test_a_transaction_that_is_cancelled_as_it_begins_is_not_left_open(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = database.connection.execute
+
+    async def cancelled(sql: str, *args: Any) -> Any:
+        if sql.startswith("BEGIN") and (task := asyncio.current_task()):
+            task.cancel()  # which arrives while SQLite is at it
+        return await execute(sql, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database.connection, "execute", cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await database.transaction(fact("a"))
+    assert not database.connection.in_transaction
+    await database.transaction(fact("b"))
+    assert names(database.path) == ["b"]
+
+
 async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "bank.sqlite")
     wanted = [f"{i:03d}" for i in range(GROUP + 5)]
@@ -166,3 +186,47 @@ async def test_a_copy_holds_whole_groups(database: Database, tmp_path: Path) -> 
     await asyncio.gather(gathered(database, *works), database.backup(tmp_path / "copy.sqlite"))
     assert len(names(tmp_path / "copy.sqlite")) % GROUP == 0
     assert len(names(database.path)) == 3 * GROUP
+
+
+# ── cancelled ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
+async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(turns: int, database: Database, tmp_path: Path) -> None:
+    """Whenever that happens: its thread would call into a loop that may be closed by then."""
+    threads = set(threading.enumerate())
+    for work in (Database.open(tmp_path / "other.sqlite"), copy_database(database.path, tmp_path / f"copy-{turns}.sqlite")):
+        caller = asyncio.create_task(work)
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait({caller})
+        if not caller.cancelled():
+            continue  # it was faster
+        await asyncio.sleep(0.01)  # a thread that was told to end, ends
+        assert set(threading.enumerate()) <= threads
+        assert not (tmp_path / f"copy-{turns}.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "work", ["Database.open(folder / 'bank.sqlite')", "copy_database(folder / 'source.sqlite', folder / 'copy.sqlite')"]
+)
+def test_ctrl_c_while_it_connects_is_just_that(work: str, tmp_path: Path) -> None:
+    """Ctrl-C during something that blocks lands on the next await."""
+    code = f"""
+import asyncio, os, signal, time
+from pathlib import Path
+from crl.manager.database import Database, copy_database
+folder = Path({str(tmp_path)!r})
+async def main():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+    await {work}
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    sqlite3.connect(tmp_path / "source.sqlite").close()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (result.stdout, result.stderr) == ("interrupted\n", "")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.errors import ConfigError, RolloutError
+from crl.manager import OpLimits
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import FOLDER, SLOTS, fill, hashes, prompt
@@ -181,6 +182,10 @@ def test_a_long_episode_loses_the_middle_of_its_transcript(max_tokens):
     left = [line for line in structure(text) if line != gap and not "[turn 0, environment]".startswith(line)]
     assert left == [line for line in structure(told(max_tokens, segments=())) if line]
     assert text.endswith('[{"op": "return"}]')
+
+
+def test_an_extractor_is_asked_for_as_many_operations_as_are_read():
+    assert f"a JSON list of one to {['zero', 'one', 'two', 'three'][OpLimits().max_ops]} operations" in prompt("distil")
 
 
 @pytest.mark.parametrize("segments", [(), (Segment("user", "x" * 5000, "env"),)])
