@@ -154,7 +154,7 @@ class ExperienceManager:
         return hits
 
     def take_search_times(self) -> list[float]:
-        """Seconds that each call of `search` took since the last call of this, the embedder's time included; the last SEARCH_TIMES."""
+        """Seconds that each counted `search` took since the last call of this, the embedder's time included; the last SEARCH_TIMES."""
         times = list(self._search_times)
         self._search_times.clear()
         return times
