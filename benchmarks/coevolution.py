@@ -179,9 +179,10 @@ def plot(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for arm, runs in results.items():
         left.plot(range(1, 6), [statistics.fmean(run["visits"][v] for run in runs) for v in range(5)], marker="o", label=arm)
-        steps = list(zip(*(run["lessons by step"] for run in runs), strict=False))
-        if steps:
-            right.plot(range(1, len(steps) + 1), [statistics.fmean(x or 0 for x in step) for step in steps], label=arm)
+        by_step = [[x for x in step if x is not None] for step in zip(*(run["lessons by step"] for run in runs), strict=False)]
+        known = [(number, statistics.fmean(shares)) for number, shares in enumerate(by_step, start=1) if shares]
+        if known:
+            right.plot(*zip(*known, strict=True), label=arm)
     left.set(xlabel="visit of a new room", ylabel="success", title="bank built online, mean over seeds")
     right.set(xlabel="actor step", ylabel="share of answers", title="right lessons, mean over seeds")
     for axes in (left, right):
