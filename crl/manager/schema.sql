@@ -13,6 +13,8 @@ CREATE TABLE log (
 -- What a request or an episode did, it did once.
 CREATE UNIQUE INDEX log_once ON log (origin, op, kind) WHERE kind NOT IN ('retrieve', 'train');
 
+CREATE INDEX log_kind ON log (kind);
+
 CREATE TABLE requests (
     id      TEXT PRIMARY KEY,     -- run/step/group/member
     step    INTEGER NOT NULL,
@@ -48,6 +50,8 @@ CREATE TABLE entries (
     status     TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
     vector     BLOB NOT NULL      -- embedding of its key, little-endian float32
 );
+
+CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';
 
 -- What earns credit: one version of one entry, or (version 0) a generation that held no op.
 CREATE TABLE units (

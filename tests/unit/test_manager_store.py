@@ -17,7 +17,7 @@ from extractors import hit, request
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION, Database, copy_database
 from crl.manager.records import DistilRequest, Stamp, UnitKey
-from crl.manager.store import Store
+from crl.manager.store import ENTRIES, Store
 
 AT = Stamp(4, 2)
 
@@ -299,3 +299,12 @@ async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_
         assert sql(tmp_path / copy, "SELECT id FROM requests") == [("run/0/0/0",)]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("bank")} == {"bank.sqlite"}
     assert (tmp_path / "bank.sqlite").read_bytes() == before
+
+
+async def test_what_every_answer_asks_of_the_bank_does_not_read_all_of_it(tmp_path):
+    """Evicted entries and the log only grow: looking for the active entries of a goal, and counting by kind, must not scan them."""
+    store = await Store.open(tmp_path / "bank.sqlite")
+    for sql in (f"{ENTRIES} AND task = 'room' AND goal = 'x' ORDER BY entries.rowid", "SELECT kind, COUNT(*) FROM log GROUP BY kind"):
+        plan = [row["detail"] for row in await store._database.rows(f"EXPLAIN QUERY PLAN {sql}")]
+        assert any("USING INDEX" in step or "USING COVERING INDEX" in step for step in plan[:1]), plan
+    await store.aclose()
