@@ -132,7 +132,8 @@ def table(times: Mapping[int, Mapping[str, float]]) -> str:
     lines = [f"{'seconds a step':<18}" + "".join(f"{f'max_staleness {s}':>18}" for s in times) + f"{'ratio 1 / 0':>14}"]
     for part in next(iter(times.values())):
         first, second = (times[s][part] for s in (0, 1))
-        lines.append(f"{part:<18}{first:>18.3f}{second:>18.3f}{second / first if first else float('nan'):>14.2f}")
+        ratio = f"{second / first:.2f}" if first else "–"
+        lines.append(f"{part:<18}{first:>18.3f}{second:>18.3f}{ratio:>14}")
     return "\n".join(lines)
 
 
