@@ -9,25 +9,20 @@ from __future__ import annotations
 from crl.config.schema import RunConfig
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
-from crl.methods.parts.training import CispoLoss, FullView, GroupAdvantage, SplitAdvantage, SurrogateLoss
-from crl.protocols import ContextProvider, ExtractorRole, Method, Role
+from crl.methods.parts.training import CispoLoss, GroupAdvantage, SplitAdvantage, actor_role
+from crl.protocols import ContextProvider, ExtractorRole, Method
 
 
 def build(config: RunConfig, context: ContextProvider) -> Method:
     """context: how the run's tasks are put to the actor."""
-    actor, extractor, switches = config.actor, config.extractor, config.complementary
+    extractor, switches = config.extractor, config.complementary
     advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
     trained = extractor.train and not config.bank.frozen
     return Method(
         planner=GuidedShare(1.0 if switches.guided == "all" else 0.5),
         context=context,
         shaper=OutcomeReward(),
-        actor=Role(
-            name="actor",
-            terms=(advantage(actor.advantage_scale),),
-            view=FullView(actor.mask_truncated),
-            loss=SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio),
-        ),
+        actor=actor_role(config.actor, advantage(config.actor.advantage_scale)),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch) if trained else None,
     )

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 
 from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
+from crl.config.schema import ActorSection
+from crl.protocols import AdvantageTerm, Role
 from crl.types import TokenTrace, Trajectory
 
 
@@ -61,6 +63,11 @@ class SurrogateLoss:
             logp, old_logp, advantage, mask,
             clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio, weights=weights,
         )  # fmt: skip
+
+
+def actor_role(actor: ActorSection, advantage: AdvantageTerm) -> Role:
+    """The actor of a method that trains it with the clipped surrogate on every token it sampled."""
+    return Role("actor", (advantage,), FullView(actor.mask_truncated), SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio))
 
 
 @dataclass(frozen=True)
