@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -130,25 +130,40 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return head(hidden)
 
 
-def token_logprobs(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the tokens that `mask` selects and the entropies of their distributions, at `temperature`.
+class TokenFigures(NamedTuple):
+    """Of given tokens, float32 [b, t], 0 where they were not asked for. entropy: of the distributions, without gradient; kl:
+    their exact KL(model ‖ reference) in nats, 0 without a reference."""
 
-    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). Returns (logp, entropy), both float32 [b, t] and 0
-    where the mask is False; entropy carries no gradient. Logits are computed at selected positions only.
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    kl: torch.Tensor
+
+
+def token_logprobs(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0,
+    *, reference: PreTrainedModel | None = None,
+) -> TokenFigures:  # fmt: skip
+    """Log-probs of the tokens that `mask` selects, and figures of the distributions that they come from, at `temperature`.
+
+    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). Logits are computed at selected positions only.
     """
-    hidden = hidden_states(model, ids)
-    select = mask[:, 1:]
-    logits = head_logits(model, hidden[:, :-1][select]).float() / temperature
-    log_p = logits.log_softmax(-1)
-    chosen = log_p.gather(-1, ids[:, 1:][select][:, None])[:, 0]
+    log_p = _distributions(model, ids, mask, temperature)
     logp = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    entropy = torch.zeros_like(logp)
-    logp[mask] = chosen
+    entropy, kl = torch.zeros_like(logp), torch.zeros_like(logp)
+    logp[mask] = log_p.gather(-1, ids[mask][:, None])[:, 0]
     with torch.no_grad():
         entropy[mask] = -(log_p.exp() * log_p).sum(-1)
-    return logp, entropy
+    if reference is not None:
+        with torch.no_grad():
+            held_to = _distributions(reference, ids, mask, temperature)
+        kl[mask] = (log_p.exp() * (log_p - held_to)).sum(-1)
+    return TokenFigures(logp, entropy, kl)
+
+
+def _distributions(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log p [n, V] of the n selected tokens' distributions."""
+    hidden = hidden_states(model, ids)
+    return (head_logits(model, hidden[:, :-1][mask[:, 1:]]).float() / temperature).log_softmax(-1)
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

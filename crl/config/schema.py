@@ -107,6 +107,8 @@ class ActorSection(Section):
     """old log-probs: what the engine returned when it sampled, or the trainer's own before the step"""
     importance_cap: Annotated[float, Field(gt=0)] | None = None
     """upper bound of truncated importance weights, trainer over engine; only with old_logp = "recompute"; unset = off"""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
     optimizer: OptimizerSection = OptimizerSection()
     """the actor's optimizer"""
 
@@ -146,6 +148,8 @@ class ExtractorSection(Section):
     """how fast a generation's weight falls with the times that it was trained on (eq. 7)"""
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
     """reward of an answer without any operation; unset = such answers are not trained on"""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
     optimizer: OptimizerSection = OptimizerSection()
     """the extractor's optimizer"""
 

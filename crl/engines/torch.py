@@ -94,8 +94,7 @@ class Decoder:
         tokens = torch.tensor([list(ids)], device=self.model.device)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, 0] = False
-        logp, _ = token_logprobs(self.model, tokens, mask)
-        return logp[0, 1:].tolist()
+        return token_logprobs(self.model, tokens, mask).logp[0, 1:].tolist()
 
     def load(self, weights: InProcessWeights) -> None:
         """Copies new weights in. Raises `EngineError` when what arrived is not what was sent."""

@@ -6,6 +6,7 @@ micro-batches are summed.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ class TrainSettings:
 
     temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: padded tokens of one forward pass;
     max_grad_norm: gradient clipping; recompute: old log-probs are the trainer's at the start of the step instead of the
-    engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute).
+    engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute); kl_coef: weight of
+    KL(model ‖ the model at the start), mean over the minibatch's trained tokens; 0 = no reference is kept.
     """
 
     temperature: float
@@ -36,6 +38,7 @@ class TrainSettings:
     max_grad_norm: float
     recompute: bool = False
     importance_cap: float | None = None
+    kl_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Figures:
 
 
 class Trainer:
-    """Applies minibatches to one model. Not thread-safe: a learner calls it from its one worker."""
+    """Applies minibatches to one model, which is as the run started when it comes here. Not thread-safe: a learner calls it
+    from its one worker."""
 
     def __init__(
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler,
@@ -102,6 +106,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loss, self.settings = loss, settings
+        self._reference = copy.deepcopy(model).requires_grad_(False) if settings.kl_coef else None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         """One optimizer update per minibatch. `version` is the trainer's policy version at the start of the step."""
@@ -137,15 +142,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self._micro_batches(minibatch):
-            logp, entropy = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature)
+            logp, entropy, kl = token_logprobs(
+                self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
+            )
             loss, metrics = self.loss(
                 logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=minibatch.total_tokens
             )
+            loss = loss + self.settings.kl_coef * kl.sum() / minibatch.total_tokens
             loss.backward()
             total += loss.item()
             tokens = int(batch.mask.sum())
             figures.add(metrics, tokens)
             figures.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
+            if self._reference is not None:
+                figures.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
             if probe is not None and not self.settings.recompute:
                 self._add_mismatch(figures, logp.detach(), batch, probe)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
@@ -174,7 +184,7 @@ class Trainer:
         samples = []
         for sample in minibatch.samples:
             batch = Tensors.of([sample], self.model.device)
-            logp, _ = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature)
+            logp = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature).logp
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
                 advantage = advantage * truncated_importance_weights(logp, batch.old_logp, batch.mask, cap=self.settings.importance_cap)

@@ -144,7 +144,7 @@ def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: to
     ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
     said = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
     told = torch.tensor([[0, *(1 - m for m in t.mask[1:]), *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
-    logp, _ = token_logprobs(model, ids, said | told)
+    logp = token_logprobs(model, ids, said | told).logp
     saying, hearing = (nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told))  # means over tokens
     optimizer.zero_grad(set_to_none=True)
     (saying + context_weight * hearing).backward()

@@ -172,6 +172,7 @@ def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitSta
         max_grad_norm=section.optimizer.max_grad_norm,
         recompute=actor is not None and actor.old_logp == "recompute",
         importance_cap=actor.importance_cap if actor else None,
+        kl_coef=section.kl_coef,
     )
     model = load_model(role.path, resolve_device(config.learner.device, "learner.device"), key=role.key)
     learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)

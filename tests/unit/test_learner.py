@@ -59,7 +59,7 @@ def die() -> PreTrainedModel:
 def trace(model: PreTrainedModel, ids: Sequence[int], mask: Sequence[int], *, version: int = 0, shift: float = 0.0) -> TokenTrace:
     """As an engine with the model's weights would have sampled it, its log-probs off by `shift`."""
     trained = torch.tensor([mask], dtype=torch.bool)
-    logp, _ = token_logprobs(model, torch.tensor([ids]), trained)
+    logp = token_logprobs(model, torch.tensor([ids]), trained).logp
     old = torch.where(trained, logp + shift, 0.0)[0].tolist()
     return TokenTrace(tuple(ids), tuple(mask), tuple(old), tuple(version if m else -1 for m in mask))
 
