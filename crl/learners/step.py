@@ -142,9 +142,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self._micro_batches(minibatch):
-            logp, entropy, kl = token_logprobs(
-                self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
-            )
+            logp, entropy, kl = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference)
             loss, metrics = self.loss(
                 logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=minibatch.total_tokens
             )

@@ -224,6 +224,49 @@ def still(model: PreTrainedModel) -> tuple[torch.optim.Optimizer, torch.optim.lr
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
+def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
+    """Nothing but the KL acts in the second step: advantages are 0, and the reference is the model as the trainer received it."""
+    batch = of_sample(die_sample(3.0))
+    quiet = of_sample(die_sample(0.0))
+    model = die()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = Trainer(
+        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0), SURROGATE, replace(SETTINGS, kl_coef=2.0)
+    )
+    first = trainer.step([batch], version=0).metrics
+    assert first["reference_kl"] == pytest.approx(0, abs=1e-6)  # before the update
+    assert first["loss"] == pytest.approx(-3.0)
+    second = trainer.step([quiet], version=1).metrics
+    assert second["reference_kl"] > 0.1
+    assert second["loss"] == pytest.approx(2.0 * second["reference_kl"], rel=1e-5)  # two trained tokens of two
+    assert trainer.step([quiet], version=2).metrics["reference_kl"] < second["reference_kl"]
+
+
+def test_the_kl_is_averaged_over_the_tokens_of_the_whole_minibatch() -> None:
+    model = die()
+    trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, kl_coef=1.0, micro_batch_tokens=4))
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").copy_(qwen2().get_parameter("lm_head.weight"))
+    samples = (die_sample(0.0), die_sample(0.0))
+    metrics = trainer.step([Minibatch(samples, 16)], version=0).metrics
+    assert metrics["loss"] == pytest.approx(metrics["reference_kl"] * 4 / 16, rel=1e-5)
+
+
+async def test_the_reference_is_the_model_of_the_start_after_a_resume_too(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, kl_coef=0.5)
+    model = qwen2()
+    batches = [[minibatch(model, i)] for i in range(2)]
+    async with learning(model, settings=settings) as learner:
+        await learner.step(batches[0])
+        await learner.save(tmp_path)
+        going_on = await learner.step(batches[1])
+    async with learning(qwen2(), settings=settings) as learner:
+        await learner.load(tmp_path)
+        learner.load_state({"version": 1})
+        assert await learner.step(batches[1]) == going_on
+    assert going_on.metrics["reference_kl"] > 1e-4
+
+
 def test_the_temperature_of_sampling_is_that_of_training() -> None:
     model = qwen2()
     hot = replace(SETTINGS, temperature=1.7)

@@ -190,8 +190,9 @@ def test_token_logprobs_are_the_full_softmaxs(temperature: float) -> None:
     model = qwen2()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second is padded
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
-    logp, entropy = token_logprobs(model, ids, mask, temperature)
-    assert logp.shape == entropy.shape == ids.shape
+    logp, entropy, kl = token_logprobs(model, ids, mask, temperature)
+    assert logp.shape == entropy.shape == kl.shape == ids.shape
+    assert not bool(kl.any())
     assert logp.requires_grad
     assert not entropy.requires_grad
     for row, length in enumerate([5, 3]):
@@ -209,9 +210,24 @@ def test_a_uniform_model_has_the_logprobs_of_a_die() -> None:
     model = qwen2(tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)
     ids = torch.tensor([[5, 6, 7]])
-    logp, entropy = token_logprobs(model, ids, ids > 5)
+    logp, entropy, _ = token_logprobs(model, ids, ids > 5)
     assert logp.tolist()[0] == pytest.approx([0, -math.log(32), -math.log(32)])
     assert entropy.tolist()[0] == pytest.approx([0, math.log(32), math.log(32)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: float) -> None:
+    model, reference = qwen2(), qwen2(seed=1)
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second is padded
+    mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
+    kl = token_logprobs(model, ids, mask, temperature, reference=reference).kl
+    p, q = (
+        torch.distributions.Categorical(logits=m(input_ids=ids).logits.detach()[:, :-1].double() / temperature) for m in (model, reference)
+    )
+    expected = torch.nn.functional.pad(torch.distributions.kl_divergence(p, q), (1, 0)) * mask
+    torch.testing.assert_close(kl.detach().double(), expected, rtol=1e-4, atol=1e-6)
+    assert float(kl.detach().max()) > 0.1
+    assert not bool(token_logprobs(model, ids, mask, temperature, reference=model).kl.any())
 
 
 # ── weights and checksums ───────────────────────────────────────────────────────────────────────────────────────────
