@@ -48,7 +48,7 @@ def one_run(arm: str, seed: int, steps: int | None, sets: Sequence[str]) -> dict
     from crl.config import load
 
     options = {"run.seed": seed} | ({"run.steps": steps} if steps is not None else {})
-    unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new")]
+    unused = [*(f"tasks.room.eval.{name}=0" for name in ("known", "new")), "eval.probe_every=1000000"]  # the ends are always probed
     config = load(["room"], options=options, sets=[*unused, *ARMS[arm], *sets])
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_train(arm, config, Path(folder)))
