@@ -349,6 +349,23 @@ def test_everybody_may_be_guided(tmp_path: Path) -> None:
     assert "guided/gap" not in metrics(run, "bank")[-1], "there is nobody to compare with"
 
 
+def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, "retrieval.per=rollout", "retrieval.choice=diverse", steps=2)
+    used: dict[int, set[str]] = {}
+    for t in episodes(run):
+        for use in t["used"]:
+            used.setdefault(t["group"], set()).add(use["uid"])
+    assert any(len(uids) == 2 for uids in used.values()), "the two guided members of a group were told different things"
+
+
+def test_models_are_held_to_their_start_as_the_config_says(done: Path) -> None:
+    held = [line["extractor/reference_kl"] for line in metrics(done, "extractor")]
+    assert held[0] == pytest.approx(0, abs=1e-4)
+    assert held[-1] > held[0], "and moves away from it all the same"
+    assert not any("actor/reference_kl" in line for line in metrics(done, "train")), "off by default"
+
+
 def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
