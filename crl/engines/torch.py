@@ -125,7 +125,8 @@ class Decoder:
         self._cache.view = (first, positions, longest)
         # A key is seen from its own position on. Padding sits behind the real tokens, so none of them sees it, and the
         # next token of the sequence overwrites it.
-        mask = torch.arange(longest, device=device) <= positions[:, :, None]
+        hidden_from = torch.arange(longest, device=device) > positions[:, :, None]
+        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=device).masked_fill_(hidden_from, float("-inf"))
         hidden = self.model.base_model(
             input_ids=ids,
             attention_mask=mask[:, None],
