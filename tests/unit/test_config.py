@@ -399,7 +399,7 @@ def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path
             config.bank.cap, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
         )  # fmt: skip
 
-    tiny, paper = (40, 32, -1.0, 3e-4), (4096, 64, None, 1e-6)
+    tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
     compact, full = (4, "credit", 10, 1024), (None, "diverse", 0, 32_768)
     assert tables(f"actor.model={model}", f"extractor.model={model}") == (tiny, compact)
     assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
