@@ -239,7 +239,7 @@ def _cells(*items: tuple[str, Series, str]) -> list[Text]:
 
 
 def _losses(b: Bank) -> list[Text]:
-    """Episodes that will not be distilled: given up after several attempts, or turned away by a full queue."""
+    """Episodes that will not be distilled: those that the extractor could not be asked about, or turned away by a full queue."""
     dead, refused = (series.last or 0 for series in (b.dead, b.refused))
     return [
         *([cell("dead", figure(dead, ",.0f"), BAD if dead else GOOD)] if b.dead.values else []),

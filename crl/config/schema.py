@@ -416,8 +416,6 @@ def _check_experience(config: RunConfig) -> None:
         raise ConfigError("retrieval.min_similarity", config.retrieval.min_similarity, reason, f"Choose at most {reach:.4f}")
     if bank.frozen and not bank.init:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
-    if bank.init and not Path(bank.init).is_file():
-        raise ConfigError("bank.init", bank.init, "there is no such file", "Give the bank.sqlite of another run")
 
 
 def _check_task(key: str, name: str, task: TaskConfig) -> None:

@@ -340,8 +340,9 @@ class ExperienceManager:
         return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:
-        """The `n` active entries whose guided episodes succeeded most: by Σ r, the last written first among equals."""
-        entries = sorted(reversed(self._bank.entries.values()), key=lambda entry: -entry.credit)
+        """At most `n` active entries that guided episodes, those first that succeeded most: by Σ r, the last written first among equals."""
+        guiding = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
+        entries = sorted(guiding, key=lambda entry: -entry.credit)
         return [entry.experience for entry in entries[:n]]
 
     async def export_copy(self, path: Path) -> None:

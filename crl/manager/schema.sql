@@ -74,6 +74,6 @@ CREATE INDEX units_ready ON units (ready) WHERE ready IS NOT NULL;
 CREATE INDEX units_generation ON units (generation);
 
 CREATE TABLE facts (
-    name  TEXT PRIMARY KEY,       -- embedder: what made entries.vector
+    name  TEXT PRIMARY KEY,       -- embedder: what made entries.vector; begun: the log's last seq when a copy began anew
     value TEXT NOT NULL
 ) WITHOUT ROWID;

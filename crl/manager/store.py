@@ -52,14 +52,15 @@ class Store:
         await self._database.backup(path)
 
     async def begin_anew(self) -> None:
-        """Forgets what belongs to the run that wrote the bank: its queue, its clock, and what its extractor could still be trained on.
+        """Forgets what belongs to the run that wrote the bank: its requests, its clock, and what its extractor could still be trained on.
 
-        Entries keep their texts, lineage and credit.
+        Entries keep their texts, lineage and credit, the log its rows; `counts` begin at 0.
         """
 
         async def work(db: Connection) -> None:
-            await _run(db, "DELETE FROM requests WHERE state IN ('pending', 'leased')")
+            await _run(db, "DELETE FROM requests")
             await _run(db, "DELETE FROM generations")
+            await _run(db, "INSERT OR REPLACE INTO facts SELECT 'begun', IFNULL(MAX(seq), 0) FROM log")
             await _run(db, "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
 
         await self._database.transaction(work)
@@ -238,11 +239,15 @@ class Store:
     # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def counts(self) -> dict[str, int]:
-        """Figures by name: queue/STATE, ops/KIND, dropped/REASON, buffer/ready, generations, log/seq."""
+        """Figures by name: queue/STATE, ops/KIND, dropped/REASON, buffer/ready, generations, log/seq.
+
+        Operations count since the bank was made, or begun anew.
+        """
+        since = "seq > IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
         queries = {
             "queue/": "SELECT state, COUNT(*) FROM requests GROUP BY state",
-            "ops/": "SELECT kind, COUNT(*) FROM log GROUP BY kind",
-            "dropped/": "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' GROUP BY 1",
+            "ops/": f"SELECT kind, COUNT(*) FROM log WHERE {since} GROUP BY kind",
+            "dropped/": f"SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND {since} GROUP BY 1",
             "": """SELECT 'buffer/ready', COUNT(*) FROM units WHERE ready IS NOT NULL
                    UNION ALL SELECT 'generations', COUNT(*) FROM generations
                    UNION ALL SELECT 'log/seq', IFNULL(MAX(seq), 0) FROM log""",

@@ -156,7 +156,8 @@ class Probe:
 @dataclass(frozen=True)
 class Snapshot:
     """All of it. step: finished steps; elapsed, left: seconds, `left` None until it can be told; seconds: parts of the last
-    step's time in order; extractor, bank: None until a line speaks of them; experiences: newest first; notes: lines, oldest first.
+    step's time in order; extractor, bank: None until a line speaks of them; experiences: those first that guided an episode last;
+    notes: lines, oldest first.
     """
 
     run: RunInfo

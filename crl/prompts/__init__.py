@@ -41,7 +41,7 @@ def prompt(name: str, overrides: Overrides = BUNDLED) -> str:
 
 
 def hashes(overrides: Overrides = BUNDLED) -> dict[str, str]:
-    """SHA-256 of every prompt that is used, by name. Raises `ConfigError` as `prompt` does: a check of all of them."""
+    """SHA-256 of every prompt, by name. Raises `ConfigError` as `prompt` does: a check of all of them."""
     return {name: hashlib.sha256(_read(name, overrides).encode()).hexdigest() for name in SLOTS}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -110,6 +111,8 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
             parts = _bank_parts(config, specs)
             folder = Path(stack.enter_context(TemporaryDirectory()))
+            if not run.bank.is_file():
+                raise ConfigError("run", str(run.path), f"its bank is gone: there is no {run.bank.name}", "Restore the file")
             await copy_database(run.bank, folder / run.bank.name)
             distilling = _engine(config, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
@@ -293,7 +296,8 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     settings = ManagerSettings(
         scope=bank.scope,
-        concurrency=extractor.concurrency,
+        # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
+        concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
         retrieval=RetrievalSettings(**retrieval.model_dump()),
@@ -351,7 +355,7 @@ def _measures(
     own = replace(watched, limits=_limits(config, overtime=False))
     concurrency = config.rollout.groups * config.rollout.group_size
     online = None
-    if bank:
+    if bank and not config.bank.frozen:  # a frozen bank learns nothing of new places
         online = OnlineBank(watched, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
     evaluator = Evaluator(own, sets, concurrency=concurrency, bank=Uncounted(bank.manager) if bank else None, online=online)
     return evaluator, AdviceProbe(own, tasks.probe_tasks(config, specs), concurrency=concurrency)

@@ -51,10 +51,6 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     if len(names) > 1:
         for name in sorted(names):
             figures |= _success([t for t in batch if t.task.name == name], f"rollout/{name}")
-    rewards: defaultdict[int, set[float]] = defaultdict(set)
-    for t in batch:
-        if t.error is None:
-            rewards[t.group].add(t.reward)
     if used := [t.success for t in batch if t.used]:
         figures["rollout/success/used"] = fmean(used)
     if gaps := group_gaps(batch):
@@ -64,7 +60,6 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     return figures | {
         "rollout/episodes": len(batch),
         "rollout/errors": sum(t.error is not None for t in batch),
-        "rollout/groups_with_signal": sum(len(different) > 1 for different in rewards.values()),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),

@@ -114,13 +114,16 @@ class Loop:
         if batch is None:
             return False
         self.monitor.trajectories(batch)
+        played = [t for t in batch if t.error is None]
+        advantages = self._advantages(played)
         figures = rollout_figures(batch, self.engine.version)
+        figures["rollout/groups_with_signal"] = len({t.group for t, advantage in zip(played, advantages, strict=True) if advantage})
         self.mid_step = True
         if self.experience:
             with clock("submit"):
                 await self.experience.observe(batch)
         with clock("train"):
-            stats = await self.learner.step(self._minibatches(step, batch))
+            stats = await self.learner.step(self._minibatches(step, played, advantages))
         with clock("sync"):
             if stats.updates:
                 await sync(self.learner, self.engine)
@@ -143,14 +146,13 @@ class Loop:
             await self.checkpoint()
         return not self.stop.is_set()
 
-    def _minibatches(self, step: int, batch: Sequence[Trajectory]) -> Sequence[Minibatch]:
-        """What the actor trains on: the sum of the method's advantage terms, over trajectories without errors."""
-        role = self.method.actor
-        played = [t for t in batch if t.error is None]
-        if not played:
-            return ()
-        advantages = torch.stack([term(played) for term in role.terms]).sum(0)
-        views = [role.view(t) for t in played]
+    def _advantages(self, played: Sequence[Trajectory]) -> list[float]:
+        """The sum of the method's advantage terms, over trajectories without errors."""
+        return torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist() if played else []
+
+    def _minibatches(self, step: int, played: Sequence[Trajectory], advantages: Sequence[float]) -> Sequence[Minibatch]:
+        """What the actor trains on."""
+        views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw)
 

@@ -25,7 +25,7 @@ from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import require_bank
+from crl.run.tasks import require_bank, require_told
 
 INTERRUPTED = 130
 
@@ -38,6 +38,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     """
     begin = time.monotonic()
     prompts = hashes(config.prompts.files)
+    require_told(config)
     require_bank(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
@@ -105,7 +106,11 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
 @contextmanager
 def _terminable() -> Iterator[None]:
     """SIGTERM is a Ctrl-C here, so that whatever is open is closed: also before the loop and after it."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt  # not SIGINT, which a process that was started in the background ignores
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

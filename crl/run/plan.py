@@ -10,7 +10,7 @@ from crl.config.models import bundled_models, model_profile, model_size, resolve
 from crl.config.schema import RunConfig, TaskConfig
 from crl.prompts import hashes
 from crl.run import tasks
-from crl.run.online import MEMBERS, VISITS
+from crl.run.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 
 
 def plan(config: RunConfig) -> str:
@@ -21,6 +21,7 @@ def plan(config: RunConfig) -> str:
     tasks.eval_sets(config, specs)
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
+    tasks.require_told(config)
     if config.with_experience:
         tasks.require_readable(config)
         tasks.require_bank(config)
@@ -111,7 +112,7 @@ def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
     staleness = f"at most {_count(rollout.max_staleness, 'step')} ahead" if rollout.max_staleness else "synchronous"
-    episodes = sum(_eval_episodes(task, config.with_experience) for task in config.tasks.values())
+    episodes = sum(_eval_episodes(task, config) for task in config.tasks.values())
     evals = _evaluations(config)
     return "\n".join(
         [
@@ -125,9 +126,13 @@ def _batch(config: RunConfig) -> str:
     )
 
 
-def _eval_episodes(task: TaskConfig, with_experience: bool) -> int:
+def _eval_episodes(task: TaskConfig, config: RunConfig) -> int:
+    """Known and new alone; with experience known guided too, and the online places with it and, where they count, without."""
     free = task.eval.known + task.eval.new
-    return free + task.eval.known + task.eval.online * VISITS * MEMBERS if with_experience else free
+    if not config.with_experience:
+        return free
+    visits = 0 if config.bank.frozen else VISITS + VISITS - UNCOUNTED_VISITS
+    return free + task.eval.known + task.eval.online * visits * MEMBERS
 
 
 def _evaluations(config: RunConfig) -> int:

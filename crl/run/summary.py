@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
     after = loop.evaluations.get(loop.completed)
     start, end = loop.probes.get(0), loop.probes.get(loop.completed)
     gains = {}
-    if start and end:
+    if start and end and loop.completed:
         for key in [name for name in start if name.endswith("/right_minus_none")]:
             gains[key.split("/")[1]] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
     return ExperienceReport(
@@ -141,13 +142,16 @@ class Summary:
 
     def _next(self) -> list[str]:
         actor = self.checkpoint / "actor"
-        further = f"{self.command} --set actor.model={actor}"
+        sets = {"actor.model": actor}
         if (self.checkpoint / "extractor").is_dir():
-            further += f" --set extractor.model={self.checkpoint / 'extractor'} --set bank.init={self.run / 'bank.sqlite'}"
+            sets["extractor.model"] = self.checkpoint / "extractor"
+        if self.experience:
+            sets["bank.init"] = self.experience.bank
+        further = "".join(f" --set {shlex.quote(f'{key}={path}')}" for key, path in sets.items())
         return [
             f"the trained models, in Hugging Face format: {self.checkpoint}",
-            f"  repeat the eval:   crl eval {self.run}",
-            f"  train further:     {further}",
+            f"  repeat the eval:   crl eval {shlex.quote(str(self.run))}",
+            f"  train further:     {self.command}{further}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
             f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",

@@ -36,9 +36,24 @@ def require_readable(config: RunConfig) -> None:
             raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
 
 
+def require_told(config: RunConfig) -> None:
+    """Raises `ConfigError` for a prompt of the user's that no model of the run is told: tiny models know the game's texts alone."""
+    told: set[str] = set()
+    if any(task.rendering == "full" for task in config.tasks.values()):
+        told |= {"actor", "experience"} if config.with_experience else {"actor"}
+    if config.with_experience and model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
+        told.add("distil")
+    for name, path in config.prompts.files.items():
+        if name not in told:
+            remedy = "Remove it, or give language models as actor.model and extractor.model"
+            raise ConfigError(f"prompts.{name}", str(path), "no model of this run is told it", remedy)
+
+
 def require_bank(config: RunConfig) -> None:
     """Raises `ConfigError` for a bank that the run could not start from."""
     if config.with_experience and config.bank.init:
+        if not Path(config.bank.init).is_file():
+            raise ConfigError("bank.init", config.bank.init, "there is no such file", "Give the bank.sqlite of another run")
         try:
             check_bank(Path(config.bank.init), guiding=config.bank.frozen)
         except StoreError as error:

@@ -156,6 +156,27 @@ def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
 # ── free and guided ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_group_has_signal_where_one_of_its_halves_has(either: Path) -> None:
+    for line in metrics(either, "train"):
+        halves: dict[tuple[int, str], set[float]] = {}
+        for t in episodes(either):
+            if t["step"] == line["step"]:
+                halves.setdefault((t["group"], t["condition"]), set()).add(t["reward"])
+        expected = {group for (group, _), rewards in halves.items() if len(rewards) > 1}
+        assert line["rollout/groups_with_signal"] == len(expected)
+
+
+def test_gaps_of_the_log_are_those_of_the_episodes(either: Path) -> None:
+    for line in metrics(either, "train"):
+        gaps = []
+        batch = [t for t in episodes(either) if t["step"] == line["step"]]
+        for group in {t["group"] for t in batch}:
+            guided = [t["success"] for t in batch if t["group"] == group and t["used"]]
+            free = [t["success"] for t in batch if t["group"] == group and t["condition"] == "free"]
+            gaps += [sum(guided) / len(guided) - sum(free) / len(free)] if guided else []
+        assert line.get("rollout/gap") == (pytest.approx(sum(gaps) / len(gaps)) if gaps else None)
+
+
 def test_half_of_every_group_is_guided(either: Path) -> None:
     played = episodes(either)
     assert len(played) == 16 * steps_of(either)
@@ -257,6 +278,19 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
     assert "eval/room/lessons/correct/untrained" not in metrics(done, "eval")[0]
 
 
+def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(done: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first.sqlite"
+    first.write_bytes((done / "bank.sqlite").read_bytes())
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, f"bank.init={first}", steps=1)
+    first.unlink()
+    assert crl("eval", run).exit_code == 0
+    (run / "bank.sqlite").unlink()
+    result = crl("eval", run)
+    assert result.exit_code == 2
+    assert one_line(result) == f"error: run = '{run}': its bank is gone: there is no bank.sqlite. Restore the file.\n"
+
+
 def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> None:
     before = contents(concurrent)
     assert crl("eval", concurrent).exit_code == 0
@@ -315,12 +349,16 @@ def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None
     uses = [(address(t, mark), use["uid"]) for t in played for use in t["used"]]
     credited = log(bank, "credit", "stray")[len(log(source, "credit", "stray")) :]
     assert sorted((origin, data["uid"]) for origin, data in credited) == sorted(uses)
+    last = metrics(run, "bank")[-1]
+    assert (last["queue/done"], last["ops/submit"]) == (16, 16), "the other run's are not counted again"
 
 
 def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> None:
     source = done / "bank.sqlite"
     run = tmp_path / "run"
-    train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
+    result = train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
+    assert "extractor: not trained; 0 episodes distilled: 0 added" in result.stdout
+    assert "online" not in result.stdout
     assert any(t["used"] for t in episodes(run) if t["step"] == 1)
     assert rows(run / "bank.sqlite", ENTRIES) == rows(source, ENTRIES)
     assert log(run / "bank.sqlite", *WRITING) == log(source, *WRITING)
@@ -346,7 +384,7 @@ def test_everybody_may_be_guided(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, "complementary.guided=all", "complementary.advantages=cross", steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
-    assert "guided/gap" not in metrics(run, "bank")[-1], "there is nobody to compare with"
+    assert not any("rollout/gap" in line for line in metrics(run, "train")), "there is nobody to compare with"
 
 
 def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
@@ -444,6 +482,7 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     ("sets", "says"),
     [
         (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
+        (["prompts.distil={folder}/none.txt"], "prompts.distil = '{folder}/none.txt': cannot be read"),
         (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
         (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
     ],

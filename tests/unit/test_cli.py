@@ -175,7 +175,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
         "          2 minibatches of about 64 rollouts = as many optimizer updates",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
-        "eval      2 times × 2,048 episodes = 4,096 episodes at temperature 1",  # 256 known, free and guided, 256 new, 64 · 5 · 4 online
+        "eval      2 times × 2,816 episodes = 5,632 episodes at temperature 1",  # 2 · 256 known, 256 new, 64 places · 4 · (5 + 3 visits)
         "extractor  a step for every 32 credit units",
         "bank       every episode is distilled; at most 4 experiences of one goal; starts empty",
         "retrieval  half of a group is guided, one experience per group, chosen by credit",
@@ -208,7 +208,7 @@ def test_the_plan_follows_the_settings(model: str):
     assert "room  full rendering: set by hand" in text
     assert "rollouts, synchronous" in text
     assert "eval      3 times × 512 episodes" in text
-    assert "eval      1 time × 2,048 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
+    assert "eval      1 time × 2,816 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
 
 
 def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):

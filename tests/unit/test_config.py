@@ -449,11 +449,6 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
     assert refusal(model, "bank.frozen=true") == (
         "bank.frozen = True: an empty bank to which nothing is written guides nobody. Give bank.init too."
     )
-    missing = tmp_path / "none.sqlite"
-    assert refusal(model, f"bank.init={missing}") == (
-        f"bank.init = '{missing}': there is no such file. Give the bank.sqlite of another run."
-    )
-    assert "there is no such file" in refusal(model, f"bank.init={tmp_path}"), "a directory is none"
     text = refusal(model, "extractor.max_response_tokens=1024")
     assert text.startswith(
         "extractor.max_response_tokens = 1024: leaves no room for a prompt in extractor.max_context_tokens, which is 1024"

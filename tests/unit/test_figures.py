@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from crl.run.figures import rollout_figures
 from crl.types import Task, TokenTrace, Trajectory
 
@@ -35,19 +33,10 @@ def test_by_hand() -> None:
         "rollout/invalid_actions": 0.3,
         "rollout/episodes": 4,
         "rollout/errors": 1,
-        "rollout/groups_with_signal": 1,
         "rollout/samples": 3,
         "staleness/mean": 1.0,  # ages 1, 1, 2, 0
         "staleness/max": 2,
     }
-
-
-def test_a_group_that_errors_alone_tell_apart_has_no_signal() -> None:
-    """Errors are not trained on, so their missing reward is no contrast."""
-    winners = [played(0, member, 1.0) for member in range(3)]
-    assert rollout_figures([*winners, played(0, 3, 0.0, error="env: broken")], 0)["rollout/groups_with_signal"] == 0
-    assert rollout_figures([*winners, played(0, 3, 0.0)], 0)["rollout/groups_with_signal"] == 1
-    assert rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 0)["rollout/groups_with_signal"] == 0
 
 
 def test_several_tasks_have_figures_of_their_own() -> None:
@@ -60,9 +49,3 @@ def test_a_batch_in_which_nothing_was_played() -> None:
     figures = rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 7)
     assert (figures["staleness/mean"], figures["staleness/max"], figures["rollout/invalid_actions"]) == (0.0, 0, 0.0)
     assert figures["rollout/errors"] == 2
-
-
-@pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (-1.0, -1.0), (1.0,)])
-def test_equal_rewards_are_no_signal(rewards: tuple[float, ...]) -> None:
-    batch = [played(0, member, reward) for member, reward in enumerate(rewards)]
-    assert rollout_figures(batch, 0)["rollout/groups_with_signal"] == 0

@@ -429,6 +429,10 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
     await made.aclose()
 
     other = await manager(tmp_path / "copy.sqlite", by_note(b=add("Go north.")), SETTINGS)
+    (entry,) = other._bank.entries.values()
+    assert (entry.retrieved, entry.last_returned_step) == (1, None), "how often it was returned stays, the other run's clock does not"
+    assert (await other.stats()).items() >= {"queue/done": 0, "log/seq": 4}.items()
+    assert "ops/submit" not in await other.stats(), "operations of the other run are not this one's"
     again = await found(other, group=3)
     assert again == guide
     await other.credit([again.use], False, episode="other/0/3/0")

@@ -31,7 +31,7 @@ from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.run.evaluate import Evaluation, Evaluator, Rate
 from crl.run.experience import Uncounted
-from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineTask, Tally, take_in
+from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineResult, OnlineTask, Tally, take_in
 from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
 
@@ -187,6 +187,21 @@ async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path)
     assert answers == len(PLACES) * MEMBERS
     assert 0 < right <= answers
     assert result.untrained_lessons is None
+    assert len(result.lift) == len(PLACES)
+    helped = [sum(t.success for visit in visits for t in visit) for visits in (result.settled, result.alone)]
+    assert sum(result.lift) * MEMBERS * len(result.alone) == pytest.approx(helped[0] - helped[1])
+    assert helped[0] > helped[1], "who listens to right advice does better than alone"
+
+
+def test_lift_by_hand() -> None:
+    """Two places, three counted visits of one member: with the bank 3 and 1 successes, without it 1 and 1: (2/3, 0)."""
+
+    def visit(*won: bool) -> list[Trajectory]:
+        return [Trajectory(Task("room", 1, "new", f"place {i}"), 0, i, 0, "free", success=one) for i, one in enumerate(won)]
+
+    guided = [visit(False, False), visit(False, False), visit(True, True), visit(True, False), visit(True, False)]
+    result = OnlineResult(guided, [visit(True, False), visit(False, True), visit(False, False)])
+    assert result.lift == pytest.approx([2 / 3, 0])
 
 
 async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(tmp_path: Path) -> None:

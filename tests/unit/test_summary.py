@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.figures import Mean
-from crl.run.summary import ExperienceReport, Summary, success_lines
+from crl.run.summary import ExperienceReport, Summary, experience_report, success_lines
 from crl.types import Experience
 
 SETTINGS: list[Setting] = [
@@ -126,9 +128,50 @@ def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: P
     at = tmp_path / "checkpoints" / "80"
     assert further.split() == [
         "train", "further:", "crl", "train", "--set", f"actor.model={at}/actor", "--set", f"extractor.model={at}/extractor",
-        "--set", f"bank.init={tmp_path}/bank.sqlite",
+        "--set", "bank.init=runs/one/bank.sqlite",
     ]  # fmt: skip
     assert "\n".join(REPORT.lines()) in text
+
+
+def test_suggested_commands_can_be_pasted() -> None:
+    odd = Path("my runs/one")
+    text = replace(SUMMARY, run=odd, checkpoint=odd / "checkpoints/80", command="crl train").text()
+    assert "  repeat the eval:   crl eval 'my runs/one'\n" in text
+    assert "  train further:     crl train --set 'actor.model=my runs/one/checkpoints/80/actor'\n" in text
+
+
+def test_a_static_extractor_is_trained_further_with_its_bank() -> None:
+    text = replace(SUMMARY, command="crl train", experience=replace(REPORT, trained=None)).text()
+    assert "--set actor.model=runs/one/checkpoints/80/actor --set bank.init=runs/one/bank.sqlite\n" in text
+
+
+class _Bank:
+    async def stats(self) -> dict[str, int]:
+        return {"bank/size": 3}
+
+    def best(self, n: int) -> list[Experience]:
+        return REPORT.best[:n]
+
+
+def _loop(completed: int, gaps: list[list[float]], probes: dict[int, dict[str, float]]) -> Any:
+    side = SimpleNamespace(manager=_Bank(), diagnostics=SimpleNamespace(gaps=gaps), trainer=None)
+    return SimpleNamespace(experience=side, evaluations={}, probes=probes, completed=completed)
+
+
+async def test_the_gap_is_that_of_the_second_half_and_gains_are_first_and_last() -> None:
+    name = "probe/room/right_minus_none"
+    probes = {step: {name: step / 10, f"{name}/half_width": 0.01} for step in (0, 2, 4)}
+    report = await experience_report(_loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite"))
+    assert report is not None
+    assert list(report.gaps) == [0.25, 0.5, 0.75]
+    assert report.gains == {"room": ((0.0, 0.01), (0.4, 0.01))}
+
+
+async def test_a_run_that_was_stopped_before_its_first_step_gained_nothing() -> None:
+    probes = {0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}}
+    report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"))
+    assert report is not None
+    assert report.gains == {}
 
 
 def test_every_setting_has_a_name() -> None:
