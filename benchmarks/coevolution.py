@@ -6,7 +6,8 @@ Arms, each `crl train --tasks room --seed S`: `none` (--method grpo), `static` (
 `co-evolved` (the default), `always-right` (guided by the true direction instead of a bank: what advice could be worth at most).
 
 Metrics, named before the runs. Primary: `fresh` = success in 64 rooms never trained on, visits 3 to 5 of 5, four episodes a visit, with a
-bank that starts empty of them and is built on the way; and `lessons` = right ones among the extractor's answers of the last 20 steps.
+bank that starts empty of them and is built on the way; and `lessons` = right ones among the extractor's answers that came in during the
+last 19 steps and after them, until all had settled.
 Beside them: `fresh, alone` = the same rooms and dynamics without experience; `lift` = fresh − fresh, alone; `gap` = guided − free in the
 same groups over the second half of the run; the advice probe at the end. All sampled at temperature 1. The seed is the unit: mean ± 95 % by
 Student's t over seeds, differences paired by seed.

@@ -408,6 +408,9 @@ def _check_experience(config: RunConfig) -> None:
     if split and config.rollout.group_size < 4:
         reason = "leaves a guided or free half of one member, whose advantage within its half is always 0"
         raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose at least 4, or complementary.advantages=cross")
+    if config.complementary.guided == "half" and config.rollout.group_size % 2:
+        reason = "cannot be halved into guided and free members"
+        raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose an even one, or complementary.guided=all")
     reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
         reason = (

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
@@ -107,8 +108,11 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
 def _terminable() -> Iterator[None]:
     """SIGTERM is a Ctrl-C here, so that whatever is open is closed: also before the loop and after it."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt  # not SIGINT, which a process that was started in the background ignores
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ctrl_c = signal.getsignal(signal.SIGINT)
+        if not callable(ctrl_c):  # a process that was started in the background ignores it
+            raise KeyboardInterrupt
+        ctrl_c(number, frame)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

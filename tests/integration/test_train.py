@@ -426,6 +426,20 @@ def test_a_run_interrupted_before_it_begins_ends_in_order(number: signal.Signals
     assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), "it was not killed: what was open is closed"
 
 
+def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) -> None:
+    """As a shell starts a job with &: with SIGINT ignored."""
+    run = tmp_path / "run"
+    main = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from crl.cli.main import main; main()"
+    command = [sys.executable, "-c", main, *arguments(run, "room", (), 10_000, 0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "KeyboardInterrupt" in (run / "log.txt").read_text()
+
+
 def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     result = train(tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"

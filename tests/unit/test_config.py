@@ -445,6 +445,13 @@ def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
     assert 'declares the profile "tiny"' in text
 
 
+def test_a_group_is_halved_evenly(model: Path):
+    text = refusal(model, "rollout.group_size=5")
+    assert text.startswith("rollout.group_size = 5: cannot be halved into guided and free members. Choose an even one")
+    assert resolved(model, "rollout.group_size=5", "complementary.guided=all").rollout.group_size == 5
+    assert resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
+
+
 def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
     assert refusal(model, "bank.frozen=true") == (
         "bank.frozen = True: an empty bank to which nothing is written guides nobody. Give bank.init too."
