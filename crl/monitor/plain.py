@@ -21,6 +21,7 @@ TRAIN_COLUMNS: Columns = (
     ("loss", "actor/loss", "+.4f"),
     ("lr", "actor/learning_rate", ".1e"),
     ("kl", "actor/approx_kl", ".4f"),
+    ("ref kl", "actor/reference_kl", ".3f"),
     ("clip", "actor/clip_fraction", ".3f"),
     ("stale", "staleness/mean", ".2f"),
 )
@@ -33,6 +34,7 @@ EXTRACTOR_COLUMNS: Columns = (
     ("loss", "extractor/loss", "+.4f"),
     ("lr", "extractor/learning_rate", ".1e"),
     ("kl", "extractor/approx_kl", ".4f"),
+    ("ref kl", "extractor/reference_kl", ".3f"),
     ("clip", "extractor/clip_fraction", ".3f"),
     ("updates", "extractor/updates", ".0f"),
 )
