@@ -21,11 +21,15 @@ from runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, 
 from typer.testing import Result
 
 from crl.cli.dashboard import PARTS
+from crl.config import load
 from crl.config.models import resolve_model
+from crl.engines.torch import TorchEngine
 from crl.manager.database import SCHEMA_VERSION, Database
-from crl.modeling import load_tokenizer, stop_ids
-from crl.monitor.plain import SECONDS
+from crl.modeling import checksum, load_model, load_tokenizer, named_weights, stop_ids
+from crl.monitor.plain import SECONDS, PlainMonitor
+from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import Bank, Model, Rollout, _followed
+from crl.run.assemble import training
 from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
 from crl.types import Segment
@@ -139,6 +143,22 @@ def test_the_bundled_models_work_together(either: Path) -> None:
     assert last["ops/add"] > 20
     assert sum(bool(t["used"]) for t in episodes(either)) > 5
     assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
+
+
+async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(tmp_path: Path, tiny_extractor: Path) -> None:
+    config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC])
+    start = checksum(named_weights(load_model(tiny_extractor, torch.device("cpu"))))
+    async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
+        await loop.run()
+        assert loop.experience is not None
+        assert loop.evaluator._online is not None
+        trained = loop.experience._engine
+        async with loop.evaluator._online._untrained(lambda _: None) as bank:
+            asked = bank._engine
+            assert isinstance(asked, TorchEngine)
+            assert isinstance(trained, TorchEngine)
+            assert checksum(named_weights(asked._decoder.model)) == start
+            assert checksum(named_weights(trained._decoder.model)) != start
 
 
 def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
