@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
 from typer.testing import Result
+from whole_runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
 
 from crl.cli.dashboard import PARTS
 from crl.config import load

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from runs import DETERMINISTIC, SMALL, WIDER, arguments, contents, crl, equal_weights, lines, metrics, one_line, train, untimed
+from whole_runs import DETERMINISTIC, SMALL, WIDER, arguments, contents, crl, equal_weights, lines, metrics, one_line, train, untimed
 
 from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
