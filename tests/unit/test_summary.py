@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ class _Bank:
     async def stats(self) -> dict[str, int]:
         return {"bank/size": 3}
 
-    def best(self, n: int) -> list[Experience]:
+    def best(self, n: int) -> Sequence[Experience]:
         return REPORT.best[:n]
 
 
