@@ -40,3 +40,7 @@ class RolloutError(CrlError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+
+
+class TransientError(RolloutError):
+    """What failed may go well when it is tried again: an engine that refuses for now, a deadline, a connection that broke."""

@@ -72,7 +72,8 @@ class Engine(Protocol):
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.
 
-        Raises `RolloutError` when this request cannot be served, `EngineError` when the engine is gone.
+        Raises `RolloutError` when this request cannot be served, `TransientError` when it may be another time, `EngineError` when
+        the engine is gone.
         """
         ...
 

@@ -59,14 +59,3 @@ QWEN3_LIKE_TEMPLATE = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def pytest_sessionfinish() -> None:
-    """A test that failed may have left a bank open, whose thread would keep the process alive."""
-    import gc
-
-    import aiosqlite
-
-    for one in gc.get_objects():
-        if type(one) is aiosqlite.Connection:
-            one.stop()

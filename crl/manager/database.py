@@ -1,6 +1,7 @@
 """One SQLite file behind asyncio: opening it safely, whole transactions in shared commits, one error for whatever goes wrong.
 
-WAL with synchronous=FULL: what a transaction wrote is on disk when it returns, and readers never wait for a writer.
+WAL with synchronous=FULL: what a transaction wrote is on disk when it returns, and readers never wait for a writer. One thread does
+all of it: the statements of a transaction follow one another without a way through the event loop.
 """
 
 from __future__ import annotations
@@ -8,49 +9,50 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any, TypeVar
 
-import aiosqlite
-
 from crl.errors import StoreError
+from crl.manager.schema import APPLICATION_ID, SCHEMA_VERSION, prepare
+from crl.manager.writer import WriterClaim
 
 T = TypeVar("T")
-Work = Callable[[aiosqlite.Connection], Awaitable[T]]
+Work = Callable[[Connection], T]
+"""Statements that belong together; called on the database's thread."""
 
-SCHEMA = Path(__file__).with_name("schema.sql")
-SCHEMA_VERSION = 1
 GROUP = 64
 """Works that share one commit at most."""
 
-APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
-
 
 class Database:
-    """A bank's file. Made by `open`; every failure of SQLite is a `StoreError` that names the file."""
+    """A bank's file, which nobody else writes to. Made by `open`; every failure of SQLite is a `StoreError` that names the file."""
 
-    def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
+    def __init__(self, path: Path, connection: Connection, closing: ExitStack, thread: ThreadPoolExecutor) -> None:
         self.path, self.connection = path, connection
-        self._lock = asyncio.Lock()
+        self._closing, self._thread = closing, thread
         self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
-        self._committing: asyncio.Task[None] | None = None
-        self._running: set[asyncio.Task[Any]] = set()
+        self._committing: asyncio.Future[list[Any]] | None = None
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Opens the bank at `path`, which is made when it is not there (its directory must be).
+        """Opens the bank at `path`, which is made when it is not there (its directory must be) and upgraded when it is of an older crl.
 
-        Raises `StoreError` when the file is of a newer version, is not a bank, is damaged or cannot be written.
+        Raises `StoreError` when somebody else writes to it, and when the file is of a newer version, is not a bank, is damaged or
+        cannot be written.
         """
-        opening = asyncio.create_task(_connect(path))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
+        opening = asyncio.get_running_loop().run_in_executor(thread, _open, path)
         try:
-            with _errors(path):
-                return cls(path, await _to_its_end(opening))
-        except asyncio.CancelledError:
-            if not opening.cancelled() and not opening.exception():
-                await opening.result().close()
+            return cls(path, *await _to_its_end(opening), thread)
+        except BaseException:
+            if not opening.exception():  # it is the caller that was cancelled
+                opening.result()[1].close()
+            thread.shutdown(wait=False)
             raise
 
     async def transaction(self, work: Work[T]) -> T:
@@ -59,87 +61,110 @@ class Database:
         Works that wait at the same time share one commit, since making it durable takes longer than they do; each can fail alone.
         A caller that is cancelled does not interrupt its work.
         """
-        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
         self._waiting.append((work, done))
-        if self._committing is None:
-            self._committing = asyncio.create_task(self._commit_all())
+        if len(self._waiting) == 1:
+            loop.call_soon(self._commit_waiting)
         return await asyncio.shield(done)
 
-    async def _commit_all(self) -> None:
-        while self._waiting:
-            group = [self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))]
-            outcomes: Sequence[Any]
-            try:
-                outcomes = await self._commit([work for work, _ in group])
-            except BaseException as error:  # nothing of the group happened: each of its callers is told why
-                outcomes = [error] * len(group)
-            for (_, done), outcome in zip(group, outcomes, strict=True):
-                if isinstance(outcome, BaseException):
-                    done.set_exception(outcome)
-                    done.exception()  # it counts as seen when its caller was cancelled meanwhile
-                else:
-                    done.set_result(outcome)
-        self._committing = None
+    async def transaction_after_copy(self, work: Work[T], target: Work[Path | None]) -> T:
+        """A transaction before which all that is committed is copied to the file that `target` returns (None: no copy), whole or not at
+        all, over what may be there. Nothing comes between the two."""
 
-    async def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
-        """One transaction; what each work returned or raised."""
-        async with self._lock:
+        def both() -> T:
             with _errors(self.path):
-                try:
-                    await self.connection.execute("BEGIN IMMEDIATE")
-                    outcomes = [await self._attempt(work) for work in works]
-                    await self.connection.execute("COMMIT")
-                except BaseException:
-                    await self.connection.rollback()  # nothing where none is open; after a BEGIN that a cancellation left under way
-                    raise
-        return outcomes
+                if copy := target(self.connection):
+                    _back_up(self.connection, draft := copy.with_name(f"{copy.name}.part"))
+                    draft.replace(copy)
+            (outcome,) = self._commit([work])
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
-    async def _attempt(self, work: Work[Any]) -> Any:
-        await self.connection.execute("SAVEPOINT work")
-        try:
+        return await asyncio.shield(self._on_thread(both))
+
+    async def read(self, work: Work[T]) -> T:
+        """What `work` reads: one state of the bank, outside of any transaction."""
+
+        def reading() -> T:
             with _errors(self.path):
-                outcome = await work(self.connection)
-        except Exception as error:
-            if not self.connection.in_transaction:  # SQLite gave up the whole transaction, as on a full disk
-                raise
-            await self.connection.execute("ROLLBACK TO work")
-            outcome = error
-        await self.connection.execute("RELEASE work")
-        return outcome
+                return work(self.connection)
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return await self._on_thread(reading)
 
     async def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[sqlite3.Row]:
         """All rows of one query outside of any transaction."""
-        async with self._lock:
-            with _errors(self.path):
-                return list(await self.connection.execute_fetchall(sql, parameters))
+        return await self.read(lambda db: db.execute(sql, tuple(parameters)).fetchall())
 
     async def backup(self, target: Path) -> None:
         """Copies what is committed to a new file, in one piece. Raises `StoreError`, also when `target` exists."""
         _refuse_existing(target)
-        await self._whole(self._backup(target))
 
-    async def _backup(self, target: Path) -> None:
-        try:
+        def copying() -> None:
             with _errors(target):
-                async with self._lock, aiosqlite.connect(target) as copy:
-                    await self.connection.backup(copy)
-        except BaseException:
-            _remove(target)
-            raise
+                _back_up(self.connection, target)
+
+        await asyncio.shield(self._on_thread(copying))
 
     async def aclose(self) -> None:
-        """Closes the file after the transactions that have begun."""
-        while pending := {*self._running, *([self._committing] if self._committing else [])}:
-            await asyncio.wait(pending)
-        async with self._lock:
+        """Closes the file after the transactions that have begun or wait."""
+        while self._waiting or self._committing:
+            self._commit_waiting()
+            if self._committing:
+                await asyncio.wait({self._committing})
+
+        def close() -> None:
             with _errors(self.path):
-                await self.connection.close()
+                self._closing.close()
+
+        await _to_its_end(self._on_thread(close))
+        self._thread.shutdown(wait=False)
+
+    def _on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _commit_waiting(self) -> None:
+        if self._waiting and not self._committing:
+            group = [self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))]
+            self._committing = self._on_thread(partial(self._commit, [work for work, _ in group]))
+            self._committing.add_done_callback(partial(self._settle, [done for _, done in group]))
+
+    def _settle(self, group: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]) -> None:
+        self._committing = None
+        error = committing.exception()  # then nothing of the group happened: each of its callers is told why
+        for done, outcome in zip(group, [error] * len(group) if error else committing.result(), strict=True):
+            if isinstance(outcome, BaseException):
+                done.set_exception(outcome)
+                done.exception()  # it counts as seen when its caller was cancelled meanwhile
+            else:
+                done.set_result(outcome)
+        self._commit_waiting()
+
+    def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
+        """One transaction; what each work returned or raised."""
+        with _errors(self.path):
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+                outcomes = [self._attempt(work) for work in works]
+                self.connection.execute("COMMIT")
+            except BaseException:
+                self.connection.rollback()  # nothing where none is open
+                raise
+        return outcomes
+
+    def _attempt(self, work: Work[Any]) -> Any:
+        self.connection.execute("SAVEPOINT work")
+        try:
+            with _errors(self.path):
+                outcome = work(self.connection)
+        except Exception as error:
+            if not self.connection.in_transaction:  # SQLite gave up the whole transaction, as on a full disk
+                raise
+            self.connection.execute("ROLLBACK TO work")
+            outcome = error
+        self.connection.execute("RELEASE work")
+        return outcome
 
 
 def check_bank(path: Path, *, guiding: bool) -> None:
@@ -162,21 +187,41 @@ async def copy_database(source: Path, target: Path) -> None:
     """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
     _refuse_existing(target)
     try:
-        with _errors(source):
-            await _to_its_end(asyncio.create_task(_copy(source, target)))
+        with ThreadPoolExecutor(1) as thread:
+            await _to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+    except asyncio.CancelledError:
+        _remove(target)
+        raise
+
+
+def _copy(source: Path, target: Path) -> None:
+    with _errors(source), closing(sqlite3.connect(_read_only(source), uri=True)) as original:
+        _back_up(original, target)
+
+
+def _back_up(original: Connection, target: Path) -> None:
+    """Over what may be there: what was left of a copy that was killed."""
+    _remove(target)
+    try:
+        with closing(sqlite3.connect(target)) as copy:
+            original.backup(copy)
     except BaseException:
         _remove(target)
         raise
 
 
-async def _copy(source: Path, target: Path) -> None:
-    async with aiosqlite.connect(_read_only(source), uri=True) as original, aiosqlite.connect(target) as copy:
-        await original.backup(copy)
+def _open(path: Path) -> tuple[Connection, ExitStack]:
+    """The connection, and what closes it."""
+    with _errors(path), ExitStack() as stack:
+        stack.callback(WriterClaim(path).release)
+        connection = stack.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
+        prepare(connection, path)
+        return connection, stack.pop_all()
 
 
-async def _to_its_end(work: asyncio.Task[T]) -> T:
-    """What `work` returns. A caller that is cancelled waits for it: a connection that is being made cannot be given up half-way,
-    since its thread would call into an event loop that may be closed by then."""
+async def _to_its_end(work: asyncio.Future[T]) -> T:
+    """What `work` returns. A caller that is cancelled waits for it, and is cancelled then: what its thread holds is in nobody's hands
+    before."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -197,53 +242,6 @@ def _refuse_existing(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-
-
-async def _connect(path: Path) -> aiosqlite.Connection:
-    connection = await aiosqlite.connect(path, isolation_level=None)
-    try:
-        await _prepare(connection, path)
-    except BaseException:
-        await connection.close()
-        raise
-    return connection
-
-
-async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
-    connection.row_factory = sqlite3.Row
-    await connection.execute("PRAGMA busy_timeout = 5000")
-    version = await _pragma(connection, "user_version")
-    if version > SCHEMA_VERSION:
-        raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")
-    tables = list(await connection.execute_fetchall("SELECT name FROM sqlite_master"))
-    if tables and await _pragma(connection, "application_id") != APPLICATION_ID:
-        raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
-    if await _pragma(connection, "journal_mode = WAL") != "wal":
-        raise StoreError(f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk.")
-    await connection.execute("PRAGMA synchronous = FULL")
-    # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
-    await connection.execute("BEGIN IMMEDIATE")
-    if not tables:
-        for statement in _statements(SCHEMA.read_text("utf-8")):
-            await connection.execute(statement)
-        await connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    await connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    await connection.execute("COMMIT")
-
-
-async def _pragma(connection: aiosqlite.Connection, pragma: str) -> Any:
-    (row,) = await connection.execute_fetchall(f"PRAGMA {pragma}")
-    return row[0]
-
-
-def _statements(script: str) -> Iterable[str]:
-    """The statements of a script one by one (`executescript` would commit what has begun)."""
-    statement = ""
-    for line in script.splitlines():
-        statement += line.split("--")[0] + "\n"
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
 
 
 class _errors:

@@ -47,7 +47,8 @@ class Distiller:
         self._settings, self._seed = settings, seed
 
     async def distil(self, request: DistilRequest) -> Distilled:
-        """Raises `RolloutError` when the engine cannot serve this request, `EngineError` when it is gone."""
+        """Raises `RolloutError` when the request cannot be distilled, `TransientError` when it may be another time, `EngineError` when
+        the engine is gone."""
         text = self._renderer.text(self._prompt(request))
         prompt = self._renderer.encode(text)
         sampling = Sampling(self._settings.max_tokens, self._renderer.stop_ids, self._settings.temperature)

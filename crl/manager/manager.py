@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from crl.errors import RolloutError
+from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.bank import Bank, Scope
 from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database
 from crl.manager.distil import Distiller, DistilSettings, PromptWriter
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, Stamp
+from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, RolledBack, Stamp
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
@@ -35,15 +35,20 @@ SEARCH_TIMES = 4096
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
     """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
-    overflow: what `submit` does at that bound. concurrency: distillations at the same time. keep_steps: actor steps for which
-    a superseded experience may still earn credit after it was last returned; at least the staleness of an episode. cap: active
-    entries of one goal, None = any number; the oldest goes, or with `retrieval.choice = "credit"` the one of the lowest credit.
+    overflow: what `submit` does at that bound. concurrency: distillations at the same time. lease: seconds that an attempt at one may
+    take; attempts: until it is dead, with a pause of `backoff` seconds after the first one that failed and twice as long after each
+    further one. keep_steps: actor steps for which a superseded experience may still earn credit after it was last returned; at
+    least the staleness of an episode. cap: active entries of one goal, None = any number; the oldest goes, or with
+    `retrieval.choice = "credit"` the one of the lowest credit.
     """
 
     scope: Scope = "task"
     queue_size: int | None = None
     overflow: Literal["wait", "refuse"] = "wait"
     concurrency: int = 32
+    lease: float = 600.0
+    attempts: int = 5
+    backoff: float = 1.0
     keep_steps: int = 8
     cap: int | None = None
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
@@ -51,8 +56,8 @@ class ManagerSettings:
     credit: CreditSettings = field(default_factory=CreditSettings)
 
     def __post_init__(self) -> None:
-        counts = [count for count in (self.concurrency, self.queue_size, self.cap) if count is not None]
-        if min(counts) < 1 or self.keep_steps < 0:
+        counts = [count for count in (self.concurrency, self.attempts, self.queue_size, self.cap) if count is not None]
+        if min(counts) < 1 or self.keep_steps < 0 or self.lease <= 0 or self.backoff < 0:
             raise ValueError(f"bad manager settings: {self}")
 
 
@@ -64,15 +69,16 @@ class ExperienceManager:
     """
 
     def __init__(
-        self, store: Store, bank: Bank, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings,
+        self, store: Store, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings, seed: int,
         on_distilled: Callable[[Distilled], None] | None,
     ) -> None:  # fmt: skip
-        self._store, self._bank, self._distiller = store, bank, distiller
-        self._engine, self._embedder, self._settings, self._on_distilled = engine, embedder, settings, on_distilled
+        self._store, self._distiller, self._engine, self._embedder = store, distiller, engine, embedder
+        self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
+        self._bank = self._empty_bank()
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
         self._places = asyncio.Semaphore(settings.concurrency)
-        self._refused = 0
+        self._refused = self._retried = 0
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._settled = 0  # requests that this manager has applied or buried
@@ -94,16 +100,19 @@ class ExperienceManager:
         """
         store = await Store.open(path)
         try:
-            bank = Bank(embedder.dim, settings.scope, settings.retrieval, seed)
             distiller = Distiller(engine, embedder, renderer, prompt, settings.distil, seed)
-            manager = cls(store, bank, distiller, engine, embedder, settings, on_distilled)
+            manager = cls(store, distiller, engine, embedder, settings, seed, on_distilled)
             await manager._load()
         except BaseException:
             await store.aclose()
             raise
         return manager
 
+    def _empty_bank(self) -> Bank:
+        return Bank(self._embedder.dim, self._settings.scope, self._settings.retrieval, self._seed)
+
     async def _load(self) -> None:
+        """Fills the empty bank from the store."""
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
         if await self._store.embedder() != self._distiller.keys_name:
@@ -180,7 +189,7 @@ class ExperienceManager:
     async def run(self) -> None:
         """Distils requests as they come, until it is cancelled; lives in the caller's task group, once.
 
-        What ends a distillation other than a `RolloutError` (a dead engine) ends it. What it had in work is then pending again.
+        An engine that is gone ends it, and whatever else but a `RolloutError` ends a distillation. What it had in work is pending again.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -246,17 +255,34 @@ class ExperienceManager:
             self._working -= n
             self._changed.notify_all()
 
-    async def _distil(self, request: DistilRequest) -> Distilled | RolloutError:
+    async def _distil(self, request: DistilRequest) -> Distilled | str:
+        """What became of the request, or the reason why it is dead: no attempt can succeed, or none of so many did."""
+        while True:
+            try:
+                return await self._attempt(request)
+            except RolloutError as error:
+                failed = await self._store.failed(request, str(error))
+                if not isinstance(error, TransientError) or failed >= self._settings.attempts:
+                    return str(error)
+            self._retried += 1
+            await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))
+
+    async def _attempt(self, request: DistilRequest) -> Distilled:
+        """Raises `TransientError` also when it outlives its lease, and when the engine failed and serves again."""
         async with self._places:
             try:
-                return await self._distiller.distil(request)
-            except RolloutError as error:
-                return error
+                async with asyncio.timeout(self._settings.lease):
+                    return await self._distiller.distil(request)
+            except TimeoutError as error:
+                raise TransientError("engine", f"no answer within the lease of {self._settings.lease:g} s") from error
+            except EngineError as error:
+                await self._engine.health()
+                raise TransientError("engine", str(error)) from error
 
-    async def _apply(self, request: DistilRequest, outcome: Distilled | RolloutError) -> None:
+    async def _apply(self, request: DistilRequest, outcome: Distilled | str) -> None:
         async def change() -> None:
-            if isinstance(outcome, RolloutError):
-                await self._store.bury(request, str(outcome), self._stamp())
+            if isinstance(outcome, str):
+                await self._store.bury(request, outcome, self._stamp())
             else:
                 stamp = Stamp(self._step, outcome.generation.extractor)
                 applied = await self._store.apply(outcome, stamp, self._rules)
@@ -325,14 +351,38 @@ class ExperienceManager:
             self._offered.pop(name, None)
             self._offered_by.pop(name, None)
 
+    # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def snapshot(self) -> int:
+        """The log's sequence number that `rollback` takes to bring the bank back to what it is now; for a checkpoint's manifest."""
+        await self._write_counts()
+        return await self._store.snapshot(self._stamp())
+
+    async def rollback(self, seq: int) -> RolledBack:
+        """The bank and its clock are what they were at the snapshot `seq`; what was done since is kept in the archive alone.
+
+        Requests that were open then are pending, those submitted since are unknown, as they were. For the start of a run: raises
+        `RuntimeError` while `run` has requests in work, `StoreError` when there is no such snapshot.
+        """
+        if self._working or self._changes:
+            raise RuntimeError("a bank is not rolled back while requests are in work")
+        await self._write_counts()
+        done = await self._store.rollback(seq)
+        self._step, self._bank = done.step, self._empty_bank()
+        self._offered.clear()
+        self._offered_by.clear()
+        await self._load()
+        self._arrived.set()
+        return done
+
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def stats(self) -> dict[str, int]:
-        """Figures by name: bank/size, bank/size/TASK, queue/STATE and queue/refused, ops/KIND, dropped/REASON, buffer/ready, …"""
+        """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …"""
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
-        return {**sizes, **await self._store.counts(), "queue/refused": self._refused}
+        return {**sizes, **await self._store.counts(), "queue/refused": self._refused, "queue/retried": self._retried}
 
     def latest(self, n: int) -> list[Experience]:
         """At most `n` active entries as they are now: those that guided an episode last, then the last written."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +30,14 @@ class Stamp(NamedTuple):
 
     step: int
     extractor: int
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """As `asdict`, but one record deep and without copies."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+_JSON = json.JSONEncoder(default=_fields, check_circular=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class DistilRequest:
         return f"{self.run}/{self.step}/{self.group}/{self.member}"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return _JSON.encode(self)
 
     @classmethod
     def from_json(cls, text: str) -> DistilRequest:
@@ -179,6 +188,14 @@ class Applied:
 
     changed: tuple[tuple[Entry, Write], ...] = ()
     evicted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """step: completed actor steps at the snapshot; archive: the bank as it was before, None where nothing had happened since."""
+
+    step: int
+    archive: Path | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,31 @@
--- The bank, version 1. `log` is what happened, in order; every other table follows from it.
+-- The bank, version 2. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
 
 CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
-    kind      TEXT NOT NULL,      -- submit, dead | add, update, return, drop, malformed, evict | retrieve, credit, stray, train
+    kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, drop, malformed, evict
+                                  -- | retrieve, credit, stray, train | snapshot
     origin    TEXT NOT NULL,      -- the request, the episode or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON
 );
 
 -- What a request or an episode did, it did once.
-CREATE UNIQUE INDEX log_once ON log (origin, op, kind) WHERE kind NOT IN ('retrieve', 'train');
+CREATE UNIQUE INDEX log_once ON log (origin, op, kind)
+    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'credit', 'stray');
 
 CREATE INDEX log_kind ON log (kind);
 
 CREATE TABLE requests (
-    id      TEXT PRIMARY KEY,     -- run/step/group/member
-    step    INTEGER NOT NULL,
-    team    INTEGER NOT NULL,     -- the group ("group" is SQL's)
-    member  INTEGER NOT NULL,
-    state   TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'dead')),
-    reason  TEXT,                 -- why it is dead
-    payload TEXT                  -- JSON; NULL once done
+    id       TEXT PRIMARY KEY,    -- run/step/group/member
+    step     INTEGER NOT NULL,
+    team     INTEGER NOT NULL,    -- the group ("group" is SQL's)
+    member   INTEGER NOT NULL,
+    state    TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'dead')),
+    reason   TEXT,                -- why it is dead, or why its last attempt failed
+    payload  TEXT,                -- JSON; NULL once done
+    attempts INTEGER NOT NULL DEFAULT 0  -- that failed
 ) WITHOUT ROWID;
 
 CREATE INDEX requests_queue ON requests (state, step, team, member, id);
@@ -41,14 +44,15 @@ CREATE TABLE generations (
 );
 
 CREATE TABLE entries (
-    uid        TEXT PRIMARY KEY,  -- request#op of the add that made it
-    version    INTEGER NOT NULL,
-    text       TEXT NOT NULL,
-    task       TEXT NOT NULL,
-    goal       TEXT NOT NULL,
-    parents    TEXT NOT NULL,     -- JSON list of uid@version
-    status     TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
-    vector     BLOB NOT NULL      -- embedding of its key, little-endian float32
+    written INTEGER PRIMARY KEY,  -- in the order in which current versions were written
+    uid     TEXT NOT NULL UNIQUE, -- request#op of the add that made it
+    version INTEGER NOT NULL,
+    text    TEXT NOT NULL,
+    task    TEXT NOT NULL,
+    goal    TEXT NOT NULL,
+    parents TEXT NOT NULL,        -- JSON list of uid@version
+    status  TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
+    vector  BLOB NOT NULL         -- embedding of its key, little-endian float32
 );
 
 CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';
@@ -77,3 +81,6 @@ CREATE TABLE facts (
     name  TEXT PRIMARY KEY,       -- embedder: what made entries.vector; begun: the log's last seq when a copy began anew
     value TEXT NOT NULL
 ) WITHOUT ROWID;
+
+-- Log rows that one can go back to.
+CREATE TABLE snapshots (seq INTEGER PRIMARY KEY);

@@ -1,30 +1,44 @@
-"""The bank on disk: requests, entries, generations, credit, and the log of operations that all of them follow from.
+"""The bank on disk: requests, entries, generations, credit, and the log of operations that brought them about.
 
-Every change writes its log rows and its tables in one transaction (`Database.transaction`). A log row of one origin (request or
-episode) and op exists once, so what is repeated after a crash is a no-op: no acknowledged episode is lost, none is distilled
-twice, no use is credited twice.
+Every change writes its log rows and its tables in one transaction (`Database.transaction`). A request, and a log row of one origin
+(request or episode) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is lost, none is
+distilled twice, no use is credited twice. `snapshot` marks a state of all of it that `rollback` brings back.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from sqlite3 import Row
-from typing import Any
+from sqlite3 import Connection, Row
 
-import aiosqlite
 import numpy as np
 
+from crl.errors import StoreError
 from crl.manager.credit import Ready
 from crl.manager.database import Database
-from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, Generation, PendingUnit, Stamp, UnitKey, Write
+from crl.manager.records import (
+    Applied,
+    ApplyRules,
+    Distilled,
+    DistilRequest,
+    Entry,
+    Generation,
+    PendingUnit,
+    RolledBack,
+    Stamp,
+    UnitKey,
+    Write,
+)
 from crl.manager.retrieval import surplus
+from crl.manager.snapshots import forget_all, go_back
 from crl.types import Completion, ExperienceUse
 
-Connection = aiosqlite.Connection
-
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
+
+NEW_OPERATIONS = "SELECT kind, COUNT(*) FROM log NOT INDEXED WHERE seq > ? GROUP BY kind"
+"""Without being told so, SQLite would read the index of all kinds."""
 
 
 class Store:
@@ -32,6 +46,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._recount()
 
     @classmethod
     async def open(cls, path: Path) -> Store:
@@ -40,7 +55,7 @@ class Store:
         try:
             await store.release()
         except BaseException:
-            await store.aclose()  # else its thread would keep the process alive
+            await store.aclose()
             raise
         return store
 
@@ -52,62 +67,126 @@ class Store:
         await self._database.backup(path)
 
     async def begin_anew(self) -> None:
-        """Forgets what belongs to the run that wrote the bank: its requests, its clock, and what its extractor could still be trained on.
+        """Forgets what belongs to the run that wrote the bank: its requests, its snapshots, its clock, and what its extractor could still
+        be trained on.
 
         Entries keep their texts, lineage and credit, the log its rows; `counts` begin at 0.
         """
 
-        async def work(db: Connection) -> None:
-            await _run(db, "DELETE FROM requests")
-            await _run(db, "DELETE FROM generations")
-            await _run(db, "INSERT OR REPLACE INTO facts SELECT 'begun', IFNULL(MAX(seq), 0) FROM log")
-            await _run(db, "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
+        def work(db: Connection) -> None:
+            forget_all(db)
+            db.execute("DELETE FROM requests")
+            db.execute("DELETE FROM generations")
+            db.execute("UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
+            _set_fact(db, "begun", str(_last_seq(db)))
+            self._recount()
 
         await self._database.transaction(work)
+
+    # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def snapshot(self, stamp: Stamp) -> int:
+        """The sequence number that `rollback` takes to bring back what the bank holds now."""
+
+        def work(db: Connection) -> int:
+            seq = _log(db, stamp, "snapshot", "", 0, {})
+            assert seq is not None, "snapshots may repeat"
+            db.execute("INSERT INTO snapshots VALUES (?)", (seq,))
+            return seq
+
+        return await self._database.transaction(work)
+
+    async def rollback(self, seq: int) -> RolledBack:
+        """The bank is what it was at the snapshot `seq`; requests that were leased then are pending.
+
+        What has happened since is lost to it, so the whole bank is copied first, to a file beside it. Sequence numbers are not given
+        out again. Raises `StoreError` for a number that is no snapshot of this bank, or no more since it went back behind it.
+        """
+        path = self._database.path
+
+        def archive(db: Connection) -> Path | None:
+            if not db.execute("SELECT 1 FROM snapshots WHERE seq = ?", (seq,)).fetchone():
+                raise StoreError(f"{path}: it has no snapshot {seq} to go back to. Keep the bank as it is, or restore a copy.")
+            (last,) = db.execute("SELECT MAX(seq) FROM log").fetchone()
+            return path.with_name(f"{path.stem}-before-rollback-{last}{path.suffix}") if last != seq else None
+
+        def work(db: Connection) -> RolledBack:
+            done = RolledBack(db.execute("SELECT step FROM log WHERE seq = ?", (seq,)).fetchone()["step"], archive(db))
+            go_back(db, seq)
+            self._recount()
+            return done
+
+        return await self._database.transaction_after_copy(work, archive)
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, request: DistilRequest, stamp: Stamp, bound: int | None = None) -> bool:
         """Acknowledges a request, or finds that it was acknowledged before. False: `bound` requests are open, nothing was stored."""
 
-        async def work(db: Connection) -> bool:
-            if list(await db.execute_fetchall("SELECT 1 FROM requests WHERE id = ?", (request.id,))):
-                return True
-            (row,) = await db.execute_fetchall("SELECT COUNT(*) FROM requests WHERE state IN ('pending', 'leased')")
-            if bound is not None and row[0] >= bound:
-                return False
-            await _log(db, stamp, "submit", request.id, 0, {})
+        def work(db: Connection) -> bool:
+            if bound is not None and _open_requests(db, bound) == bound:
+                return db.execute("SELECT 1 FROM requests WHERE id = ?", (request.id,)).fetchone() is not None
             values = (request.id, request.step, request.group, request.member, request.to_json())
-            await _run(db, "INSERT INTO requests VALUES (?, ?, ?, ?, 'pending', NULL, ?)", values)
+            columns = "id, step, team, member, payload, state"
+            if db.execute(f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') ON CONFLICT DO NOTHING", values).rowcount:
+                _log(db, stamp, "submit", request.id, 0, {})
             return True
 
         return await self._database.transaction(work)
 
     async def release(self) -> None:
         """Leased requests are pending again: whoever leased them is gone."""
-        await self._database.transaction(lambda db: _run(db, "UPDATE requests SET state = 'pending' WHERE state = 'leased'"))
+        await self._database.transaction(lambda db: db.execute("UPDATE requests SET state = 'pending' WHERE state = 'leased'"))
 
     async def lease(self, limit: int | None = None) -> list[DistilRequest]:
-        """Takes pending requests, at most `limit`, in (step, group, member) order."""
+        """Takes pending requests, at most `limit`, in (step, group, member) order. They are the caller's until they are settled or
+        released, or until the bank is opened again: there is one writer, and its leases end with it."""
 
-        async def work(db: Connection) -> list[DistilRequest]:
+        def work(db: Connection) -> list[DistilRequest]:
             sql = "SELECT id, payload FROM requests WHERE state = 'pending' ORDER BY step, team, member, id LIMIT ?"
-            rows = list(await db.execute_fetchall(sql, (-1 if limit is None else limit,)))
-            if rows:
-                await db.executemany("UPDATE requests SET state = 'leased' WHERE id = ?", [(row["id"],) for row in rows])
+            rows = db.execute(sql, (-1 if limit is None else limit,)).fetchall()
+            db.executemany("UPDATE requests SET state = 'leased' WHERE id = ?", [(row["id"],) for row in rows])
             return [DistilRequest.from_json(row["payload"]) for row in rows]
 
         return await self._database.transaction(work)
 
-    async def bury(self, request: DistilRequest, reason: str, stamp: Stamp) -> None:
-        """The request cannot be distilled; it keeps its payload."""
+    async def failed(self, request: DistilRequest, reason: str) -> int:
+        """An attempt at the request came to nothing; the caller keeps it. Returns how many have so far, in earlier processes too."""
 
-        async def work(db: Connection) -> None:
+        def work(db: Connection) -> int:
+            sql = "UPDATE requests SET attempts = attempts + 1, reason = ? WHERE id = ? RETURNING attempts"
+            return db.execute(sql, (reason, request.id)).fetchone()[0]
+
+        return await self._database.transaction(work)
+
+    async def bury(self, request: DistilRequest, reason: str, stamp: Stamp) -> None:
+        """The request cannot be distilled; it keeps its payload, and can be made pending again (`retry_dead`)."""
+
+        def work(db: Connection) -> None:
             sql = "UPDATE requests SET state = 'dead', reason = ? WHERE id = ? AND state IN ('pending', 'leased')"
-            if await _run(db, sql, (reason, request.id)):
-                await _log(db, stamp, "dead", request.id, 0, {"reason": reason})
+            if db.execute(sql, (reason, request.id)).rowcount:
+                _log(db, stamp, "dead", request.id, 0, {"reason": reason})
 
         await self._database.transaction(work)
+
+    async def retry_dead(self, ids: Iterable[str] | None = None) -> list[str]:
+        """Dead requests are pending again, as if they had never been tried; None = all of them. Returns their ids in queue order.
+
+        Raises `StoreError` for an id that is not of a dead request; then nothing has changed.
+        """
+
+        def work(db: Connection) -> list[str]:
+            dead = [row["id"] for row in db.execute("SELECT id FROM requests WHERE state = 'dead' ORDER BY step, team, member, id")]
+            wanted = set(dead if ids is None else ids)
+            if unknown := sorted(wanted.difference(dead)):
+                raise StoreError(f"{self._database.path}: not the ids of dead requests: {', '.join(unknown)}. Nothing was changed.")
+            revived = [name for name in dead if name in wanted]
+            for name in revived:
+                db.execute("UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?", (name,))
+                _log(db, _last_stamp(db), "revive", name, 0, {})
+            return revived
+
+        return await self._database.transaction(work)
 
     async def apply(self, distilled: Distilled, stamp: Stamp, rules: ApplyRules) -> Applied:
         """Writes what a request came to and marks it done, in one transaction; nothing when it is done or dead already.
@@ -115,19 +194,19 @@ class Store:
         An update of a version that is no longer the current one becomes an add with that version as its parent.
         """
 
-        async def work(db: Connection) -> Applied:
+        def work(db: Connection) -> Applied:
             request = distilled.request
-            sql = "UPDATE requests SET state = 'done', payload = NULL WHERE id = ? AND state IN ('pending', 'leased')"
-            if not await _run(db, sql, (request.id,)):
+            sql = "UPDATE requests SET state = 'done', payload = NULL, reason = NULL WHERE id = ? AND state IN ('pending', 'leased')"
+            if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
-            changed = [(await _write(db, request, write, stamp), write) for write in distilled.writes]
-            await _count_the_rest(db, distilled, stamp)
+            changed = [(_write(db, request, write, stamp), write) for write in distilled.writes]
+            _count_the_rest(db, distilled, stamp)
             punished = distilled.malformed and rules.malformed_reward is not None
             if punished:
-                await _punish(db, distilled.generation, rules.malformed_reward, stamp)
+                _punish(db, distilled.generation, rules.malformed_reward, stamp)
             if changed or punished:
-                await _keep_generation(db, distilled.generation)
-            evicted = await _evict(db, request, rules, stamp) if changed and rules.cap is not None else ()
+                _keep_generation(db, distilled.generation)
+            evicted = _evict(db, request, rules, stamp) if changed and rules.cap is not None else ()
             return Applied(tuple(changed), tuple(evicted))
 
         return await self._database.transaction(work)
@@ -136,32 +215,31 @@ class Store:
 
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
-        rows = await self._database.rows(f"{ENTRIES} ORDER BY entries.rowid")
+        rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
         return [(_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
 
-        async def work(db: Connection) -> None:
+        def work(db: Connection) -> None:
             rows = [(_bytes(vector), uid) for uid, vector in vectors.items()]
-            await db.executemany("UPDATE entries SET vector = ? WHERE uid = ?", rows)
-            await _run(db, "INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
+            db.executemany("UPDATE entries SET vector = ? WHERE uid = ?", rows)
+            _set_fact(db, "embedder", embedder)
 
         await self._database.transaction(work)
 
     async def embedder(self) -> str | None:
         """What made the stored vectors; None in a new bank."""
-        rows = await self._database.rows("SELECT value FROM facts WHERE name = 'embedder'")
-        return rows[0]["value"] if rows else None
+        return await self._database.read(lambda db: _fact(db, "embedder"))
 
     async def retrieved(self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp) -> None:
         """Sets retrieval counts and the step of the last return, by unit."""
 
-        async def work(db: Connection) -> None:
+        def work(db: Connection) -> None:
             for unit, (count, step) in counts.items():
                 sql = "UPDATE units SET retrieved = ?, last_returned_step = ? WHERE uid = ? AND version = ?"
-                await _run(db, sql, (count, step, *unit))
-                await _log(db, stamp, "retrieve", unit.uid, unit.version, {"retrieved": count, "last_returned_step": step})
+                db.execute(sql, (count, step, *unit))
+                _log(db, stamp, "retrieve", unit.uid, unit.version, {"retrieved": count, "last_returned_step": step})
 
         await self._database.transaction(work)
 
@@ -173,9 +251,9 @@ class Store:
         A use of what the bank does not know is logged as stray. What no generation is kept for counts for the entry alone.
         """
 
-        async def work(db: Connection) -> list[UnitKey]:
+        def work(db: Connection) -> list[UnitKey]:
             units = [UnitKey(use.uid, use.version) for use in uses]
-            return [unit for op, unit in enumerate(units) if await _credit(db, stamp, episode, op, unit, reward)]
+            return [unit for op, unit in enumerate(units) if _credit(db, stamp, episode, op, unit, reward)]
 
         return await self._database.transaction(work)
 
@@ -195,11 +273,9 @@ class Store:
         ]  # fmt: skip
 
     async def generations(self, ids: Iterable[str]) -> dict[str, Generation]:
-        found = {}
-        for name in dict.fromkeys(ids):
-            for row in await self._database.rows("SELECT * FROM generations WHERE id = ?", (name,)):
-                found[name] = _generation(row)
-        return found
+        """Those that are kept, by id."""
+        sql = "SELECT * FROM generations WHERE id IN (SELECT value FROM json_each(?))"
+        return {row["id"]: _generation(row) for row in await self._database.rows(sql, (json.dumps(list(ids)),))}
 
     async def mark_trained(self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp) -> None:
         """Takes the rewards that were trained on out of the pending ones and moves the counters of the generations.
@@ -207,18 +283,18 @@ class Store:
         What came in since the batch was taken stays pending, and its unit is ready anew.
         """
 
-        async def work(db: Connection) -> None:
+        def work(db: Connection) -> None:
             for name in dict.fromkeys(generations):
-                await _log(db, stamp, "train", name, 0, {})
-                await _run(db, "UPDATE generations SET c_train = c_train + 1, t_last = ? WHERE id = ?", (step, name))
+                _log(db, stamp, "train", name, 0, {})
+                db.execute("UPDATE generations SET c_train = c_train + 1, t_last = ? WHERE id = ?", (step, name))
             for pending in trained:
                 data = {"count": pending.count, "total": pending.total}
-                seq = await _log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
+                seq = _log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
                 sql = """
                     UPDATE units SET pending_count = pending_count - :count, pending_sum = pending_sum - :total,
                         ready = CASE WHEN pending_count > :count THEN :seq END WHERE uid = :uid AND version = :version
                 """
-                await _run(db, sql, {**data, "seq": seq, "uid": pending.unit.uid, "version": pending.unit.version})
+                db.execute(sql, {**data, "seq": seq, "uid": pending.unit.uid, "version": pending.unit.version})
 
         await self._database.transaction(work)
 
@@ -234,7 +310,7 @@ class Store:
                 WHERE generation = generations.id
                     AND (pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
         """
-        return await self._database.transaction(lambda db: _run(db, sql, (before,)))
+        return await self._database.transaction(lambda db: db.execute(sql, (before,)).rowcount)
 
     # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -243,40 +319,74 @@ class Store:
 
         Operations count since the bank was made, or begun anew.
         """
-        since = "seq > IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
-        queries = {
-            "queue/": "SELECT state, COUNT(*) FROM requests GROUP BY state",
-            "ops/": f"SELECT kind, COUNT(*) FROM log WHERE {since} GROUP BY kind",
-            "dropped/": f"SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND {since} GROUP BY 1",
-            "": """SELECT 'buffer/ready', COUNT(*) FROM units WHERE ready IS NOT NULL
-                   UNION ALL SELECT 'generations', COUNT(*) FROM generations
-                   UNION ALL SELECT 'log/seq', IFNULL(MAX(seq), 0) FROM log""",
-        }
-        found = {f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")}
-        found |= {f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop")}
-        for prefix, sql in queries.items():
-            found.update({prefix + name: number for name, number in await self._database.rows(sql)})
-        return found
+        return await self._database.read(self._counts)
+
+    def _recount(self) -> None:
+        """The next counts begin with the log's first row that counts."""
+        self._tally: Counter[str] = Counter()
+        self._tallied: int | None = None  # the last row in it
+
+    def _counts(self, db: Connection) -> dict[str, int]:
+        self._tally_log(db)
+        found: Counter[str] = Counter({f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")})
+        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop")})
+        found.update(self._tally)
+        sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
+        undone = {f"queue/{state}": number for state, number in db.execute(sql)}
+        found.update(undone)
+        found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
+        (found["buffer/ready"],) = db.execute("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL").fetchone()
+        (found["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
+        return {**found, "log/seq": _last_seq(db)}
+
+    def _tally_log(self, db: Connection) -> None:
+        """The log only grows: what was counted once need not be read again."""
+        since = self._tallied if self._tallied is not None else int(_fact(db, "begun") or 0)
+        for kind, number in db.execute(NEW_OPERATIONS, (since,)):
+            self._tally[f"ops/{kind}"] += number
+        sql = "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > ? GROUP BY 1"
+        for reason, number in db.execute(sql, (since,)):
+            self._tally[f"dropped/{reason}"] += number
+        self._tallied = _last_seq(db)
 
 
 # ── the statements of one transaction ───────────────────────────────────────────────────────────────────────────────
 
 
-async def _run(db: Connection, sql: str, parameters: Any = ()) -> int:
-    """How many rows the statement changed."""
-    return (await db.execute(sql, parameters)).rowcount
-
-
-async def _log(db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, Any]) -> int | None:
+def _log(db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, object]) -> int | None:
     """The new row's sequence number; None when that origin did it before."""
     sql = "INSERT OR IGNORE INTO log (step, extractor, kind, origin, op, data) VALUES (?, ?, ?, ?, ?, ?)"
-    cursor = await db.execute(sql, (*stamp, kind, origin, op, json.dumps(data, ensure_ascii=False)))
+    cursor = db.execute(sql, (*stamp, kind, origin, op, json.dumps(data, ensure_ascii=False)))
     return cursor.lastrowid if cursor.rowcount else None
 
 
-async def _write(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
+def _last_seq(db: Connection) -> int:
+    return db.execute("SELECT IFNULL(MAX(seq), 0) FROM log").fetchone()[0]
+
+
+def _fact(db: Connection, name: str) -> str | None:
+    row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    return row["value"] if row else None
+
+
+def _set_fact(db: Connection, name: str, value: str) -> None:
+    db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", (name, value))
+
+
+def _last_stamp(db: Connection) -> Stamp:
+    """For changes to requests that no run makes."""
+    return Stamp(*db.execute("SELECT step, extractor FROM log ORDER BY seq DESC LIMIT 1").fetchone())
+
+
+def _open_requests(db: Connection, most: int) -> int:
+    """Requests that wait or are in work; `most` stands for any greater number."""
+    sql = "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
+    return db.execute(sql, (most,)).fetchone()[0]
+
+
+def _write(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
     """Applies one add or update; the entry as it is then."""
-    if write.target and await _is_current(db, write.target):
+    if write.target and _is_current(db, write.target):
         kind, unit = "update", UnitKey(write.target.uid, write.target.version + 1)
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
@@ -284,47 +394,48 @@ async def _write(db: Connection, request: DistilRequest, write: Write, stamp: St
     entry = Entry(unit.uid, unit.version, write.text, request.task.name, request.task.goal, request.id, write.span, parents)
     data = {"uid": unit.uid, "version": unit.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
             "span": entry.span, "parents": parents}  # fmt: skip
-    await _log(db, stamp, kind, request.id, write.op, data)
+    _log(db, stamp, kind, request.id, write.op, data)
     row = (*unit, entry.text, entry.task, entry.goal, json.dumps(parents), entry.status, _bytes(write.vector))
-    await _run(db, "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    db.execute("DELETE FROM entries WHERE uid = ?", (unit.uid,))
+    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
     sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
-    await _run(db, sql, (*unit, entry.generation, *entry.span))
+    db.execute(sql, (*unit, entry.generation, *entry.span))
     return entry
 
 
-async def _is_current(db: Connection, unit: UnitKey) -> bool:
+def _is_current(db: Connection, unit: UnitKey) -> bool:
     sql = "SELECT 1 FROM entries WHERE uid = ? AND version = ? AND status = 'active'"
-    return bool(list(await db.execute_fetchall(sql, unit)))
+    return db.execute(sql, unit).fetchone() is not None
 
 
-async def _count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
+def _count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
     """Logs what changed nothing: `return` and the refused ops, by reason."""
     if distilled.returned:
-        await _log(db, stamp, "return", distilled.request.id, 0, {"count": distilled.returned})
+        _log(db, stamp, "return", distilled.request.id, 0, {"count": distilled.returned})
     for op, (reason, count) in enumerate(sorted(distilled.dropped.items())):
-        await _log(db, stamp, "drop", distilled.request.id, op, {"reason": reason, "count": count})
+        _log(db, stamp, "drop", distilled.request.id, op, {"reason": reason, "count": count})
 
 
-async def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
+def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
     """A generation without any op is a unit of its own, version 0, and ready at once."""
-    seq = await _log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
+    seq = _log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
     unit = (generation.id, 0, generation.id, 0, len(generation.completion.ids), 1, reward, seq)
     columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
-    await _run(db, f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
+    db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
 
 
-async def _evict(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
+def _evict(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
     """Makes room among the entries of the request's goal; an evicted entry stays in the history."""
-    sql = f"{ENTRIES} AND task = ? AND goal = ? ORDER BY entries.rowid"
-    rows = await db.execute_fetchall(sql, (request.task.name, request.task.goal))
+    sql = f"{ENTRIES} AND task = ? AND goal = ? ORDER BY written"
+    rows = db.execute(sql, (request.task.name, request.task.goal)).fetchall()
     gone = surplus([_entry(row) for row in rows], rules.cap or 0, rules.choice)
     for entry in gone:
-        await _log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
-        await _run(db, "UPDATE entries SET status = 'evicted' WHERE uid = ?", (entry.uid,))
+        _log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
+        db.execute("UPDATE entries SET status = 'evicted' WHERE uid = ?", (entry.uid,))
     return [entry.uid for entry in gone]
 
 
-async def _keep_generation(db: Connection, generation: Generation) -> None:
+def _keep_generation(db: Connection, generation: Generation) -> None:
     completion = generation.completion
     columns = (
         np.asarray(generation.prompt, "<i4").tobytes(),
@@ -333,21 +444,21 @@ async def _keep_generation(db: Connection, generation: Generation) -> None:
         np.asarray(completion.versions, "<i4").tobytes(),
     )
     sql = "INSERT INTO generations (id, extractor, prompt, sampled, logprobs, versions, finish, head) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-    await _run(db, sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head))
+    db.execute(sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head))
 
 
-async def _credit(db: Connection, stamp: Stamp, episode: str, op: int, unit: UnitKey, reward: float) -> bool:
+def _credit(db: Connection, stamp: Stamp, episode: str, op: int, unit: UnitKey, reward: float) -> bool:
     data = {"uid": unit.uid, "version": unit.version, "reward": reward}
-    known = list(await db.execute_fetchall("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit))
-    seq = await _log(db, stamp, "credit" if known else "stray", episode, op, data)
+    known = db.execute("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit).fetchone()
+    seq = _log(db, stamp, "credit" if known else "stray", episode, op, data)
     if seq is None or not known:
         return False
-    await _run(db, "UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (reward, *unit))
+    db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (reward, *unit))
     sql = """
         UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)
     """
-    await _run(db, sql, (reward, seq, *unit))
+    db.execute(sql, (reward, seq, *unit))
     return True
 
 

@@ -180,8 +180,8 @@ class ExperienceSide:
         return {"extractor": self.trainer.learner} if self.trainer else {}
 
     async def state(self) -> State:
-        """For a checkpoint: how far the bank's log has come, and the extractor's learner."""
-        state: State = {"bank": (await self.manager.stats())["log/seq"], "mark": self._run}
+        """For a checkpoint: the snapshot of the bank that belongs to it, and the extractor's learner."""
+        state: State = {"bank": await self.manager.snapshot(), "mark": self._run}
         if trainer := self.trainer:
             state["extractor"] = {"learner": trainer.learner.state(), "updates": trainer.updates, "skipped_updates": trainer.skipped}
         return state

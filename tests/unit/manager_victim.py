@@ -1,7 +1,11 @@
-"""Lives of one manager that end by SIGKILL: `python manager_victim.py DIR` kills a life before each of its SQL statements.
+"""Lives of one manager that end by SIGKILL. What the last one leaves is compared with what a life leaves that was never killed.
 
-Every killed life is followed by one that runs to its end; its bank is compared with that of a life that was never killed.
-Prints as JSON how many lives were killed and what differed. Each life is a fork of this process, which opens no bank itself.
+    python manager_victim.py DIR statements STRIDE     killed before every STRIDE-th of its SQL statements, from the start and in a
+                                                       life that goes back to the snapshot of an earlier one
+    python manager_victim.py DIR storm KILLS SEED      killed at random instants, up to three times in a row
+
+Prints as JSON how many lives were killed, in how many banks, and what differed. Each life is a fork of this process, which opens no
+bank itself.
 """
 
 from __future__ import annotations
@@ -9,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import sqlite3
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from extractors import ScriptedEngine, WordEmbedder, add, hit, request, update, write_prompt
+from extractors import ScriptedEngine, WordEmbedder, add, hit, request, search, update, write_prompt
 
-from crl.errors import RolloutError
-from crl.manager import CreditSettings, ExperienceManager, ManagerSettings
+from crl.errors import RolloutError, TransientError
+from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
 from crl.types import Completion, Sampling, Segment
 
 ANSWERS = {
@@ -47,61 +53,101 @@ class Characters:
 
 
 class Extractor(ScriptedEngine):
-    """Its answer is a function of the request; one request it cannot serve."""
+    """Its answer is a function of the request. One it cannot serve, one it never serves, and one it serves the second time."""
 
     def __init__(self) -> None:
         super().__init__(Characters(), lambda prompt: ANSWERS[prompt.split()[-1]])  # pyright: ignore[reportArgumentType]
+        self.refused = False
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
-        if Characters().decode(ids).endswith("broken"):
+        note = Characters().decode(ids).split()[-1]
+        if note == "broken":
             raise RolloutError("engine", "the prompt is too long")
+        if note == "hopeless" or (note == "late" and not self.refused):
+            self.refused = self.refused or note == "late"
+            raise TransientError("engine", "busy")
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
+SETTINGS = ManagerSettings(
+    cap=3, attempts=6, backoff=0.0, credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
+    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
+)  # fmt: skip
+
+
 async def life(path: Path) -> None:
-    """Every kind of change once. It may be lived again on what an earlier life left."""
-    settings = ManagerSettings(cap=3, credit=CreditSettings(cooldown=0, malformed_reward=-1.0))
+    """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does."""
     renderer: Any = Characters()
-    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, write_prompt, settings, seed=0)
-    guided = hit("run/0/0/0#0")
-    await manager.submit(request(member=0, note="two"))
-    await manager.submit(request(member=1, note="better", shown=(guided,)))
-    await manager.submit(request(member=2, note="late", shown=(guided,)))
-    await manager.submit(request(member=3, note="none"))
-    await manager.submit(request(member=4, note="broken"))
+    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, write_prompt, SETTINGS, seed=0)
+    manifest = path.with_name("manifest")
+    if manifest.exists():
+        await manager.rollback(int(manifest.read_text()))
+    else:
+        await until_the_checkpoint(manager)
+        draft = path.with_name("draft")
+        draft.write_text(str(await manager.snapshot()))
+        draft.rename(manifest)
+    await after_it(manager)
+    await manager.aclose()
+
+
+GUIDED = hit("run/0/0/0#0")
+
+
+async def until_the_checkpoint(manager: ExperienceManager) -> None:
+    await asyncio.gather(
+        manager.submit(request(member=0, note="two")),
+        manager.submit(request(member=1, note="better", shown=(GUIDED,))),
+        manager.submit(request(member=2, note="broken")),
+    )
     await manager.drain()
-    for member, success in ((1, True), (2, False)):
-        await manager.credit([guided.use], success, episode=f"run/0/0/{member}")
+    await manager.credit([GUIDED.use], True, episode="run/0/0/1")
+    await manager.submit(request(member=3, note="none"))  # open at the checkpoint
+
+
+async def after_it(manager: ExperienceManager) -> None:
+    manager.advance(1)
+    await manager.search([search()])
+    await manager.flush()
+    for member, note in enumerate(["late", "hopeless", "two"]):
+        await manager.submit(request(1, member=member, note=note, shown=(GUIDED,)))
+    await manager.drain()
+    await manager.credit([GUIDED.use], False, episode="run/1/0/0")
     while samples := await manager.take_batch(1, 3):
         await manager.mark_trained([sample.id for sample in samples], 3)
-    await manager.aclose()
+    manager.advance(99)
+    await manager.flush()
 
 
 def left_behind(path: Path) -> dict[str, list[Any]]:
     """The bank's content, without what only says when."""
     queries = {
         "entries": "SELECT uid, version, text, task, goal, parents, status, hex(vector) FROM entries",
-        "units": "SELECT uid, version, generation, start, stop, credited, credit, pending_count, pending_sum, ready IS NULL FROM units",
+        "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step, credited, credit, pending_count,
+                    pending_sum, ready IS NULL FROM units""",
         "generations": "SELECT id, hex(sampled), head, c_train, t_last FROM generations",
         "requests": "SELECT id, state, reason, payload FROM requests",
-        "log": "SELECT step, extractor, kind, origin, op, data FROM log",
+        "log": "SELECT extractor, kind, origin, op, data FROM log WHERE kind != 'snapshot'",
     }
     with sqlite3.connect(path) as db:
         return {name: sorted(map(repr, db.execute(sql))) for name, sql in queries.items()}
 
 
-def live(path: Path, kill_before: int | None) -> bool:
-    """One life in a process of its own; True when it came to its end."""
+def live(path: Path, *, before: int | None = None, after: float | None = None) -> bool:
+    """One life in a process of its own, killed before a statement or after so many seconds; True when it came to its end."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            if kill_before is not None:
-                arm(kill_before)
+            if before is not None:
+                arm(before)
             asyncio.run(life(path))
             code = 0
         finally:
             os._exit(code)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
@@ -115,7 +161,7 @@ def arm(kill_before: int) -> None:
     connect, seen = sqlite3.connect, [0]
 
     def trace(statement: str) -> None:
-        seen[0] += 1
+        seen[0] += not statement.startswith("--")  # a trigger's
         if seen[0] == kill_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -127,23 +173,68 @@ def arm(kill_before: int) -> None:
     sqlite3.connect = connect_traced
 
 
-def main(folder: Path) -> None:
-    def fresh(name: str) -> Path:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir()
-        return folder / name / "bank.sqlite"
+class Watch:
+    """Counts kills and compares what is left."""
 
-    whole = fresh("whole")
-    live(whole, None)
-    expected = left_behind(whole)
-    killed, different = 0, []
-    while not live(path := fresh("killed"), killed + 1):
-        killed += 1
-        live(path, None)
-        if left_behind(path) != expected:
-            different.append(killed)
-    print(json.dumps({"killed": killed, "different": different, "left": expected}))
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.killed = self.banks = 0
+        self.different: list[Any] = []
+        begin = time.monotonic()
+        live(path := self.fresh("whole"))
+        self.seconds = time.monotonic() - begin
+        self.expected = left_behind(path)
+
+    def fresh(self, name: str = "killed", start: Path | None = None) -> Path:
+        """The path of a new bank, or of one in a copy of the folder `start`."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        if start:
+            shutil.copytree(start, self._folder / name)
+        else:
+            (self._folder / name).mkdir()
+        return self._folder / name / "bank.sqlite"
+
+    def kill(self, path: Path, **when: Any) -> bool:
+        killed = not live(path, **when)
+        self.killed += killed
+        return killed
+
+    def finish(self, path: Path, name: Any) -> None:
+        """The last life of a bank runs to its end."""
+        live(path)
+        self.banks += 1
+        if left_behind(path) != self.expected:
+            self.different.append(name)
+
+
+def statements(watch: Watch, stride: int) -> None:
+    def kill_before_each(fresh: Callable[[], Path], name: str) -> int:
+        before = 1
+        while watch.kill(path := fresh(), before=before):
+            watch.finish(path, (name, before))
+            before += stride
+        return before - stride
+
+    last = kill_before_each(watch.fresh, "at first")
+    watch.kill(late := watch.fresh("late"), before=last - 5)
+    kill_before_each(lambda: watch.fresh(start=late.parent), "going back")
+
+
+def storm(watch: Watch, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    while watch.killed < kills:
+        path = watch.fresh()
+        delays = [rng.uniform(0, watch.seconds) for _ in range(rng.randint(1, 3))]
+        for delay in delays:
+            watch.kill(path, after=delay)
+        watch.finish(path, delays)
+
+
+def main(folder: str, how: str, *numbers: str) -> None:
+    watch = Watch(Path(folder))
+    {"statements": statements, "storm": storm}[how](watch, *map(int, numbers))
+    print(json.dumps({"killed": watch.killed, "banks": watch.banks, "different": watch.different, "left": watch.expected}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -227,5 +227,5 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
 
 async def bank_of_one_entry(path: Path) -> None:
     database = await Database.open(path)
-    await database.connection.execute("INSERT INTO entries VALUES ('e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')")
+    database.connection.execute("INSERT INTO entries VALUES (1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')")
     await database.aclose()

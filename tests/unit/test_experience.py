@@ -350,6 +350,10 @@ class Dying(ScriptedEngine):
         super().__init__(renderer(), says)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+        await self.health()
+        raise AssertionError
+
+    async def health(self) -> None:
         raise EngineError("the engine is gone")
 
 

@@ -7,24 +7,23 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import aiosqlite
 import pytest
 
 from crl.errors import StoreError
 from crl.manager.database import GROUP, Database, copy_database
 
-Work = Callable[[aiosqlite.Connection], Awaitable[Any]]
+Work = Callable[[sqlite3.Connection], Any]
 
 
 def fact(name: str, order: list[str] | None = None) -> Work:
-    async def work(db: aiosqlite.Connection) -> str:
+    def work(db: sqlite3.Connection) -> str:
         if order is not None:
             order.append(name)
-        await db.execute("INSERT INTO facts VALUES (?, 'x')", (name,))
+        db.execute("INSERT INTO facts VALUES (?, 'x')", (name,))
         return name
 
     return work
@@ -33,8 +32,8 @@ def fact(name: str, order: list[str] | None = None) -> Work:
 def bad(name: str, error: Exception) -> Work:
     """Writes, and fails."""
 
-    async def work(db: aiosqlite.Connection) -> None:
-        await fact(name)(db)
+    def work(db: sqlite3.Connection) -> None:
+        fact(name)(db)
         raise error
 
     return work
@@ -46,21 +45,22 @@ def names(path: Path) -> list[str]:
 
 
 class Statements:
-    """Counts a connection's statements by their first word, and can let some of them fail."""
+    """A connection that counts its statements by their first word, and can let some of them fail."""
 
-    def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, database: Database) -> None:
         self.counts: dict[str, int] = {}
         self.failing: dict[str, Exception] = {}
-        execute = database.connection.execute
+        self._connection, database.connection = database.connection, cast(sqlite3.Connection, self)
 
-        async def counted(sql: str, *args: Any) -> Any:
-            word = sql.split()[0]
-            self.counts[word] = self.counts.get(word, 0) + 1
-            if error := self.failing.get(word):
-                raise error
-            return await execute(sql, *args)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
-        monkeypatch.setattr(database.connection, "execute", counted)
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        word = sql.split()[0]
+        self.counts[word] = self.counts.get(word, 0) + 1
+        if error := self.failing.get(word):
+            raise error
+        return self._connection.execute(sql, *args)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ async def gathered(database: Database, *works: Work) -> list[Any]:
         return await asyncio.gather(*(database.transaction(work) for work in works), return_exceptions=True)
 
 
-async def test_works_that_wait_together_share_a_commit_and_keep_their_order(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements, order = Statements(database, monkeypatch), []
+async def test_works_that_wait_together_share_a_commit_and_keep_their_order(database: Database) -> None:
+    statements, order = Statements(database), []
     wanted = [f"{i:03d}" for i in range(GROUP + 10)]
     assert await gathered(database, *(fact(name, order) for name in wanted)) == wanted, "each caller gets what its own work returned"
     assert order == wanted
@@ -84,16 +84,16 @@ async def test_works_that_wait_together_share_a_commit_and_keep_their_order(data
     assert names(database.path) == wanted
 
 
-async def test_a_work_alone_is_a_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements = Statements(database, monkeypatch)
+async def test_a_work_alone_is_a_commit(database: Database) -> None:
+    statements = Statements(database)
     for name in "abc":
         await database.transaction(fact(name))
         assert names(database.path)[-1] == name, "durable when it returns"
     assert statements.counts["COMMIT"] == 3
 
 
-async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements = Statements(database, monkeypatch)
+async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Database) -> None:
+    statements = Statements(database)
     bug = KeyError("a bug")
     first, second, third, fourth = await gathered(database, fact("a"), bad("b", bug), fact("a"), fact("c"))
     assert (first, second, fourth) == ("a", bug, "c")
@@ -104,16 +104,15 @@ async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Databas
 
 
 async def test_a_later_work_sees_what_an_earlier_one_wrote_and_nothing_of_a_failed_one(database: Database) -> None:
-    async def count(db: aiosqlite.Connection) -> int:
-        ((number,),) = await db.execute_fetchall("SELECT COUNT(*) FROM facts")
-        return number
+    def count(db: sqlite3.Connection) -> int:
+        return db.execute("SELECT COUNT(*) FROM facts").fetchone()[0]
 
     assert (await gathered(database, fact("a"), count, bad("b", ValueError("no")), count))[1::2] == [1, 1]
 
 
 @pytest.mark.parametrize("word", ["BEGIN", "COMMIT"])
-async def test_without_its_commit_nothing_of_a_group_happened(word: str, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements = Statements(database, monkeypatch)
+async def test_without_its_commit_nothing_of_a_group_happened(word: str, database: Database) -> None:
+    statements = Statements(database)
     statements.failing[word] = sqlite3.OperationalError("disk I/O error")
     outcomes = await gathered(database, fact("a"), bad("b", ValueError("no")), fact("c"))
     assert [type(outcome) for outcome in outcomes] == [StoreError] * 3, "nobody is told that it worked"
@@ -126,11 +125,11 @@ async def test_without_its_commit_nothing_of_a_group_happened(word: str, databas
     assert names(database.path) == ["a", "c"]
 
 
-async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements = Statements(database, monkeypatch)
+async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: Database) -> None:
+    statements = Statements(database)
     statements.failing["COMMIT"] = sqlite3.OperationalError("disk I/O error")
 
-    async def heal(db: aiosqlite.Connection) -> None:
+    def heal(db: sqlite3.Connection) -> None:
         statements.failing.clear()
 
     works = [fact(f"{i:03d}") for i in range(GROUP)]
@@ -151,23 +150,6 @@ async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> 
     assert [type(outcome) for outcome in outcomes[1:3]] == [asyncio.CancelledError] * 2
     await database.transaction(fact("e"))
     assert names(database.path) == ["a", "b", "d", "e"]
-
-
-async def test_a_transaction_that_is_cancelled_as_it_begins_is_not_left_open(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute = database.connection.execute
-
-    async def cancelled(sql: str, *args: Any) -> Any:
-        if sql.startswith("BEGIN") and (task := asyncio.current_task()):
-            task.cancel()  # which arrives while SQLite is at it
-        return await execute(sql, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(database.connection, "execute", cancelled)
-        with pytest.raises(asyncio.CancelledError):
-            await database.transaction(fact("a"))
-    assert not database.connection.in_transaction
-    await database.transaction(fact("b"))
-    assert names(database.path) == ["b"]
 
 
 async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:

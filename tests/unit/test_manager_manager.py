@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from doors import renderer, until
 from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update
 
 from crl.engines.scripted import ScriptedEngine
-from crl.errors import EngineError, RolloutError
+from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, Trajectory
@@ -45,6 +45,12 @@ async def found(made: ExperienceManager, **where) -> Hit:
     (one,) = await made.search([search(**where)])
     assert one is not None
     return one
+
+
+async def counted(made: ExperienceManager, figure: str, least: int) -> None:
+    """Returns when the figure has come so far."""
+    while (await made.stats())[figure] < least:  # noqa: ASYNC110  (nobody would set an event)
+        await asyncio.sleep(0.005)
 
 
 def texts(made: ExperienceManager) -> dict[str, str]:
@@ -193,9 +199,104 @@ async def test_a_request_that_the_engine_cannot_serve_is_dead_with_its_reason(tm
     await made.aclose()
 
 
+class Faltering(ScriptedEngine):
+    """Fails as often as `failures` says for the note of the request; `tried` are the notes in the order of the attempts."""
+
+    def __init__(self, failures: Mapping[str, tuple[int, Exception | None]]) -> None:
+        super().__init__(renderer(), lambda prompt: add(f"Lesson of {prompt.splitlines()[1]}."))
+        self.failures = {note: [error] * times for note, (times, error) in failures.items()}
+        self.tried: list[str] = []
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+        note = renderer().decode(ids).split("<|im_end|>")[-2].split()[-1]
+        self.tried.append(note)
+        if self.failures.get(note):
+            if error := self.failures[note].pop():
+                raise error
+            await asyncio.Event().wait()  # hangs
+        return await super().generate(ids, sampling, **options)
+
+
+BUSY = TransientError("engine", "busy")
+
+
+@pytest.mark.parametrize("background", [True, False])
+async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_request_order(tmp_path, background):
+    engine = Faltering({"a": (2, BUSY), "b": (1, EngineError("restarted")), "c": (1, None), "e": (1, RolloutError("engine", "too long"))})
+    made = await manager(bank(tmp_path), engine, ManagerSettings(lease=0.5, backoff=0.001))
+    for member, note in enumerate("abcde"):
+        await made.submit(request(member=member, note=note))
+    consumer = asyncio.create_task(made.run()) if background else None
+    await made.drain()
+    assert {note: engine.tried.count(note) for note in "abcde"} == {"a": 3, "b": 2, "c": 2, "d": 1, "e": 1}
+    figures = {"queue/done": 4, "queue/dead": 1, "queue/pending": 0, "queue/leased": 0, "queue/retried": 4, "bank/size": 4}
+    assert (await made.stats()).items() >= figures.items()
+    if consumer:
+        consumer.cancel()
+        await asyncio.gather(consumer, return_exceptions=True)
+    else:
+        assert list(made._bank.entries) == [f"run/0/0/{member}#0" for member in range(4)], "in request order, not in that of success"
+    await made.aclose()
+    with sqlite3.connect(bank(tmp_path)) as db:
+        assert db.execute("SELECT id, attempts, reason FROM requests WHERE attempts ORDER BY id").fetchall() == [
+            ("run/0/0/0", 2, None), ("run/0/0/1", 1, None), ("run/0/0/2", 1, None), ("run/0/0/4", 1, "engine: too long"),
+        ]  # fmt: skip
+
+
+async def test_a_request_that_never_goes_well_is_dead_and_can_be_revived(tmp_path):
+    settings = ManagerSettings(attempts=3, backoff=0.0)
+    made = await manager(bank(tmp_path), Faltering({"a": (99, BUSY)}), settings)
+    await made.submit(request(note="a"))
+    await made.drain()
+    await made.aclose()
+    again = await manager(bank(tmp_path), engine := Faltering({}), settings)
+    assert (await again._store._database.rows("SELECT attempts, reason FROM requests"))[0][:] == (3, "engine: busy")
+    await again.drain()
+    assert engine.tried == [], "dead"
+    assert await again._store.retry_dead() == ["run/0/0/0"]
+    await again.drain()
+    assert (await again.stats()).items() >= {"bank/size": 1, "queue/dead": 0, "queue/done": 1}.items()
+    await again.aclose()
+
+
+async def test_attempts_of_an_earlier_process_count(tmp_path):
+    made = await manager(bank(tmp_path), Faltering({"a": (99, BUSY)}), ManagerSettings(backoff=99.0))
+    await made.submit(request(note="a"))
+    consumer = asyncio.create_task(made.run())
+    await counted(made, "queue/retried", 1)
+    consumer.cancel()  # while it pauses
+    await asyncio.gather(consumer, return_exceptions=True)
+    await made.aclose()
+    again = await manager(bank(tmp_path), engine := Faltering({"a": (99, BUSY)}), ManagerSettings(attempts=3, backoff=0.0))
+    await again.drain()
+    assert len(engine.tried) == 2
+    await again.aclose()
+
+
+async def test_pauses_grow_and_leave_the_engine_to_others(tmp_path, monkeypatch):
+    pauses = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    made = await manager(bank(tmp_path), engine := Faltering({"a": (99, BUSY)}), ManagerSettings(concurrency=1))
+    await made.submit(request(note="a"))
+    await made.submit(request(member=1, note="b"))
+    monkeypatch.setattr("crl.manager.manager.asyncio.sleep", noted)
+    await made.drain()
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    assert sorted(engine.tried[:2]) == ["a", "b"], "one place"
+    await made.aclose()
+
+
 async def test_a_dead_engine_ends_the_drain_and_the_request_is_pending_still(tmp_path):
     class Dead(ScriptedEngine):
         async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+            raise EngineError("gone")
+
+        async def health(self) -> None:
             raise EngineError("gone")
 
     made = await manager(bank(tmp_path), Dead(renderer(), str))
@@ -301,6 +402,7 @@ async def test_the_consumer_takes_as_many_as_there_is_room_for_and_never_more(tm
     consumer = asyncio.create_task(made.run())
     for done in range(8):
         held = min(3, 8 - done)
+        await counted(made, "queue/done", done)
         await until(lambda held=held: engine.waiting == held)
         figures = await made.stats()
         assert (figures["queue/leased"], figures["queue/pending"], figures["queue/done"]) == (held, 8 - done - held, done)
@@ -723,6 +825,63 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
     assert len(entries) > 12
 
 
+# ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):
+    settings = ManagerSettings(retrieval=ANY, credit=CreditSettings(cooldown=0))
+    answers = {"a": add("Go west."), "b": add("Go north."), "better": update("Go southwest.")}
+    made = await filled(tmp_path, request(note="a"), settings=settings, **answers)
+    made.advance(3)
+    guide = await found(made)
+    await made.credit([guide.use], True, episode="run/3/0/0")
+    await made.submit(request(3, note="b"))
+    seq = await made.snapshot()
+
+    async def go_on() -> tuple:
+        assert texts(made) == {"run/0/0/0#0@1": "Go west."}
+        assert (await made.stats()).items() >= {"queue/pending": 1, "buffer/ready": 1, "bank/size": 1, "log/seq": seq}.items()
+        assert made.step == 3
+        samples = await made.take_batch(1, 3)
+        assert samples
+        await made.mark_trained([sample.id for sample in samples], 3)
+        made.advance(5)
+        await made.submit(request(4, note="better", shown=(guide,)))
+        await made.drain()
+        hit = await found(made, group=7)
+        return texts(made), hit, made.latest(9)
+
+    first = await go_on()
+    done = await made.rollback(seq)
+    assert done.archive
+    assert (done.step, done.archive.name.startswith("bank-before-rollback-")) == (3, True)
+    assert await go_on() == first
+    await made.aclose()
+    archived = await manager(done.archive, by_note(), settings)
+    assert texts(archived) == first[0], "the tail is a bank of its own"
+    await archived.aclose()
+    again = await manager(bank(tmp_path), by_note(**answers), settings)
+    await again.rollback(seq)
+    assert (again.step, texts(again)) == (3, {"run/0/0/0#0@1": "Go west."})
+    await again.aclose()
+
+
+async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):
+    engine = Gated()
+    made = await manager(bank(tmp_path), engine, SETTINGS)
+    seq = await made.snapshot()
+    consumer = asyncio.create_task(made.run())
+    await made.submit(request())
+    await until(lambda: engine.waiting == 1)
+    with pytest.raises(RuntimeError, match="not rolled back while requests are in work"):
+        await made.rollback(seq)
+    consumer.cancel()
+    await asyncio.gather(consumer, return_exceptions=True)
+    await made.rollback(seq)
+    assert (await made.stats()).items() >= {"queue/pending": 0, "log/seq": seq}.items()
+    await made.aclose()
+
+
 # ── requests from trajectories ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -737,7 +896,9 @@ def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
         DistilRequest.of("a/b", Trajectory(task(), 4, 9, 2, "free"))
 
 
-@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}, {"cap": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}, {"cap": 0}, {"attempts": 0}, {"lease": 0.0}, {"backoff": -1.0}]
+)
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="bad manager settings"):
         ManagerSettings(**bad)

@@ -1,0 +1,63 @@
+"""The tables of a bank's file: made, upgraded, or refused where they are not what this crl reads."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Any
+
+from crl.errors import StoreError
+from crl.manager.snapshots import keep_images
+
+SCHEMA_VERSION = 2
+APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
+
+
+def prepare(db: Connection, path: Path) -> None:
+    """Sets the connection up and brings its file to this schema, in one transaction.
+
+    Raises `StoreError` for another program's file and for a newer bank, which stay as they are, and where a write fails.
+    """
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA busy_timeout = 5000")
+    version = _pragma(db, "user_version")
+    if version > SCHEMA_VERSION:
+        raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")
+    tables = db.execute("SELECT name FROM sqlite_master").fetchall()
+    if tables and _pragma(db, "application_id") != APPLICATION_ID:
+        raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
+    if _pragma(db, "journal_mode = WAL") != "wal":
+        raise StoreError(f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk.")
+    db.execute("PRAGMA synchronous = FULL")
+    # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
+    db.execute("BEGIN IMMEDIATE")
+    if not tables:
+        _run(db, "schema.sql")
+        keep_images(db)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    elif version == 1:
+        _run(db, "upgrade_1_to_2.sql")
+        keep_images(db)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.execute("COMMIT")
+
+
+def _pragma(db: Connection, pragma: str) -> Any:
+    return db.execute(f"PRAGMA {pragma}").fetchone()[0]
+
+
+def _run(db: Connection, script: str) -> None:
+    for statement in _statements(Path(__file__).with_name(script).read_text("utf-8")):
+        db.execute(statement)
+
+
+def _statements(script: str) -> Iterable[str]:
+    """The statements of a script one by one (`executescript` would commit what has begun)."""
+    statement = ""
+    for line in script.splitlines():
+        statement += line.split("--")[0] + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

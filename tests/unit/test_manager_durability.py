@@ -1,0 +1,474 @@
+"""What the bank on disk withstands: going back to a snapshot, older and newer files, full disks, other writers, and being killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from extractors import hit, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.errors import StoreError
+from crl.manager.database import SCHEMA_VERSION
+from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Stamp, UnitKey, Write
+from crl.manager.store import Store
+from crl.types import Completion
+
+AT = Stamp(4, 2)
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+
+
+def contents(path: Path) -> dict[str, list[Any]]:
+    """Every table; who holds a lease is no part of it."""
+    with closing(sqlite3.connect(path)) as db:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'sqlite_sequence'")]
+        found = {name: sorted(map(repr, db.execute(f"SELECT * FROM {name}"))) for name in tables}
+    return found | {"requests": [row.replace("'leased'", "'pending'") for row in found["requests"]]}
+
+
+# ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Step = tuple[str, int]
+KINDS = "submit lease release return bad fail bury revive credit search train prune embed"
+HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
+RULES = ApplyRules(malformed_reward=-1.0, cap=3)
+
+
+def distilled(of: DistilRequest, kind: str) -> Distilled:
+    def write(op: int, text: str, target: UnitKey | None = None) -> Write:
+        return Write(op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.member, target)
+
+    generation = Generation(of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    writes = {"add": (write(0, "Go \x00west's."), write(1, "Go east.")), "update": (write(0, "Go north.", UnitKey("run/0/0/0#0", 1)),)}
+    dropped = {"no op in the answer": 1} if kind == "bad" else {}
+    return Distilled(of, generation, writes.get(kind, ()), int(kind == "return"), dropped)
+
+
+async def take(store: Store, step: Step) -> None:
+    """One step of a history: what it does depends on it and on the bank alone."""
+    kind, n = step
+    name, unit = request(member=n), UnitKey(f"run/0/0/{n}#0", 1)
+    if kind in ("add", "update", "return", "bad", "fail", "bury"):
+        await store.submit(name, AT)
+    match kind:
+        case "submit":
+            await store.submit(name, AT)
+        case "lease":
+            await store.lease(n)
+        case "release":
+            await store.release()
+        case "add" | "update" | "return" | "bad":
+            await store.apply(distilled(name, kind), AT, RULES)
+        case "fail":
+            for leased in await store.lease(1):
+                await store.failed(leased, "busy")
+        case "bury":
+            await store.bury(name, "too long", AT)
+        case "revive":
+            await store.retry_dead()
+        case "credit":
+            await store.credit(f"episode {n}", [hit(unit.uid).use], 1.0, AT)
+        case "search":
+            await store.retrieved({unit: (n + 1, n)}, AT)
+        case "train":
+            ready = [unit.pending for unit in await store.ready()][:n]
+            await store.mark_trained(ready, {pending.generation for pending in ready}, n, AT)
+        case "prune":
+            await store.prune(n)
+        case "embed":
+            await store.set_vectors(f"embedder {n}", {unit.uid: np.full(3, n, np.float32)})
+
+
+async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, dict[str, list[Any]]]:
+    """What the bank was at each of the history's snapshots, and at one at its end."""
+    states = {}
+    for step in [*history, ("release", 0), ("snapshot", 0)]:
+        if step[0] == "snapshot":
+            seq = await store.snapshot(AT)
+            states[seq] = contents(path)
+        else:
+            await take(store, step)
+    return states
+
+
+def ranked(state: dict[str, list[Any]]) -> list[Any]:
+    """What does not depend on the sequence numbers that were given out."""
+    log = [eval(row)[1:] for row in state["log"]]
+    units = [eval(row)[:-1] for row in state["units"]]
+    return [sorted(log), units, *(state[table] for table in ("requests", "generations", "entries", "facts"))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=HISTORIES, after=HISTORIES, chosen=st.integers(0, 100))
+def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(before: list[Step], after: list[Step], chosen: int) -> None:
+    async def both(folder: Path) -> None:
+        path = folder / "bank.sqlite"
+        store = await Store.open(path)
+        store._database.connection.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
+        states = await live(store, path, before)
+        end = max(states)
+        states |= await live(store, path, after)
+        last, reached = max(states), contents(path)
+
+        there = await store.rollback(end)
+        assert contents(path) == states[end]
+        if there.archive:
+            assert contents(there.archive) == reached, "nothing is lost"
+        again = await live(store, path, after)
+        assert min(again) > last, "sequence numbers are not given out again"
+        assert ranked(contents(path)) == ranked(reached), "what was taken back can happen again"
+        assert await store.counts() == await recounted(store)
+
+        past = [seq for seq in states if seq <= end]
+        target = past[chosen % len(past)]
+        assert (await store.rollback(target)).step == AT.step
+        assert contents(path) == states[target]
+        assert await store.counts() == await recounted(store)
+        for gone in {last, *again} - {target}:
+            with pytest.raises(StoreError, match=f"it has no snapshot {gone} to go back to"):
+                await store.rollback(gone)
+        await store.aclose()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(both(Path(folder)))
+
+
+async def recounted(store: Store) -> dict[str, int]:
+    """Counts by one who has never counted before."""
+    return await Store(store._database).counts()
+
+
+async def test_done_requests_are_counted_by_the_log(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "bank.sqlite")
+    for step in [("submit", n) for n in range(4)] + [("add", 0), ("bad", 1), ("bury", 2), ("lease", 1)]:
+        await take(store, step)
+    queue = {"queue/pending": 0, "queue/leased": 1, "queue/done": 2, "queue/dead": 1}
+    assert (await store.counts()).items() >= {**queue, "ops/submit": 4, "ops/add": 2, "dropped/no op in the answer": 1}.items()
+    await store.begin_anew()
+    assert not {name: number for name, number in (await store.counts()).items() if number and name != "log/seq"}
+    assert await store.submit(request(member=3), AT), "what was forgotten can be submitted again"
+    figures = {"queue/pending": 1, "queue/done": 0, "ops/submit": 1, "ops/add": 0}
+    assert (await store.counts()).items() >= figures.items()
+    assert await store.counts() == await recounted(store)
+    await store.aclose()
+
+
+async def test_a_bank_that_begins_anew_cannot_go_back(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await take(store, ("submit", 0))
+    seq = await store.snapshot(AT)
+    await store.begin_anew()
+    with pytest.raises(StoreError, match=f"no snapshot {seq}"):
+        await store.rollback(seq)
+    assert contents(tmp_path / "bank.sqlite")["requests_before"] == []
+    assert not [name for name in os.listdir(tmp_path) if "rollback" in name], "nothing is copied in vain"
+    await store.aclose()
+
+
+async def test_going_back_over_nothing_makes_no_copy(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "bank.sqlite")
+    await take(store, ("submit", 0))
+    seq = await store.snapshot(Stamp(7, 0))
+    await store.lease()
+    assert await store.rollback(seq) == (done := await store.rollback(seq))
+    assert (done.step, done.archive, len(await store.lease())) == (7, None, 1)
+    await store.aclose()
+
+
+# ── dead requests ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "bank.sqlite")
+    requests = [request(member=member) for member in range(4)]
+    for one in requests:
+        await store.submit(one, AT)
+        assert [await store.failed(one, "busy") for _ in range(2)] == [1, 2]
+        if one.member:
+            await store.bury(one, "too often busy", AT)
+    with pytest.raises(StoreError, match=r"not the ids of dead requests: nobody, run/0/0/0\. Nothing was changed"):
+        await store.retry_dead(["run/0/0/1", "run/0/0/0", "nobody"])
+    assert (await store.counts())["queue/dead"] == 3
+    assert await store.retry_dead(["run/0/0/2"]) == ["run/0/0/2"]
+    rows = await store._database.rows("SELECT state, attempts, reason FROM requests ORDER BY id")
+    assert list(map(tuple, rows)) == [
+        ("pending", 2, "busy"), ("dead", 2, "too often busy"), ("pending", 0, None), ("dead", 2, "too often busy"),
+    ]  # fmt: skip
+    assert await store.retry_dead() == ["run/0/0/1", "run/0/0/3"]
+    assert await store.lease() == requests
+    await store.bury(requests[1], "again", AT)
+    assert (await store.counts()).items() >= {"ops/dead": 4, "ops/revive": 3, "queue/dead": 1}.items()
+    await store.aclose()
+
+
+# ── banks of older versions ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bank_of_version_1(path: Path) -> Path:
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript((HERE / "golden" / "bank_v1.sql").read_text("utf-8"))
+    return path
+
+
+def schema(path: Path) -> dict[str, Any]:
+    with closing(sqlite3.connect(path)) as db:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'")]
+        columns = {name: db.execute("SELECT * FROM pragma_table_info(?)", (name,)).fetchall() for name in tables}
+        others = "SELECT name, sql FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
+        return columns | {name: " ".join(sql.split()) for name, sql in db.execute(others)}
+
+
+async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
+    path = bank_of_version_1(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    with closing(sqlite3.connect(path)) as db:
+        log = db.execute("SELECT * FROM log").fetchall()
+    store = await Store.open(path)
+    assert [(entry.uid, entry.version, entry.text) for entry, _ in await store.entries()] == [
+        ("run/0/0/0#2", 1, "Mind the trap."), ("run/0/0/0#0", 2, "Go southwest."), ("run/0/0/2#0", 1, "Go southeast."),
+    ]  # fmt: skip
+    figures = {"queue/pending": 2, "queue/leased": 0, "queue/done": 4, "queue/dead": 1, "ops/add": 4, "ops/evict": 1, "buffer/ready": 2}
+    assert (await store.counts()).items() >= figures.items()
+    seq = await store.snapshot(AT)
+    before = contents(path)
+    for step in [("submit", 7), ("revive", 0), ("search", 0), ("prune", 99)]:
+        await take(store, step)
+    await store.apply(distilled(request(1), "add"), AT, RULES)
+    await store.rollback(seq)
+    assert contents(path) == before
+    assert [one.id for one in await store.lease()] == ["run/1/0/0", "run/1/0/1"]
+    await store.aclose()
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT * FROM log WHERE seq < ?", (seq,)).fetchall() == log
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+
+async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Path) -> None:
+    path = bank_of_version_1(tmp_path / "bank.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM requests WHERE state IN ('pending', 'leased')")
+    store = await Store.open(path)
+    assert (await store.counts()).items() >= {"queue/done": 4, "ops/submit": 7, "ops/forget": 2}.items()
+    await store.aclose()
+
+
+async def test_a_bank_of_version_1_that_began_anew_still_counts_from_there(tmp_path: Path) -> None:
+    path = bank_of_version_1(tmp_path / "bank.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO facts SELECT 'begun', MAX(seq) FROM log")
+        db.execute("DELETE FROM requests")
+    store = await Store.open(path)
+    await store.submit(request(9), AT)
+    assert (await store.counts()).items() >= {"queue/done": 0, "queue/pending": 1, "ops/submit": 1, "ops/add": 0}.items()
+    assert "ops/forget" not in await store.counts()
+    await store.aclose()
+
+
+async def test_an_upgrade_that_fails_changes_nothing(tmp_path: Path) -> None:
+    path = bank_of_version_1(tmp_path / "bank.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE snapshots (mine)")
+    before = contents(path), schema(path)
+    with pytest.raises(StoreError, match="table snapshots already exists"):
+        await Store.open(path)
+    assert (contents(path), schema(path)) == before
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+
+
+# ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "bank.sqlite")
+    pages = store._database.connection.execute("PRAGMA page_count").fetchone()[0]
+    store._database.connection.execute(f"PRAGMA max_page_count = {pages + 20}")
+    outcomes = []
+    for group in range(20):
+        gathered = (store.submit(request(0, group, member, note="x" * 500), AT) for member in range(8))
+        outcomes += await asyncio.gather(*gathered, return_exceptions=True)
+    said = {str(outcome) for outcome in outcomes if outcome is not True}
+    assert said == {
+        f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space; what was acknowledged before is safe."
+    }  # fmt: skip
+    acknowledged = [f"run/0/{i // 8}/{i % 8}" for i, outcome in enumerate(outcomes) if outcome is True]
+    assert 0 < len(acknowledged) < len(outcomes)
+    store._database.connection.execute("PRAGMA max_page_count = 100000")
+    assert await store.submit(request(9), AT)
+    await store.aclose()
+    again = await Store.open(tmp_path / "bank.sqlite")
+    assert [one.id for one in await again.lease()] == [*acknowledged, "run/9/0/0"]
+    assert (await again.counts())["ops/submit"] == len(acknowledged) + 1, "and what was refused left no trace"
+    await again.aclose()
+
+
+WRITES_UNTIL_IT_FAILS = """
+import asyncio, resource, sys
+from pathlib import Path
+from extractors import request
+from crl.errors import StoreError
+from crl.manager.records import Stamp
+from crl.manager.store import Store
+
+async def main(path):
+    store = await Store.open(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    for member in range(1000):
+        try:
+            await store.submit(request(member=member, note="x" * 2000), Stamp(0, 0))
+        except StoreError as error:
+            print(member, error)
+            break
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await store.submit(request(1), Stamp(0, 0))
+    await store.aclose()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def python(code: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, **options)
+
+
+async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_mended(tmp_path: Path) -> None:
+    path = tmp_path / "bank.sqlite"
+    said, _ = python(WRITES_UNTIL_IT_FAILS, path).communicate(timeout=120)
+    acknowledged, message = said.strip().split(" ", 1)
+    assert int(acknowledged) > 10
+    assert message == f"{path}: disk I/O error. What was acknowledged before is safe."
+    store = await Store.open(path)
+    assert [one.id for one in await store.lease()] == [f"run/0/0/{member}" for member in range(int(acknowledged))] + ["run/1/0/0"]
+    await store.aclose()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may make a file, not even root")
+async def test_a_directory_that_nobody_may_write_to_is_an_error() -> None:
+    with pytest.raises(StoreError, match=r"^/proc/self/bank\.sqlite: .*\. Its directory must exist and be writable\.$"):
+        await Store.open(Path("/proc/self/bank.sqlite"))
+
+
+HOLDS_IT = """
+import asyncio, sys
+from pathlib import Path
+from extractors import request
+from crl.manager.records import Stamp
+from crl.manager.store import Store
+
+async def main(path):
+    store = await Store.open(path)
+    await store.submit(request(), Stamp(0, 0))
+    print("open", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_second_writer_is_told_who_the_first_one_is(tmp_path: Path) -> None:
+    path = tmp_path / "bank.sqlite"
+    holder = python(HOLDS_IT, path)
+    try:
+        assert holder.stdout
+        assert holder.stdout.readline() == "open\n"
+        for _ in range(2):
+            with pytest.raises(StoreError, match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. End that one first"):
+                await Store.open(path)
+        assert contents(path)["log"], "reading is possible all the time"
+    finally:
+        holder.kill()
+        holder.communicate()
+    store = await Store.open(path)  # the claim ended with the process
+    with pytest.raises(StoreError, match=f"process {os.getpid()} on"):
+        await Store.open(path)
+    assert [one.id for one in await store.lease()] == ["run/0/0/0"]
+    await store.aclose()
+    assert os.listdir(tmp_path) == ["bank.sqlite"]
+
+
+FORGETS_IT = """
+import asyncio, sys
+from pathlib import Path
+from extractors import request
+from crl.manager.records import Stamp
+from crl.manager.store import Store
+
+async def main(path):
+    store = await Store.open(path)
+    await store.submit(request(), Stamp(0, 0))
+    raise SystemExit(7)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_bank_that_nobody_closed_keeps_no_process_alive(tmp_path: Path) -> None:
+    careless = python(FORGETS_IT, tmp_path / "bank.sqlite")
+    careless.communicate(timeout=60)
+    assert careless.returncode == 7
+    store = await Store.open(tmp_path / "bank.sqlite")
+    assert [one.id for one in await store.lease()] == ["run/0/0/0"]
+    await store.aclose()
+
+
+# ── killed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MEMORY = Path("/dev/shm")
+
+
+def killed(how: str, *numbers: int) -> dict[str, Any]:
+    """What `manager_victim.py` reports. Its banks are in memory where that can be: SIGKILL takes nothing back that was written."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        command = [sys.executable, str(HERE / "manager_victim.py"), folder, how, *map(str, numbers)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def expect_nothing_lost(report: dict[str, Any]) -> None:
+    assert report["different"] == []
+    left = report["left"]
+    assert [row.split("'")[3] for row in left["requests"]] == ["done", "done", "dead", "done", "done", "dead", "done"]
+    assert [row.count("'active'") for row in left["entries"]] == [0, 0, 0, 0, 1, 1, 1]
+    kinds = sorted(row.split("'")[1] for row in left["log"])
+    wanted = ["submit"] * 7 + ["dead"] * 2 + ["drop", "malformed", "update", "retrieve"] + ["evict"] * 4 + ["add"] * 7
+    assert kinds == sorted(wanted + ["credit"] * 2 + ["train"] * 2)
+
+
+def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing() -> None:
+    report = killed("statements", 7)
+    expect_nothing_lost(report)
+    assert report["killed"] > 80
+
+
+def test_a_process_killed_at_random_instants_loses_nothing_and_repeats_nothing() -> None:
+    report = killed("storm", 200, 1)
+    expect_nothing_lost(report)
+    assert report["killed"] >= 200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_killed_thousands_of_times_loses_nothing_and_repeats_nothing(seed: int) -> None:
+    expect_nothing_lost(killed("storm", 1000, seed))
+
+
+@pytest.mark.soak
+def test_a_process_killed_before_each_statement_loses_nothing_and_repeats_nothing() -> None:
+    expect_nothing_lost(killed("statements", 1))
