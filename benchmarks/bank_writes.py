@@ -1,0 +1,116 @@
+"""How fast episodes are queued durably: `Store.submit` one by one, and gathered 64 and 1,000 at a time, beside what SQLite does at best.
+
+    python benchmarks/bank_writes.py --out benchmarks/results/bank_writes.json
+
+The floor is a bare `sqlite3` connection with the same durability (WAL, synchronous=FULL) that writes the same payloads, made before the
+clock starts, into a table of id and payload with `executemany`: one commit for each, for 64 at a time, and for 64 at a time again where
+1,000 are gathered, since the bank commits at most 64 together. Submits and floor take turns on the same disk; medians over the
+repetitions, and the ratio of the two: how much of what the disk allows is left. `with a snapshot`: while the bank can be brought back
+to one. An episode has 8 turns and about 1.5 kB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+from common import write_results
+
+from crl.manager import DistilRequest
+from crl.manager.database import GROUP
+from crl.manager.records import Stamp
+from crl.manager.store import Store
+from crl.types import Segment, Task
+
+GATHERED = {1: 100, 64: 20, 1000: 3}
+"""Submits at a time → how often in one repetition."""
+
+AT = Stamp(0, 0)
+
+
+def episodes() -> Iterator[DistilRequest]:
+    task = Task("room", 7, "train", "Room: the azure cellar. Reach the stairs down (>).", {"lgen": 3})
+    turn = (
+        Segment("user", "you stand at 2 3; a wall lies to the west, a door to the east, and it is dark", "env"),
+        Segment("assistant", "east", "policy"),
+    )
+    for i in count():
+        yield DistilRequest("run", i // 1024, i // 8, i % 8, task, turn * 8, success=True, truncated=False)
+
+
+async def submits(store: Store, requests: Sequence[DistilRequest], at_a_time: int) -> float:
+    """Per second."""
+    begin = time.perf_counter()
+    for start in range(0, len(requests), at_a_time):
+        await asyncio.gather(*(store.submit(request, AT) for request in requests[start : start + at_a_time]))
+    return len(requests) / (time.perf_counter() - begin)
+
+
+def floor(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: int) -> float:
+    """Inserted rows per second."""
+    rows = [(request.id, request.to_json()) for request in requests]
+    begin = time.perf_counter()
+    for start in range(0, len(rows), at_a_time):
+        db.execute("BEGIN IMMEDIATE")
+        db.executemany("INSERT INTO requests VALUES (?, ?)", rows[start : start + at_a_time])
+        db.execute("COMMIT")
+    return len(rows) / (time.perf_counter() - begin)
+
+
+async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -> dict[str, float]:
+    """Medians per second, and their ratios to the floor."""
+    stores = {"submit": await Store.open(folder / "bank.sqlite"), "with a snapshot": await Store.open(folder / "other.sqlite")}
+    await stores["with a snapshot"].snapshot(AT)
+    source = episodes()
+    speeds: dict[str, list[float]] = {name: [] for name in ("floor", *stores)}
+    with closing(sqlite3.connect(folder / "floor.sqlite", isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("CREATE TABLE requests (id TEXT PRIMARY KEY, payload TEXT) WITHOUT ROWID")
+        for repetition in range(repetitions + 1):
+            requests = [next(source) for _ in range(at_a_time * rounds)]
+            times = {"floor": floor(db, requests, min(at_a_time, GROUP))}
+            for name, store in stores.items():
+                times[name] = await submits(store, requests, at_a_time)
+            if repetition:  # the first one warms up
+                for name, speed in times.items():
+                    speeds[name].append(speed)
+    for store in stores.values():
+        await store.aclose()
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    return medians | {f"{name} / floor": medians[name] / medians["floor"] for name in stores}
+
+
+def table(figures: Mapping[int, Mapping[str, float]]) -> str:
+    names = list(next(iter(figures.values())))
+    lines = [f"{'at a time':>10}" + "".join(f"{name:>24}" for name in names)]
+    for at_a_time, speeds in figures.items():
+        lines.append(f"{at_a_time:>10,}" + "".join(f"{speeds[n]:>24.2f}" if "/" in n else f"{speeds[n]:>22,.0f}/s" for n in names))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's folder for temporary files")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    arguments = parser.parse_args()
+    figures = {}
+    for at_a_time, rounds in GATHERED.items():
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            figures[at_a_time] = asyncio.run(measure(Path(folder), at_a_time, rounds, arguments.repetitions))
+    print(table(figures))
+    if arguments.out:
+        write_results(arguments.out, {"per_second": figures})
+
+
+if __name__ == "__main__":
+    main()
