@@ -1,0 +1,124 @@
+"""The lock under random schedules, with holders that are cancelled, run out of time or fail: its promises hold in every one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.manager.lock import ReadWriteLock
+
+# ── random schedules ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One that wants the lock: when it comes, how long it holds it, and what goes wrong. All times in turns of the event loop."""
+
+    kind: Literal["read", "write"]
+    comes: int
+    holds: int
+    fails: bool
+    cancelled_after: int | None
+
+
+PLANS = st.lists(
+    st.builds(
+        Plan,
+        st.sampled_from(["read", "write"]),
+        st.integers(0, 12),
+        st.integers(0, 4),
+        st.booleans(),
+        st.none() | st.integers(0, 8),
+    ),
+    max_size=14,
+)
+
+
+@dataclass
+class History:
+    """inside: the kinds that hold the lock; came, entered: plans in order."""
+
+    inside: list[str] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+
+
+class Failed(Exception):
+    pass
+
+
+async def turns(n: int) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def live(number: int, plan: Plan, lock: ReadWriteLock, history: History) -> None:
+    history.came.append(number)
+    async with lock.read() if plan.kind == "read" else lock.write():
+        history.entered.append(number)
+        assert not history.inside or {plan.kind, *history.inside} == {"read"}, "a writer with somebody else"
+        history.inside.append(plan.kind)
+        try:
+            await turns(plan.holds)
+            if plan.fails:
+                raise Failed
+        finally:
+            history.inside.remove(plan.kind)
+
+
+async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
+    """Lives all plans to their ends; more turns than they could need, and it is a lost wake-up."""
+    history, tasks = History(), {}
+    for now in range(24):
+        for number, plan in enumerate(plans):
+            if plan.comes == now:
+                tasks[number] = asyncio.create_task(live(number, plan, lock, history))
+            if plan.cancelled_after is not None and plan.comes + plan.cancelled_after == now:
+                tasks[number].cancel()
+        await asyncio.sleep(0)
+    await turns(sum(plan.holds + 4 for plan in plans))
+    assert all(task.done() for task in tasks.values()), "a lost wake-up"
+    for task, ended in zip(tasks.values(), await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True):
+        assert task.cancelled() or ended is None or isinstance(ended, Failed), ended
+    return history
+
+
+@settings(max_examples=300)
+@given(PLANS)
+async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(plans):
+    lock = ReadWriteLock()
+    history = await play(plans, lock)
+    assert not history.inside
+    for first, second in itertools.combinations(history.entered, 2):
+        in_order = history.came.index(first) < history.came.index(second)
+        assert in_order or plans[first].kind == plans[second].kind == "read", "somebody was passed"
+    async with asyncio.timeout(1), lock.write():  # free again
+        pass
+
+
+async def test_readers_are_inside_together():
+    lock, inside = ReadWriteLock(), asyncio.Barrier(3)
+
+    async def reader() -> int:
+        async with lock.read():
+            return await inside.wait()
+
+    async with asyncio.timeout(1):
+        assert sorted(await asyncio.gather(*(reader() for _ in range(3)))) == [0, 1, 2]
+
+
+async def test_who_runs_out_of_time_leaves_no_trace():
+    lock = ReadWriteLock()
+    async with lock.read():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0), lock.write():
+                raise AssertionError("a writer beside a reader")
+    async with asyncio.timeout(1), lock.write():
+        pass
