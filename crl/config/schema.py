@@ -188,6 +188,12 @@ class RetrievalSection(Section):
     """rank places lost per unit of log retrieval count (eq. 6)"""
     recent_steps: Natural = 1
     """actor steps for which a returned experience counts as recent (eq. 6)"""
+    batch: Count = 16
+    """searches that are answered together at most"""
+    max_wait: Annotated[float, Field(ge=0)] = 0.001
+    """seconds that a search may wait for others to be answered with"""
+    workers: Count = 4
+    """threads that look through a large bank"""
 
 
 class ComplementarySection(Section):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.manager.index import ExactIndex
+from crl.manager.index import Index, Neighbour
 from crl.manager.records import Entry, UnitKey
 from crl.manager.retrieval import Candidate, RetrievalSettings, pick
 from crl.protocols import Hit, SearchRequest
@@ -25,12 +26,13 @@ GROUPS = 4096
 class Bank:
     """dim: of the vectors; scope: entries guide their own task alone, or any; seed: of the draws that decide ties.
 
-    No method awaits: what is put is seen whole by the next search, and a search never waits.
+    No method awaits. What is put is seen whole by the next search. `nearest` alone may be called on other threads, while nothing is
+    put or removed.
     """
 
     def __init__(self, dim: int, scope: Scope, settings: RetrievalSettings, seed: int) -> None:
         self.entries: dict[str, Entry] = {}  # the last written last
-        self._indexes: dict[str, ExactIndex] = {}
+        self._indexes: dict[str, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
         self._picks: dict[tuple[str, int], Hit | None] = {}
         self._counts: dict[UnitKey, tuple[int, int | None]] = {}
@@ -41,7 +43,7 @@ class Bank:
         if known is None or known.version < entry.version:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
-            self._indexes.setdefault(self._room(entry.task), ExactIndex(self._dim)).put(entry.uid, vector)
+            self._indexes.setdefault(self._room(entry.task), Index(self._dim, exact=self._settings.exact)).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
         """The entry guides nobody any more; not an error when it is not there."""
@@ -56,18 +58,39 @@ class Bank:
             entry.credited += 1
             entry.credit += reward
 
-    def search(self, request: SearchRequest, query: Vector, step: int, *, counted: bool) -> Hit | None:
+    def nearest(self, task: str, query: Vector) -> list[Neighbour]:
+        """What `task` may be guided by, the most similar first: at most as many as are looked at."""
+        index = self._indexes.get(self._room(task))
+        return index.nearest(query, self._settings.candidates) if index else []
+
+    def size(self, task: str) -> int:
+        """Entries that `task` may be guided by."""
+        return len(self._indexes.get(self._room(task), ()))
+
+    def due(self) -> list[Index]:
+        """The indexes whose next snapshot is to be built."""
+        return [index for index in self._indexes.values() if index.due]
+
+    def decided(self, request: SearchRequest, *, counted: bool) -> bool:
+        """Whether a member of the request's group has searched before it, and its pick is shared."""
+        return counted and self._settings.per == "group" and (request.task.name, request.group) in self._picks
+
+    def search(
+        self, request: SearchRequest, query: Vector, step: int, *, counted: bool, near: Sequence[Neighbour] | None = None
+    ) -> Hit | None:
         """The experience for one episode, counted at once, so that the next search sees it as retrieved.
 
         With `per = "group"` the members of a group get what the first of them got, and it counts once. counted = False leaves
-        no trace: it neither counts nor remembers.
+        no trace: it neither counts nor remembers. near: what `nearest` finds, where it was asked before.
         """
         group = (request.task.name, request.group)
-        shared = self._settings.per == "group"
-        if shared and counted and group in self._picks:
+        if self.decided(request, counted=counted):
             return self._picks[group]
+        shared = self._settings.per == "group"
         address = (step, request.group) if shared else (step, request.group, request.member)
-        entry = self._pick(request.task.name, query, step, generator(self._seed, "retrieval", *address))
+        near = self.nearest(request.task.name, query) if near is None else near
+        candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
+        entry = pick(candidates, step, partial(generator, self._seed, "retrieval", *address), self._settings)
         hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, "start"), entry.goal) if entry else None
         if counted:
             if entry:
@@ -82,14 +105,6 @@ class Bank:
         """(retrieved, last_returned_step) of the units that were returned since the last call."""
         counts, self._counts = self._counts, {}
         return counts
-
-    def _pick(self, task: str, query: Vector, step: int, rng: random.Random) -> Entry | None:
-        index = self._indexes.get(self._room(task))
-        if index is None:
-            return None
-        neighbours = index.nearest(query, self._settings.candidates)
-        candidates = [Candidate(self.entries[neighbour.uid], neighbour.similarity) for neighbour in neighbours]
-        return pick(candidates, step, rng, self._settings)
 
     def _remember(self, group: tuple[str, int], hit: Hit | None) -> None:
         self._picks[group] = hit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,10 @@ class HashEmbedder:
 
 
 class CachedEmbedder:
-    """`crl.protocols.Embedder` that remembers the vectors of the `size` texts that were asked for last.
+    """`crl.protocols.Embedder` that remembers the vectors of the `size` texts that were asked for last, and asks for no text twice at
+    the same time.
 
-    misses: texts that went to `embedder`; hits: all others, duplicates in one call among them.
+    misses: texts that went to `embedder`; hits: all others, duplicates in one call and those on their way among them.
     """
 
     def __init__(self, embedder: Embedder, size: int) -> None:
@@ -46,6 +48,7 @@ class CachedEmbedder:
         self.hits = self.misses = 0
         self._embedder, self._size = embedder, size
         self._vectors: dict[str, NDArray[np.float32]] = {}  # the last asked for last
+        self._coming: dict[str, asyncio.Task[dict[str, NDArray[np.float32]]]] = {}
 
     @property
     def hit_rate(self) -> float:
@@ -55,14 +58,31 @@ class CachedEmbedder:
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """float32 [len(texts), dim], unit norm."""
         found = {text: self._vectors[text] for text in texts if text in self._vectors}
-        unknown = [text for text in dict.fromkeys(texts) if text not in found]
+        missing = dict.fromkeys(text for text in texts if text not in found)
+        unknown = [text for text in missing if text not in self._coming]
         self.misses += len(unknown)
         self.hits += len(texts) - len(unknown)
         if unknown:
-            found.update(zip(unknown, map(np.array, await self._embedder.embed(unknown)), strict=True))
-        for text, vector in found.items():
+            # A task of its own: others may be waiting for these texts when this caller is cancelled.
+            self._coming |= dict.fromkeys(unknown, asyncio.create_task(self._fetch(unknown)))
+        for coming in [self._coming[text] for text in missing]:
+            fetched = await asyncio.shield(coming)
+            found |= {text: fetched[text] for text in missing if text in fetched}
+        self._remember(found)
+        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+
+    async def _fetch(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
+        try:
+            vectors = dict(zip(texts, map(np.array, await self._embedder.embed(texts)), strict=True))
+        finally:
+            for text in texts:
+                del self._coming[text]
+        self._remember(vectors)
+        return vectors
+
+    def _remember(self, vectors: Mapping[str, NDArray[np.float32]]) -> None:
+        for text, vector in vectors.items():
             self._vectors.pop(text, None)
             self._vectors[text] = vector
         while len(self._vectors) > self._size:
             del self._vectors[next(iter(self._vectors))]
-        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)

@@ -1,9 +1,9 @@
 """The ExperienceManager: between the actor's episodes, the extractor that distils them, and the bank.
 
-The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read.
-`Distiller` asks the extractor and reads its answer. `credit` chooses what the extractor is trained on. The manager wires them and
-keeps the clock; engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write or the
-disk.
+The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read;
+`Searcher` gathers them, and lets changes in between. `Distiller` asks the extractor and reads its answer. `credit` chooses what the
+extractor is trained on. The manager wires them and keeps the clock; engine and embedder belong to the caller. Searches wait for the
+embedder alone: never for a model, a write or the disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from crl.manager.database import copy_database
 from crl.manager.distil import Distiller, DistilSettings, PromptWriter
 from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, RolledBack, Stamp
 from crl.manager.retrieval import RetrievalSettings
+from crl.manager.searching import Searcher
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
 from crl.tokens import ChatRenderer
@@ -74,7 +75,7 @@ class ExperienceManager:
     ) -> None:  # fmt: skip
         self._store, self._distiller, self._engine, self._embedder = store, distiller, engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
-        self._bank = self._empty_bank()
+        self._begin_empty()
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
         self._places = asyncio.Semaphore(settings.concurrency)
@@ -108,8 +109,10 @@ class ExperienceManager:
             raise
         return manager
 
-    def _empty_bank(self) -> Bank:
-        return Bank(self._embedder.dim, self._settings.scope, self._settings.retrieval, self._seed)
+    def _begin_empty(self) -> None:
+        retrieval = self._settings.retrieval
+        self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
+        self._searcher = Searcher(self._bank, self._embedder, retrieval)
 
     async def _load(self) -> None:
         """Fills the empty bank from the store."""
@@ -119,14 +122,14 @@ class ExperienceManager:
             vectors = list(await self._distiller.keys([(entry.goal, entry.text) for entry, _ in entries])) if entries else []
             by_uid = {entry.uid: vector for (entry, _), vector in zip(entries, vectors, strict=True)}
             await self._store.set_vectors(self._distiller.keys_name, by_uid)
-        for (entry, _), vector in zip(entries, vectors, strict=True):
-            self._bank.put(entry, vector)
+        await self._searcher.change([(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)])
 
     async def aclose(self) -> None:
         """Writes what is still in memory and closes the bank; engine and embedder stay open."""
         while self._changes:
             await asyncio.wait(set(self._changes))
         try:
+            await self._searcher.aclose()
             await self._write_counts()
         finally:
             await self._store.aclose()
@@ -155,9 +158,7 @@ class ExperienceManager:
         counted = False (evaluations): no counter moves and nothing is remembered.
         """
         start = time.perf_counter()
-        queries = list(dict.fromkeys(request.query for request in requests))
-        vectors = dict(zip(queries, await self._embedder.embed(queries), strict=True)) if queries else {}
-        hits = [self._bank.search(request, vectors[request.query], self._step, counted=counted) for request in requests]
+        hits = await self._searcher.search(requests, self._step, counted=counted)
         if counted:
             self._search_times.append(time.perf_counter() - start)
         return hits
@@ -286,10 +287,7 @@ class ExperienceManager:
             else:
                 stamp = Stamp(self._step, outcome.generation.extractor)
                 applied = await self._store.apply(outcome, stamp, self._rules)
-                for entry, write in applied.changed:
-                    self._bank.put(entry, write.vector)
-                for uid in applied.evicted:
-                    self._bank.remove(uid)
+                await self._searcher.change([(entry, write.vector) for entry, write in applied.changed], applied.evicted)
             async with self._changed:
                 self._settled += 1
                 self._changed.notify_all()
@@ -368,7 +366,9 @@ class ExperienceManager:
             raise RuntimeError("a bank is not rolled back while requests are in work")
         await self._write_counts()
         done = await self._store.rollback(seq)
-        self._step, self._bank = done.step, self._empty_bank()
+        await self._searcher.aclose()
+        self._step = done.step
+        self._begin_empty()
         self._offered.clear()
         self._offered_by.clear()
         await self._load()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from crl.algo.experience import diversity_score
 from crl.manager.records import Entry
@@ -25,6 +26,9 @@ class RetrievalSettings:
     """candidates: N·K nearest entries that are looked at. margin, min_similarity: in cosine; **ours**: only candidates within
     `margin` of the best take part, and below `min_similarity` nothing is returned. lam, recent_steps: λ and the window of
     eq. 6, in rank places per log count and in actor steps. per: members of a group share one pick, or each rollout has its own.
+
+    batch, max_wait, workers: B, t_max in seconds and W of CRL appendix C.2. exact: large banks too are compared entry by entry, so
+    that what is found does not depend on when an index was built.
     """
 
     choice: Choice = "diverse"
@@ -34,20 +38,24 @@ class RetrievalSettings:
     min_similarity: float = 0.1
     lam: float = 0.4
     recent_steps: int = 1
+    batch: int = 16
+    max_wait: float = 0.001
+    workers: int = 4
+    exact: bool = False
 
     def __post_init__(self) -> None:
-        if self.candidates < 1 or self.margin < 0 or self.lam < 0 or self.recent_steps < 0:
+        least = min(self.margin, self.lam, self.recent_steps, self.max_wait)
+        if min(self.candidates, self.batch, self.workers) < 1 or least < 0:
             raise ValueError(f"bad retrieval settings: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     entry: Entry
     similarity: float
 
 
-def pick(candidates: Sequence[Candidate], step: int, rng: random.Random, settings: RetrievalSettings) -> Entry | None:
-    """The entry to return, or None. candidates: the most similar first; step: completed actor steps; rng: decides ties."""
+def pick(candidates: Sequence[Candidate], step: int, rng: Callable[[], random.Random], settings: RetrievalSettings) -> Entry | None:
+    """The entry to return, or None. candidates: the most similar first; step: completed actor steps; rng: makes what decides a tie."""
     if not candidates or candidates[0].similarity < settings.min_similarity:
         return None
     floor = max(candidates[0].similarity - settings.margin - EQUAL, settings.min_similarity)
@@ -57,14 +65,17 @@ def pick(candidates: Sequence[Candidate], step: int, rng: random.Random, setting
     else:
         scores = diverse_scores(equals, step, settings)
     best = max(scores)
-    return rng.choice([candidate.entry for candidate, score in zip(equals, scores, strict=True) if score == best])
+    tied = [candidate.entry for candidate, score in zip(equals, scores, strict=True) if score == best]
+    return rng().choice(tied) if len(tied) > 1 else tied[0]
 
 
 def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> list[float]:
-    """s(m) of CRL eq. 6. **Ours**: s_rank = −(number of candidates that are more similar), so that equals have one rank."""
+    """s(m) of CRL eq. 6 of each. candidates: the most similar first. **Ours**: s_rank = −(number of candidates that are more similar),
+    so that equals have one rank."""
+    falling = [-candidate.similarity for candidate in candidates]
     return [
         diversity_score(
-            -float(sum(other.similarity > candidate.similarity + EQUAL for other in candidates)),
+            -float(bisect_left(falling, -candidate.similarity - EQUAL)),
             candidate.entry.retrieved,
             is_recent(candidate.entry, step, settings.recent_steps),
             lam=settings.lam,

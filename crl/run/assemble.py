@@ -300,7 +300,7 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
-        retrieval=RetrievalSettings(**retrieval.model_dump()),
+        retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
     )

@@ -418,6 +418,7 @@ def test_the_papers_values_for_experience(model: Path):
         "diverse",
         "group",
     )
+    assert (config.retrieval.batch, config.retrieval.max_wait, config.retrieval.workers) == (16, 0.001, 4)
     assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (None, None, False, "")
     assert (config.complementary.guided, config.complementary.advantages) == ("half", "split")
 

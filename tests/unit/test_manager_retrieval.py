@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from crl.manager import CachedEmbedder
 from crl.manager.bank import Bank, Scope
 from crl.manager.distil import Distiller, DistilSettings
 from crl.manager.embed import HashEmbedder
-from crl.manager.index import TAIL, ExactIndex
+from crl.manager.index import TAIL, Index
 from crl.manager.records import Entry
 from crl.manager.retrieval import Candidate, RetrievalSettings, credit_score, diverse_scores, pick, surplus
 
@@ -33,7 +34,7 @@ def candidates(*similarities: float, **fields) -> list[Candidate]:
 
 
 def picked(found: list[Candidate], step: int = 10, seed: int = 0, **settings) -> str | None:
-    chosen = pick(found, step, random.Random(seed), RetrievalSettings(**settings))
+    chosen = pick(found, step, lambda: random.Random(seed), RetrievalSettings(**settings))
     return chosen.uid if chosen else None
 
 
@@ -113,7 +114,9 @@ def test_over_the_cap_the_lowest_credit_goes_or_the_oldest():
     assert surplus([one, two], 2, "credit") == []
 
 
-@pytest.mark.parametrize("bad", [{"candidates": 0}, {"margin": -0.1}, {"lam": -1}, {"recent_steps": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"candidates": 0}, {"margin": -0.1}, {"lam": -1}, {"recent_steps": -1}, {"batch": 0}, {"max_wait": -1}, {"workers": 0}]
+)
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match="bad retrieval settings"):
         RetrievalSettings(**bad)
@@ -127,18 +130,28 @@ def unit(rng: np.random.Generator, n: int, dim: int = 8) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "remove"]), st.integers(0, 30)), max_size=80), st.integers(1, 8), st.integers(0, 99))
-def test_the_index_equals_sorting_everything(monkeypatch_tail, changes, k, seed):
+CHANGES = st.lists(st.tuples(st.sampled_from(["put", "put", "remove", "begin", "swap"]), st.integers(0, 30)), max_size=80)
+
+
+@given(CHANGES, st.integers(1, 8), st.integers(0, 99), st.booleans())
+def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exact):
+    """Snapshots of graphs are built and swapped in between, at any distance."""
     rng = np.random.default_rng(seed)
-    index, truth = ExactIndex(8), {}
+    index, truth, build = Index(8, exact=exact), {}, None
     for change, number in changes:
         if change == "put":
             truth.pop(f"m{number}", None)
             truth[f"m{number}"] = unit(rng, 1)[0]
             index.put(f"m{number}", truth[f"m{number}"])
-        else:
+        elif change == "remove":
             truth.pop(f"m{number}", None)
             index.remove(f"m{number}")
+        elif change == "begin" and index.due:
+            build = index.begin()
+        elif change == "swap" and build:
+            assert build.run(threading.Event())
+            index.swap(build)
+            build = None
         query = unit(rng, 1)[0]
         best = sorted(truth, key=lambda uid: -float(truth[uid] @ query))[:k]
         found = index.nearest(query, k)
@@ -148,16 +161,56 @@ def test_the_index_equals_sorting_everything(monkeypatch_tail, changes, k, seed)
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_tail():
-    """A short tail, so that folds happen."""
+def small_index():
+    """A short tail and a small graph, so that snapshots happen."""
     patch = pytest.MonkeyPatch()
     patch.setattr("crl.manager.index.TAIL", 4)
+    patch.setattr("crl.manager.index.GRAPH_FROM", 6)
     yield
     patch.undo()
 
 
+@pytest.mark.parametrize("size", [3000, pytest.param(30_000, marks=pytest.mark.soak)])
+async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, size):
+    """Lessons about named places, 16 a place; a tenth of them replaced and a tenth removed after the graph was built."""
+    monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 1000)
+    rng = random.Random(0)
+    goals = [GOAL.format(place=f"{place} {i}") for i in range(size // 16 // 64 + 1) for place in PLACE_NAMES[:64]]
+    texts = [f"{rng.choice(goals)} {rng.choice(LESSON_TEXTS)} {rng.choice(LESSON_TEXTS)}" for _ in range(size)]
+    keys = await HashEmbedder().embed(texts)
+    exact, graph = Index(keys.shape[1], exact=True), Index(keys.shape[1])
+    for index in (exact, graph):
+        for i in range(size):
+            index.put(f"m{i}", keys[i])
+        if index is graph:
+            build = index.begin()
+            assert build.run(threading.Event())
+            index.swap(build)
+        for i in range(0, size, 10):
+            index.put(f"m{i}", keys[i - 1])
+            index.remove(f"m{i + 5}")
+    assert graph._snapshot.graph is not None
+    queries = await HashEmbedder().embed(rng.sample(goals, 100) + rng.sample(texts, 100))
+    recall = np.zeros((200, 2))
+    for row, query in zip(recall, queries, strict=True):
+        best, found = ([n.similarity for n in index.nearest(query, 10)] for index in (exact, graph))
+        row[:] = found[0] >= best[0] - 1e-6, np.mean(np.array(found) >= best[-1] - 1e-6)  # an equal one is as good
+    at_1, at_10 = recall.mean(axis=0)
+    assert at_1 >= 0.99
+    assert at_10 >= 0.98
+
+
+def test_a_build_that_is_stopped_changes_nothing(small_index):
+    index, stop = Index(8), threading.Event()
+    for i in range(40):
+        index.put(f"m{i}", unit(np.random.default_rng(i), 1)[0])
+    stop.set()
+    assert not index.begin().run(stop)
+    assert len(index.nearest(unit(np.random.default_rng(0), 1)[0], 99)) == 40
+
+
 def test_equals_come_in_the_order_in_which_they_were_put():
-    index = ExactIndex(2)
+    index = Index(2)
     for i in range(3 * TAIL):
         index.put(f"m{i}", np.array([1, 0], np.float32))
     index.put("m1", np.array([1, 0], np.float32))  # put again: the youngest
@@ -166,7 +219,7 @@ def test_equals_come_in_the_order_in_which_they_were_put():
 
 def test_a_vector_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\) does not fit an index of dimension 2"):
-        ExactIndex(2).put("m", np.zeros(3, np.float32))
+        Index(2).put("m", np.zeros(3, np.float32))
 
 
 # ── the hashing embedder ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,214 @@
+"""Searches as they come: who is embedded and answered together, in which order, and what changes and closing do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from doors import until
+from extractors import WordEmbedder, search
+
+from crl.manager import CachedEmbedder, RetrievalSettings
+from crl.manager.bank import Bank
+from crl.manager.records import Entry
+from crl.manager.searching import Searcher
+from crl.protocols import Hit
+
+ANY = {"margin": 2.0, "min_similarity": 0.0}
+
+
+class GatedEmbedder(WordEmbedder):
+    """Embeds a call when its gate is opened; one that holds "broken" fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: list[asyncio.Event] = []
+
+    async def embed(self, texts: Sequence[str]) -> np.ndarray:
+        self.gates.append(gate := asyncio.Event())
+        vectors = await super().embed(texts)
+        await gate.wait()
+        if "broken" in texts:
+            raise OSError("the embedder is gone")
+        return vectors
+
+
+async def searcher(*texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings) -> tuple[Searcher, Bank]:
+    chosen = RetrievalSettings(**{**ANY, **settings})
+    bank = Bank(WordEmbedder.dim, "task", chosen, seed=0)
+    made = Searcher(bank, embedder or WordEmbedder(), chosen)
+    vectors = await WordEmbedder().embed(texts)
+    await made.change([(entry(text), vector) for text, vector in zip(texts, vectors, strict=True)])
+    return made, bank
+
+
+def entry(text: str) -> Entry:
+    return Entry(text, 1, text, "room", "goal", text, (0, 1))
+
+
+def ask(made: Searcher, query: str, group: int = 0, *, counted: bool = True) -> asyncio.Task[list[Hit | None]]:
+    return asyncio.create_task(made.search([search(query, group=group)], 0, counted=counted))
+
+
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_together():
+    embedder = GatedEmbedder()
+    made, _ = await searcher("a", embedder=embedder, batch=3, max_wait=1e6)
+    first = ask(made, "0")
+    await until(lambda: len(embedder.calls) == 1)
+    others = [ask(made, str(i), i) for i in range(1, 6)]
+    await until(lambda: len(embedder.calls) == 2)
+    assert embedder.calls == [["0"], ["1", "2", "3"]]
+    for gate in embedder.gates:
+        gate.set()
+    await until(lambda: len(embedder.calls) == 3)  # nothing is in work any more: the rest does not wait for a third
+    embedder.gates[-1].set()
+    assert all(await asyncio.gather(first, *others))
+    assert embedder.calls[2] == ["4", "5"]
+    await made.aclose()
+
+
+async def test_nobody_waits_for_others_longer_than_the_longest_wait():
+    embedder = GatedEmbedder()
+    made, _ = await searcher("a", embedder=embedder, batch=3, max_wait=0.0)
+    asked = [ask(made, "0"), ask(made, "1", 1)]
+    await until(lambda: len(embedder.calls) == 2)
+    assert embedder.calls == [["0"], ["1"]]
+    for gate in embedder.gates:
+        gate.set()
+    await asyncio.gather(*asked)
+    await made.aclose()
+
+
+async def test_equal_queries_share_an_embedding_and_not_a_result():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("go west", "go west now", embedder=CachedEmbedder(embedder, 8), batch=2)
+    asked = [ask(made, "go west", group) for group in range(4)]
+    await until(lambda: len(embedder.gates) == 1)
+    await asyncio.sleep(0.01)
+    embedder.gates[0].set()
+    hits = [hit for (hit,) in await asyncio.gather(*asked) if hit]
+    assert embedder.calls == [["go west"]]
+    assert [hit.text for hit in hits[:2]] == ["go west", "go west now"]  # counted at once: the second saw the first as recent
+    assert sum(one.retrieved for one in bank.entries.values()) == 4
+    await made.aclose()
+
+
+async def test_picks_are_made_in_the_order_of_the_searches_whatever_is_embedded_first():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", "a b", embedder=embedder, batch=1)
+    asked = [ask(made, "a", group) for group in range(3)]
+    await until(lambda: len(embedder.gates) == 3)
+    for gate in reversed(embedder.gates):
+        gate.set()
+        await asyncio.sleep(0)
+    got = [hit.text for (hit,) in await asyncio.gather(*asked) if hit]
+    alone, _ = await searcher("a", "a b")
+    assert got == [hit.text for group in range(3) for hit in await alone.search([search("a", group=group)], 0, counted=True) if hit]
+    assert sorted(one.retrieved for one in bank.entries.values()) == [1, 2]
+    await alone.aclose()
+    await made.aclose()
+
+
+async def test_an_embedder_that_fails_fails_those_who_asked_and_nobody_else():
+    embedder = GatedEmbedder()
+    made, _ = await searcher("a", embedder=embedder, batch=1)
+    broken, whole = ask(made, "broken"), ask(made, "a", 1)
+    await until(lambda: len(embedder.gates) == 2)
+    for gate in embedder.gates:
+        gate.set()
+    with pytest.raises(OSError, match="the embedder is gone"):
+        await broken
+    assert await whole != [None]
+    await made.aclose()
+
+
+async def test_a_search_that_is_cancelled_counts_nothing():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", embedder=embedder)
+    asked = ask(made, "a")
+    await until(lambda: len(embedder.gates) == 1)
+    asked.cancel()
+    embedder.gates[0].set()
+    await made.aclose()
+    assert asked.cancelled()
+    assert bank.entries["a"].retrieved == 0
+    assert not bank.take_counts()
+
+
+async def test_searches_of_nothing_and_of_an_unknown_task_find_nothing():
+    made, _ = await searcher("a")
+    assert await made.search([], 0, counted=True) == []
+    assert await made.search([search("a", name="maze")], 0, counted=True) == [None]
+    await made.aclose()
+
+
+# ── large banks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small_graphs(monkeypatch):
+    """Whatever has more than 64 entries is large."""
+    monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 64)
+    monkeypatch.setattr("crl.manager.index.TAIL", 16)
+    monkeypatch.setattr("crl.manager.searching.THREADS_FROM", 64)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_a_large_bank_answers_as_a_small_one_does(small_graphs, exact):
+    texts = [f"go {i} {i // 2} {i // 4}" for i in range(400)]
+    made, bank = await searcher(*texts, margin=0.0, exact=exact)
+    await asyncio.gather(*made._builds)
+    assert any(index._snapshot.graph for index in bank._indexes.values()) != exact
+    hits = await asyncio.gather(*(made.search([search(text, group=i)], 0, counted=True) for i, text in enumerate(texts)))
+    vectors = await WordEmbedder().embed(texts)
+    best = (vectors @ vectors.T).max(axis=1)
+    found = dict(zip(texts, vectors, strict=True))
+    for (hit,), vector, similarity in zip(hits, vectors, best, strict=True):
+        assert hit is not None
+        assert found[hit.text] @ vector == pytest.approx(similarity, abs=1e-6)
+    assert sum(one.retrieved for one in bank.entries.values()) == 400
+    await made.aclose()
+
+
+async def test_changes_take_effect_at_once_while_searches_and_builds_go_on(small_graphs):
+    texts = [f"go {i}" for i in range(300)]
+    made, bank = await searcher(*texts, margin=0.0, candidates=4)
+    rng, group = random.Random(0), iter(range(10**6))
+    alive = set(texts)
+
+    async def reader() -> None:
+        for _ in range(60):
+            text = rng.choice(texts)
+            (hit,) = await made.search([search(text, group=next(group))], 0, counted=False)
+            assert hit is not None
+            assert hit.text in bank.entries
+
+    async def writer() -> None:
+        for i in range(300, 420):
+            vectors = await WordEmbedder().embed([f"go {i}"])
+            gone = rng.choice(sorted(alive))
+            await made.change([(entry(f"go {i}"), vectors[0])], [gone])
+            alive.discard(gone)
+            alive.add(f"go {i}")
+            (hit,) = await made.search([search(f"go {i}", group=next(group))], 0, counted=False)
+            assert hit is not None
+            assert (await WordEmbedder().embed([hit.text]))[0] @ vectors[0] == pytest.approx(1.0, abs=1e-6)
+
+    await asyncio.gather(writer(), *(reader() for _ in range(4)))
+    assert set(bank.entries) == alive
+    await made.aclose()
+
+
+async def test_closing_answers_what_was_asked_and_stops_a_build(small_graphs, monkeypatch):
+    monkeypatch.setattr("crl.manager.index.CHUNK", 1)
+    made, _ = await searcher(*(f"go {i}" for i in range(2000)))
+    asked = [ask(made, f"go {i}", i) for i in range(20)]
+    await asyncio.sleep(0)
+    await made.aclose()
+    assert all(hit for (hit,) in await asyncio.gather(*asked))
