@@ -8,37 +8,36 @@ distilled twice, no use is credited twice. `snapshot` marks a state of all of it
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from sqlite3 import Connection, Row
+from sqlite3 import Connection
 
 import numpy as np
 
 from crl.errors import StoreError
 from crl.manager.credit import Ready
 from crl.manager.database import Database
-from crl.manager.records import (
-    Applied,
-    ApplyRules,
-    Distilled,
-    DistilRequest,
-    Entry,
-    Generation,
-    PendingUnit,
-    RolledBack,
-    Stamp,
-    UnitKey,
-    Write,
-)
-from crl.manager.retrieval import surplus
+from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, Generation, PendingUnit, RolledBack, Stamp, UnitKey
 from crl.manager.snapshots import forget_all, go_back
-from crl.types import Completion, ExperienceUse
-
-ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
-
-NEW_OPERATIONS = "SELECT kind, COUNT(*) FROM log NOT INDEXED WHERE seq > ? GROUP BY kind"
-"""Without being told so, SQLite would read the index of all kinds."""
+from crl.manager.tables import (
+    ENTRIES,
+    count_the_rest,
+    credit,
+    fact,
+    keep_generation,
+    last_seq,
+    last_stamp,
+    log,
+    make_room,
+    punish,
+    read_entry,
+    read_generation,
+    set_fact,
+    vector_bytes,
+    write_entry,
+)
+from crl.manager.tally import Tally
+from crl.types import ExperienceUse
 
 
 class Store:
@@ -46,7 +45,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._recount()
+        self._tally = Tally()
 
     @classmethod
     async def open(cls, path: Path) -> Store:
@@ -78,8 +77,8 @@ class Store:
             db.execute("DELETE FROM requests")
             db.execute("DELETE FROM generations")
             db.execute("UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
-            _set_fact(db, "begun", str(_last_seq(db)))
-            self._recount()
+            set_fact(db, "begun", str(last_seq(db)))
+            self._tally.reset()
 
         await self._database.transaction(work)
 
@@ -89,7 +88,7 @@ class Store:
         """The sequence number that `rollback` takes to bring back what the bank holds now."""
 
         def work(db: Connection) -> int:
-            seq = _log(db, stamp, "snapshot", "", 0, {})
+            seq = log(db, stamp, "snapshot", "", 0, {})
             assert seq is not None, "snapshots may repeat"
             db.execute("INSERT INTO snapshots VALUES (?)", (seq,))
             return seq
@@ -113,7 +112,7 @@ class Store:
         def work(db: Connection) -> RolledBack:
             done = RolledBack(db.execute("SELECT step FROM log WHERE seq = ?", (seq,)).fetchone()["step"], archive(db))
             go_back(db, seq)
-            self._recount()
+            self._tally.reset()
             return done
 
         return await self._database.transaction_after_copy(work, archive)
@@ -129,7 +128,7 @@ class Store:
             values = (request.id, request.step, request.group, request.member, request.to_json())
             columns = "id, step, team, member, payload, state"
             if db.execute(f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') ON CONFLICT DO NOTHING", values).rowcount:
-                _log(db, stamp, "submit", request.id, 0, {})
+                log(db, stamp, "submit", request.id, 0, {})
             return True
 
         return await self._database.transaction(work)
@@ -165,7 +164,7 @@ class Store:
         def work(db: Connection) -> None:
             sql = "UPDATE requests SET state = 'dead', reason = ? WHERE id = ? AND state IN ('pending', 'leased')"
             if db.execute(sql, (reason, request.id)).rowcount:
-                _log(db, stamp, "dead", request.id, 0, {"reason": reason})
+                log(db, stamp, "dead", request.id, 0, {"reason": reason})
 
         await self._database.transaction(work)
 
@@ -183,7 +182,7 @@ class Store:
             revived = [name for name in dead if name in wanted]
             for name in revived:
                 db.execute("UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?", (name,))
-                _log(db, _last_stamp(db), "revive", name, 0, {})
+                log(db, last_stamp(db), "revive", name, 0, {})
             return revived
 
         return await self._database.transaction(work)
@@ -199,14 +198,14 @@ class Store:
             sql = "UPDATE requests SET state = 'done', payload = NULL, reason = NULL WHERE id = ? AND state IN ('pending', 'leased')"
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
-            changed = [(_write(db, request, write, stamp), write) for write in distilled.writes]
-            _count_the_rest(db, distilled, stamp)
+            changed = [(write_entry(db, request, write, stamp), write) for write in distilled.writes]
+            count_the_rest(db, distilled, stamp)
             punished = distilled.malformed and rules.malformed_reward is not None
             if punished:
-                _punish(db, distilled.generation, rules.malformed_reward, stamp)
+                punish(db, distilled.generation, rules.malformed_reward, stamp)
             if changed or punished:
-                _keep_generation(db, distilled.generation)
-            evicted = _evict(db, request, rules, stamp) if changed and rules.cap is not None else ()
+                keep_generation(db, distilled.generation)
+            evicted = make_room(db, request, rules, stamp) if changed and rules.cap is not None else ()
             return Applied(tuple(changed), tuple(evicted))
 
         return await self._database.transaction(work)
@@ -216,21 +215,21 @@ class Store:
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
         rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
-        return [(_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
+        return [(read_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
 
         def work(db: Connection) -> None:
-            rows = [(_bytes(vector), uid) for uid, vector in vectors.items()]
+            rows = [(vector_bytes(vector), uid) for uid, vector in vectors.items()]
             db.executemany("UPDATE entries SET vector = ? WHERE uid = ?", rows)
-            _set_fact(db, "embedder", embedder)
+            set_fact(db, "embedder", embedder)
 
         await self._database.transaction(work)
 
     async def embedder(self) -> str | None:
         """What made the stored vectors; None in a new bank."""
-        return await self._database.read(lambda db: _fact(db, "embedder"))
+        return await self._database.read(lambda db: fact(db, "embedder"))
 
     async def retrieved(self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp) -> None:
         """Sets retrieval counts and the step of the last return, by unit."""
@@ -239,7 +238,7 @@ class Store:
             for unit, (count, step) in counts.items():
                 sql = "UPDATE units SET retrieved = ?, last_returned_step = ? WHERE uid = ? AND version = ?"
                 db.execute(sql, (count, step, *unit))
-                _log(db, stamp, "retrieve", unit.uid, unit.version, {"retrieved": count, "last_returned_step": step})
+                log(db, stamp, "retrieve", unit.uid, unit.version, {"retrieved": count, "last_returned_step": step})
 
         await self._database.transaction(work)
 
@@ -253,7 +252,7 @@ class Store:
 
         def work(db: Connection) -> list[UnitKey]:
             units = [UnitKey(use.uid, use.version) for use in uses]
-            return [unit for op, unit in enumerate(units) if _credit(db, stamp, episode, op, unit, reward)]
+            return [unit for op, unit in enumerate(units) if credit(db, stamp, episode, op, unit, reward)]
 
         return await self._database.transaction(work)
 
@@ -275,7 +274,7 @@ class Store:
     async def generations(self, ids: Iterable[str]) -> dict[str, Generation]:
         """Those that are kept, by id."""
         sql = "SELECT * FROM generations WHERE id IN (SELECT value FROM json_each(?))"
-        return {row["id"]: _generation(row) for row in await self._database.rows(sql, (json.dumps(list(ids)),))}
+        return {row["id"]: read_generation(row) for row in await self._database.rows(sql, (json.dumps(list(ids)),))}
 
     async def mark_trained(self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp) -> None:
         """Takes the rewards that were trained on out of the pending ones and moves the counters of the generations.
@@ -285,11 +284,11 @@ class Store:
 
         def work(db: Connection) -> None:
             for name in dict.fromkeys(generations):
-                _log(db, stamp, "train", name, 0, {})
+                log(db, stamp, "train", name, 0, {})
                 db.execute("UPDATE generations SET c_train = c_train + 1, t_last = ? WHERE id = ?", (step, name))
             for pending in trained:
                 data = {"count": pending.count, "total": pending.total}
-                seq = _log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
+                seq = log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
                 sql = """
                     UPDATE units SET pending_count = pending_count - :count, pending_sum = pending_sum - :total,
                         ready = CASE WHEN pending_count > :count THEN :seq END WHERE uid = :uid AND version = :version
@@ -319,166 +318,10 @@ class Store:
 
         Operations count since the bank was made, or begun anew.
         """
-        return await self._database.read(self._counts)
-
-    def _recount(self) -> None:
-        """The next counts begin with the log's first row that counts."""
-        self._tally: Counter[str] = Counter()
-        self._tallied: int | None = None  # the last row in it
-
-    def _counts(self, db: Connection) -> dict[str, int]:
-        self._tally_log(db)
-        found: Counter[str] = Counter({f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")})
-        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop")})
-        found.update(self._tally)
-        sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
-        undone = {f"queue/{state}": number for state, number in db.execute(sql)}
-        found.update(undone)
-        found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
-        (found["buffer/ready"],) = db.execute("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL").fetchone()
-        (found["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
-        return {**found, "log/seq": _last_seq(db)}
-
-    def _tally_log(self, db: Connection) -> None:
-        """The log only grows: what was counted once need not be read again."""
-        since = self._tallied if self._tallied is not None else int(_fact(db, "begun") or 0)
-        for kind, number in db.execute(NEW_OPERATIONS, (since,)):
-            self._tally[f"ops/{kind}"] += number
-        sql = "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > ? GROUP BY 1"
-        for reason, number in db.execute(sql, (since,)):
-            self._tally[f"dropped/{reason}"] += number
-        self._tallied = _last_seq(db)
-
-
-# ── the statements of one transaction ───────────────────────────────────────────────────────────────────────────────
-
-
-def _log(db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, object]) -> int | None:
-    """The new row's sequence number; None when that origin did it before."""
-    sql = "INSERT OR IGNORE INTO log (step, extractor, kind, origin, op, data) VALUES (?, ?, ?, ?, ?, ?)"
-    cursor = db.execute(sql, (*stamp, kind, origin, op, json.dumps(data, ensure_ascii=False)))
-    return cursor.lastrowid if cursor.rowcount else None
-
-
-def _last_seq(db: Connection) -> int:
-    return db.execute("SELECT IFNULL(MAX(seq), 0) FROM log").fetchone()[0]
-
-
-def _fact(db: Connection, name: str) -> str | None:
-    row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-    return row["value"] if row else None
-
-
-def _set_fact(db: Connection, name: str, value: str) -> None:
-    db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", (name, value))
-
-
-def _last_stamp(db: Connection) -> Stamp:
-    """For changes to requests that no run makes."""
-    return Stamp(*db.execute("SELECT step, extractor FROM log ORDER BY seq DESC LIMIT 1").fetchone())
+        return await self._database.read(self._tally.read)
 
 
 def _open_requests(db: Connection, most: int) -> int:
     """Requests that wait or are in work; `most` stands for any greater number."""
     sql = "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
     return db.execute(sql, (most,)).fetchone()[0]
-
-
-def _write(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
-    """Applies one add or update; the entry as it is then."""
-    if write.target and _is_current(db, write.target):
-        kind, unit = "update", UnitKey(write.target.uid, write.target.version + 1)
-    else:
-        kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
-    parents = (str(write.target),) if write.target else ()
-    entry = Entry(unit.uid, unit.version, write.text, request.task.name, request.task.goal, request.id, write.span, parents)
-    data = {"uid": unit.uid, "version": unit.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
-            "span": entry.span, "parents": parents}  # fmt: skip
-    _log(db, stamp, kind, request.id, write.op, data)
-    row = (*unit, entry.text, entry.task, entry.goal, json.dumps(parents), entry.status, _bytes(write.vector))
-    db.execute("DELETE FROM entries WHERE uid = ?", (unit.uid,))
-    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-    sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
-    db.execute(sql, (*unit, entry.generation, *entry.span))
-    return entry
-
-
-def _is_current(db: Connection, unit: UnitKey) -> bool:
-    sql = "SELECT 1 FROM entries WHERE uid = ? AND version = ? AND status = 'active'"
-    return db.execute(sql, unit).fetchone() is not None
-
-
-def _count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
-    """Logs what changed nothing: `return` and the refused ops, by reason."""
-    if distilled.returned:
-        _log(db, stamp, "return", distilled.request.id, 0, {"count": distilled.returned})
-    for op, (reason, count) in enumerate(sorted(distilled.dropped.items())):
-        _log(db, stamp, "drop", distilled.request.id, op, {"reason": reason, "count": count})
-
-
-def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
-    """A generation without any op is a unit of its own, version 0, and ready at once."""
-    seq = _log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
-    unit = (generation.id, 0, generation.id, 0, len(generation.completion.ids), 1, reward, seq)
-    columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
-    db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
-
-
-def _evict(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
-    """Makes room among the entries of the request's goal; an evicted entry stays in the history."""
-    sql = f"{ENTRIES} AND task = ? AND goal = ? ORDER BY written"
-    rows = db.execute(sql, (request.task.name, request.task.goal)).fetchall()
-    gone = surplus([_entry(row) for row in rows], rules.cap or 0, rules.choice)
-    for entry in gone:
-        _log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
-        db.execute("UPDATE entries SET status = 'evicted' WHERE uid = ?", (entry.uid,))
-    return [entry.uid for entry in gone]
-
-
-def _keep_generation(db: Connection, generation: Generation) -> None:
-    completion = generation.completion
-    columns = (
-        np.asarray(generation.prompt, "<i4").tobytes(),
-        np.asarray(completion.ids, "<i4").tobytes(),
-        np.asarray(completion.logprobs, "<f8").tobytes(),
-        np.asarray(completion.versions, "<i4").tobytes(),
-    )
-    sql = "INSERT INTO generations (id, extractor, prompt, sampled, logprobs, versions, finish, head) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-    db.execute(sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head))
-
-
-def _credit(db: Connection, stamp: Stamp, episode: str, op: int, unit: UnitKey, reward: float) -> bool:
-    data = {"uid": unit.uid, "version": unit.version, "reward": reward}
-    known = db.execute("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit).fetchone()
-    seq = _log(db, stamp, "credit" if known else "stray", episode, op, data)
-    if seq is None or not known:
-        return False
-    db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (reward, *unit))
-    sql = """
-        UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
-        WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)
-    """
-    db.execute(sql, (reward, seq, *unit))
-    return True
-
-
-def _entry(row: Row) -> Entry:
-    return Entry(
-        row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"], (row["start"], row["stop"]),
-        tuple(json.loads(row["parents"])), row["status"], row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
-    )  # fmt: skip
-
-
-def _generation(row: Row) -> Generation:
-    completion = Completion(
-        tuple(np.frombuffer(row["sampled"], "<i4").tolist()),
-        tuple(np.frombuffer(row["logprobs"], "<f8").tolist()),
-        tuple(np.frombuffer(row["versions"], "<i4").tolist()),
-        row["finish"],
-    )
-    prompt = tuple(np.frombuffer(row["prompt"], "<i4").tolist())
-    return Generation(row["id"], row["extractor"], prompt, completion, row["head"], row["c_train"], row["t_last"])
-
-
-def _bytes(vector: np.ndarray) -> bytes:
-    return np.asarray(vector, "<f4").tobytes()

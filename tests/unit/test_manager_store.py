@@ -14,7 +14,9 @@ from extractors import hit, request
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION, Database, copy_database
 from crl.manager.records import DistilRequest, Stamp, UnitKey
-from crl.manager.store import ENTRIES, NEW_OPERATIONS, Store
+from crl.manager.store import Store
+from crl.manager.tables import ENTRIES
+from crl.manager.tally import NEW_OPERATIONS
 
 AT = Stamp(4, 2)
 

@@ -1,0 +1,46 @@
+"""Figures of a bank, of which there are many and which are asked for at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from sqlite3 import Connection
+
+from crl.manager.tables import fact, last_seq
+
+NEW_OPERATIONS = "SELECT kind, COUNT(*) FROM log NOT INDEXED WHERE seq > ? GROUP BY kind"
+"""Without being told so, SQLite would read the index of all kinds."""
+
+
+class Tally:
+    """Counts the log as it grows: what was counted once is not read again."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """The next figures are counted from the beginning: since the bank was made, or begun anew."""
+        self._counts: Counter[str] = Counter()
+        self._seq: int | None = None  # the last row that is counted
+
+    def read(self, db: Connection) -> dict[str, int]:
+        """Figures by name, see `Store.counts`."""
+        self._count_new(db)
+        found: Counter[str] = Counter({f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")})
+        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop")})
+        found.update(self._counts)
+        sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
+        undone = {f"queue/{state}": number for state, number in db.execute(sql)}
+        found.update(undone)
+        found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
+        (found["buffer/ready"],) = db.execute("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL").fetchone()
+        (found["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
+        return {**found, "log/seq": last_seq(db)}
+
+    def _count_new(self, db: Connection) -> None:
+        since = int(fact(db, "begun") or 0) if self._seq is None else self._seq
+        for kind, number in db.execute(NEW_OPERATIONS, (since,)):
+            self._counts[f"ops/{kind}"] += number
+        sql = "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > ? GROUP BY 1"
+        for reason, number in db.execute(sql, (since,)):
+            self._counts[f"dropped/{reason}"] += number
+        self._seq = last_seq(db)
