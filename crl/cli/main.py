@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import crl
-from crl.errors import CrlError
+from crl.cli import bank
+from crl.cli.command import command
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -29,27 +28,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(bank.app, name="bank")
+
 
 def main() -> None:
     """The entry point `crl`. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     app(prog_name="crl")
-
-
-def _command(run: Callable[..., int | None]) -> Callable[..., None]:
-    """Turns what a command raises or returns into the process's exit code; a `CrlError` is one line on stderr."""
-
-    @functools.wraps(run)
-    def command(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = run(*args, **kwargs)
-        except CrlError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            code = 130
-        raise typer.Exit(code or 0)
-
-    return command
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,7 +50,7 @@ def _root(
 
 
 @app.command()
-@_command
+@command
 def train(
     tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")],
     method: Annotated[str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")] = None,
@@ -124,7 +108,7 @@ def _is_terminal() -> bool:
 
 
 @app.command("eval")
-@_command
+@command
 def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")]) -> int:
     """Repeat the evaluation of a run's last checkpoint."""
     from crl.config.load import load_saved
@@ -136,7 +120,7 @@ def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The direct
 
 
 @app.command("make-models")
-@_command
+@command
 def make_models(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the models' directories go.")] = Path("models"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of every random draw.")] = 0,

@@ -73,7 +73,7 @@ class Database:
         all, over what may be there. Nothing comes between the two."""
 
         def both() -> T:
-            with _errors(self.path):
+            with store_errors(self.path):
                 if copy := target(self.connection):
                     _back_up(self.connection, draft := copy.with_name(f"{copy.name}.part"))
                     draft.replace(copy)
@@ -88,7 +88,7 @@ class Database:
         """What `work` reads: one state of the bank, outside of any transaction."""
 
         def reading() -> T:
-            with _errors(self.path):
+            with store_errors(self.path):
                 return work(self.connection)
 
         return await self._on_thread(reading)
@@ -102,7 +102,7 @@ class Database:
         _refuse_existing(target)
 
         def copying() -> None:
-            with _errors(target):
+            with store_errors(target):
                 _back_up(self.connection, target)
 
         await asyncio.shield(self._on_thread(copying))
@@ -115,7 +115,7 @@ class Database:
                 await asyncio.wait({self._committing})
 
         def close() -> None:
-            with _errors(self.path):
+            with store_errors(self.path):
                 self._closing.close()
 
         await _to_its_end(self._on_thread(close))
@@ -143,7 +143,7 @@ class Database:
 
     def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
         """One transaction; what each work returned or raised."""
-        with _errors(self.path):
+        with store_errors(self.path):
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
                 outcomes = [self._attempt(work) for work in works]
@@ -156,7 +156,7 @@ class Database:
     def _attempt(self, work: Work[Any]) -> Any:
         self.connection.execute("SAVEPOINT work")
         try:
-            with _errors(self.path):
+            with store_errors(self.path):
                 outcome = work(self.connection)
         except Exception as error:
             if not self.connection.in_transaction:  # SQLite gave up the whole transaction, as on a full disk
@@ -171,7 +171,7 @@ def check_bank(path: Path, *, guiding: bool) -> None:
     """Raises `StoreError` with the reason alone when there is no bank at `path` that this crl reads, and where it shall be `guiding`,
     when it has no active entry. The file is only read."""
     try:
-        with closing(sqlite3.connect(_read_only(path), uri=True)) as db:
+        with closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
             ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
             if application != APPLICATION_ID:
                 raise StoreError("it is not a bank of crl")
@@ -195,7 +195,7 @@ async def copy_database(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with _errors(source), closing(sqlite3.connect(_read_only(source), uri=True)) as original:
+    with store_errors(source), closing(sqlite3.connect(read_only_uri(source), uri=True)) as original:
         _back_up(original, target)
 
 
@@ -212,7 +212,7 @@ def _back_up(original: Connection, target: Path) -> None:
 
 def _open(path: Path) -> tuple[Connection, ExitStack]:
     """The connection, and what closes it."""
-    with _errors(path), ExitStack() as stack:
+    with store_errors(path), ExitStack() as stack:
         stack.callback(WriterClaim(path).release)
         connection = stack.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
         prepare(connection, path)
@@ -229,7 +229,7 @@ async def _to_its_end(work: asyncio.Future[T]) -> T:
         raise
 
 
-def _read_only(path: Path) -> str:
+def read_only_uri(path: Path) -> str:
     """Without a write-ahead log nobody has it open: then SQLite needs no files beside it, which it would leave behind."""
     closed = not path.with_name(f"{path.name}-wal").exists()
     return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
@@ -244,7 +244,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-class _errors:
+class store_errors:
     """SQLite's errors as `StoreError`s that name the file."""
 
     def __init__(self, path: Path) -> None:

@@ -5,7 +5,7 @@ CREATE TABLE log (
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
     kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, drop, malformed, evict
-                                  -- | retrieve, credit, stray, train | snapshot
+                                  -- | import | retrieve, credit, stray, train | snapshot
     origin    TEXT NOT NULL,      -- the request, the episode or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON

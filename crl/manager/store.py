@@ -33,6 +33,7 @@ from crl.manager.tables import (
     read_entry,
     read_generation,
     set_fact,
+    take_in,
     vector_bytes,
     write_entry,
 )
@@ -224,6 +225,33 @@ class Store:
             rows = [(vector_bytes(vector), uid) for uid, vector in vectors.items()]
             db.executemany("UPDATE entries SET vector = ? WHERE uid = ?", rows)
             set_fact(db, "embedder", embedder)
+
+        await self._database.transaction(work)
+
+    async def evict(self, units: Iterable[UnitKey]) -> int:
+        """Those of these versions that are current and active guide nobody any more; how many. They stay in the history.
+
+        For a bank that no run has open.
+        """
+
+        def work(db: Connection) -> int:
+            gone = 0
+            for unit in units:
+                sql = "UPDATE entries SET status = 'evicted' WHERE uid = ? AND version = ? AND status = 'active'"
+                if db.execute(sql, unit).rowcount:
+                    log(db, last_stamp(db), "evict", unit.uid, unit.version, {})
+                    gone += 1
+            return gone
+
+        return await self._database.transaction(work)
+
+    async def take_in(self, entries: Sequence[Entry], stamp: Stamp) -> None:
+        """Entries from elsewhere with their counters. What wrote them does not come along, nor do their vectors: the manager that
+        opens the bank makes these."""
+
+        def work(db: Connection) -> None:
+            for entry in entries:
+                take_in(db, entry, stamp)
 
         await self._database.transaction(work)
 

@@ -73,6 +73,18 @@ def _is_current(db: Connection, unit: UnitKey) -> bool:
     return db.execute(sql, unit).fetchone() is not None
 
 
+def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
+    """Adds an entry from elsewhere, without a vector."""
+    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
+            "parents": entry.parents}  # fmt: skip
+    log(db, stamp, "import", entry.uid, entry.version, data)
+    row = (*entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, b"")
+    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    columns = "uid, version, generation, start, stop, retrieved, credited, credit"
+    unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit)
+    db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
+
+
 def count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
     """Logs what changed nothing: `return` and the refused ops, by reason."""
     if distilled.returned:

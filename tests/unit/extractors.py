@@ -110,6 +110,13 @@ class Ledger:
     def close(self) -> None: ...
 
 
+def bank_of_version_1(path: Path) -> Path:
+    """As an earlier crl left it: four entries, two open requests, a dead one."""
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript((Path(__file__).parent / "golden" / "bank_v1.sql").read_text("utf-8"))
+    return path
+
+
 def dump(path: Path) -> list[str]:
     """All that a bank holds, as SQL."""
     with closing(sqlite3.connect(path)) as db:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extractors import hit, request
+from extractors import bank_of_version_1, hit, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,12 +215,6 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
 
 
 # ── banks of older versions ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def bank_of_version_1(path: Path) -> Path:
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript((HERE / "golden" / "bank_v1.sql").read_text("utf-8"))
-    return path
 
 
 def schema(path: Path) -> dict[str, Any]:

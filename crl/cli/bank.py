@@ -1,0 +1,387 @@
+"""`crl bank`: looking into a bank, of a run that is under way too, and keeping it. What needs more than typer is imported inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from crl.cli.command import command
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.cli.bank_text import Story
+    from crl.manager.reading import EntryView, GenerationView, Keys, QueueState
+
+app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a bank.sqlite file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
+TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")]
+
+
+SHOWN = 10
+"""Experiences that `prune` shows before it asks."""
+
+
+class Sort(StrEnum):
+    credit, uses, age = "credit", "uses", "age"
+
+
+class Status(StrEnum):
+    active, evicted, merged, all = "active", "evicted", "merged", "all"
+
+
+# ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command("ls")
+@command
+def list_entries(
+    run: Run,
+    sort: Annotated[Sort, typer.Option(help="Best credit (won − lost episodes), most uses, or newest first.")] = Sort.credit,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    task: TaskName = None,
+    goal: Annotated[str | None, typer.Option(metavar="TEXT", help="Only those whose goal holds this, in any case.")] = None,
+    status: Annotated[Status, typer.Option(help="Which experiences.")] = Status.active,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List experiences."""
+    from crl.cli.bank_text import entry_table
+    from crl.manager.reading import reading, short_uids
+
+    with reading(_file(run)) as bank:
+        entries, short = bank.entries(None), short_uids(bank.uids())
+    fits = [
+        entry
+        for entry in reversed(entries)
+        if status in (Status.all, entry.status) and task in (None, entry.task) and (goal or "").lower() in entry.goal.lower()
+    ]
+    keys = {Sort.credit: lambda entry: -entry.credit, Sort.uses: lambda entry: -entry.retrieved, Sort.age: lambda entry: 0}
+    fits.sort(key=keys[sort])
+    if reverse:
+        fits.reverse()
+    rows = fits[: limit or None]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(entry_table(rows, short, _width()))
+        _say_how_many(len(rows), len(fits))
+
+
+@app.command()
+@command
+def show(
+    run: Run,
+    uid: Annotated[str, typer.Argument(metavar="UID", help="As ls prints it, or what alone begins with it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Tell the story of one experience.
+
+    Its text and lineage, its credit over time, the episodes that it guided, and the answer of the extractor that wrote it.
+    """
+    from crl.cli.bank_text import Story
+    from crl.manager.reading import reading, short_uids
+
+    file = _file(run)
+    with reading(file) as bank:
+        entry = bank.find(uid)
+        story = Story(
+            entry,
+            lineage=bank.lineage(entry.unit),
+            offspring=bank.offspring(entry.uid),
+            uses=bank.uses(entry.uid),
+            generation=bank.generation(entry.unit),
+            eviction=bank.eviction(entry.uid),
+        )
+        short = short_uids(bank.uids())
+    if story.generation:
+        story = _with_texts(story, story.generation, file)
+    if as_json:
+        _print_json(story)
+    else:
+        _print(story.lines(short))
+
+
+@app.command()
+@command
+def search(
+    run: Run,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for, such as a task's goal.")],
+    task: TaskName = None,
+    limit: Limit = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Find experiences as retrieval does.
+
+    Active ones, the most similar first (cosine).
+    """
+    from crl.cli.bank_text import entry_table
+    from crl.manager.reading import reading, short_uids
+
+    with reading(_file(run)) as bank:
+        keys, entries = bank.keys(), [entry for entry in bank.entries() if task in (None, entry.task)]
+        short = short_uids(bank.uids())
+    similarities = asyncio.run(_similarities(text, entries, keys))
+    found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
+    rows = found[: limit or None]
+    if as_json:
+        _print_json([{"similarity": similarity, **_plain(entry)} for similarity, entry in rows])
+    else:
+        column = [f"{similarity:.3f}" for similarity, _ in rows]
+        _print(entry_table([entry for _, entry in rows], short, _width(), cosine=column))
+        _say_how_many(len(rows), len(found))
+
+
+@app.command()
+@command
+def stats(run: Run, as_json: AsJson = False) -> None:
+    """Print sizes, uses, credit and the queue."""
+    from crl.cli.bank_text import stats_lines
+    from crl.manager.reading import reading
+
+    with reading(_file(run)) as bank:
+        figures = bank.stats()
+    if as_json:
+        _print_json(figures)
+    else:
+        _print(stats_lines(figures))
+
+
+@app.command()
+@command
+def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
+    """List episodes that are to be distilled.
+
+    In work, or waiting; in their order.
+    """
+    _print_requests(run, ("leased", "pending"), limit, as_json)
+
+
+@app.command()
+@command
+def dead(
+    run: Run,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Queue all of them again, for when the run goes on. Not while it is running.")
+    ] = False,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List episodes that could not be distilled."""
+    if not retry:
+        _print_requests(run, ("dead",), limit, as_json)
+        return
+    from crl.manager.upkeep import retry_dead
+
+    retried = asyncio.run(retry_dead(_file(run)))
+    if as_json:
+        _print_json({"retried": retried})
+    else:
+        _print([f"{retried:,} dead {'episode is' if retried == 1 else 'episodes are'} queued again"])
+
+
+@app.command()
+@command
+def diff(
+    run: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory, or a bank.sqlite file.")],
+    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
+    limit: Limit = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two banks.
+
+    Active experiences are the same where task, goal and text are.
+    """
+    from crl.cli.bank_text import diff_lines
+    from crl.manager.reading import compare, reading
+
+    with reading(_file(run)) as a, reading(_file(other)) as b:
+        found = compare(a.entries(), b.entries())
+    if as_json:
+        _print_json(found)
+    else:
+        _print(diff_lines(found, run, other, limit or None, _width()))
+
+
+# ── keeping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command("export")
+@command
+def export_entries(run: Run) -> None:
+    """Print active experiences as JSON lines."""
+    from crl.manager.reading import reading
+    from crl.manager.upkeep import exported
+
+    with reading(_file(run)) as bank:
+        entries = bank.entries()
+    for line in exported(entries):
+        _print_json(line)
+
+
+@app.command("import")
+@command
+def import_entries(
+    bank: Annotated[Path, typer.Argument(metavar="BANK", help="The new bank.sqlite.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export printed.")],
+) -> None:
+    """Make a new bank of exported lines.
+
+    It can be the bank.init of a run.
+    """
+    from crl.manager.upkeep import make_bank, parse_exported
+
+    entries = parse_exported(file)
+    make_bank(bank, entries)
+    _print([f"{len(entries):,} experiences: {bank}"])
+
+
+@app.command()
+@command
+def prune(
+    run: Run,
+    max_entries: Annotated[int | None, typer.Option(metavar="N", min=1, help="Keep the N of the best credit.")] = None,
+    unused_since: Annotated[
+        int | None, typer.Option(metavar="STEP", min=0, help="Evict what was written before this step and not retrieved since.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Evict experiences by one criterion.
+
+    They stay in the history. Not while a run has the bank open.
+    """
+    from crl.cli.bank_text import entry_table
+    from crl.manager.reading import reading, short_uids
+    from crl.manager.upkeep import evict, lowest_credit, not_used_since, require_closed
+
+    if (max_entries is None) == (unused_since is None):
+        raise ConfigError("prune", None, "it needs one criterion, and only one", "Give --max-entries or --unused-since")
+    file = _file(run)
+    with reading(file) as bank:
+        entries, short = bank.entries(), short_uids(bank.uids())
+    require_closed(file)
+    going = not_used_since(entries, unused_since) if unused_since is not None else lowest_credit(entries, max_entries or 0)
+    if not going:
+        _print([f"nothing to evict among {len(entries):,} active experiences"])
+        return
+    if not yes:
+        _print(entry_table(going[:SHOWN], short, _width()))
+        _print([f"… and {len(going) - SHOWN:,} more"] if len(going) > SHOWN else [])
+        typer.confirm(f"Evict {len(going):,} of {len(entries):,} active experiences?", abort=True)
+    gone = asyncio.run(evict(file, [entry.unit for entry in going]))
+    _print([f"evicted {gone:,}; active now {len(entries) - gone:,}"])
+
+
+# ── what the commands share ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _file(run: Path) -> Path:
+    from crl.monitor.run_dir import RunDir
+
+    return RunDir(run).bank if run.is_dir() else run
+
+
+def _width() -> int | None:
+    """Of the terminal; None where the output goes elsewhere, and nothing is to be cut."""
+    import shutil
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _print(lines: Iterable[str]) -> None:
+    from crl.cli.draw import printable
+
+    for line in lines:
+        typer.echo(printable(line))
+
+
+def _say_how_many(shown: int, of: int) -> None:
+    if shown < of:
+        typer.echo(f"{shown:,} of {of:,}; --limit 0 for all", err=True)
+    if not of:
+        typer.echo("there is none", err=True)
+
+
+def _print_json(value: Any) -> None:
+    """In one line, with an escape for whatever a terminal would obey."""
+    text = json.dumps(_plain(value), ensure_ascii=False)
+    typer.echo(text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text))
+
+
+def _escape(character: str) -> str:
+    units = character.encode("utf-16-be").hex()
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json: bool) -> None:
+    from crl.cli.bank_text import request_table
+    from crl.manager.reading import reading, short_uids
+
+    with reading(_file(run)) as bank:
+        requests = bank.requests(*states)
+        short = short_uids(bank.uids())
+    rows = requests[: limit or None]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(request_table(rows, short, _width()))
+        _say_how_many(len(rows), len(requests))
+
+
+async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys) -> list[float]:
+    """The cosine of the query and of what each entry is found by; where that is not made yet, of the entry's text."""
+    from crl.manager.embed import HashEmbedder
+
+    embedder = HashEmbedder()
+    if keys.made_by is None:
+        vectors = list(await embedder.embed([entry.text for entry in entries]))
+    elif keys.made_by.split(":")[0] == embedder.name:
+        vectors = [keys.vectors[entry.uid] for entry in entries]
+    else:
+        raise ConfigError("embedder", keys.made_by, "the bank's vectors are not of an embedder that search has", f"It has {embedder.name}")
+    (query,) = await embedder.embed([text])
+    return [float(vector @ query) for vector in vectors]
+
+
+def _with_texts(story: Story, generation: GenerationView, file: Path) -> Story:
+    from dataclasses import replace
+
+    try:
+        decode = _decoder(file)
+    except ConfigError as error:
+        return replace(story, unreadable=str(error))
+    return replace(story, prompt=decode(generation.prompt), answer=decode(generation.sampled))
+
+
+def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
+    """Of the extractor's tokens, by the tokenizer alone. Raises `ConfigError` where there is none."""
+    from tokenizers import Tokenizer
+
+    from crl.config.load import load_saved
+    from crl.config.models import resolve_model
+
+    model = resolve_model(load_saved(file.parent).config.extractor.model, "extractor.model")
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError("extractor.model", str(model), "it holds no tokenizer.json", "Put the tokenizer's files there")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library's own errors have no other type
+        raise ConfigError("extractor.model", str(path), f"it cannot be read ({error})", "Restore the file") from error
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

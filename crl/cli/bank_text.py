@@ -1,0 +1,269 @@
+"""What `crl bank` prints, as lines. What a bank says is model output: nothing of it reaches a terminal that it would obey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+
+from crl.cli.draw import one_line, printable
+from crl.manager.reading import BINS, Comparison, EntryView, Eviction, GenerationView, Lesson, RequestView, UseView, VersionView
+
+LAST = 10
+"""Episodes that `show` lists."""
+
+PERIODS = 8
+"""Parts of an entry's history that `show` tells apart at most."""
+
+LEFT = frozenset({"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by"})
+"""Columns of words; the others hold numbers."""
+
+Short = Mapping[str, str]
+"""Uids as they are printed."""
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
+    """Cells by column under a header, in at most `width` where the last two columns can give way. None: nothing is cut."""
+    cells = [[name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()]
+    widths = [max(map(cell_len, column)) for column in cells]
+    if width is not None:
+        *fixed, second, last = widths
+        room = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
+        second = min(second, max(room - last, room * 2 // 5))
+        widths = [*fixed, second, min(last, room - second)]
+    padded = [[_fitted(cell, width, name in LEFT) for cell in column] for name, column, width in zip(columns, cells, widths, strict=True)]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _fitted(text: str, width: int, left: bool) -> str:
+    if cell_len(text) > width:
+        return set_cell_size(text, width - 1) + "…"
+    padding = " " * (width - cell_len(text))
+    return text + padding if left else padding + text
+
+
+def helped(won: int, credited: int) -> str:
+    """– before the first credited episode."""
+    return f"{won}/{credited}" if credited else "–"
+
+
+def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]) -> list[str]:
+    """more: columns in front. Task and status are told where they differ."""
+    columns = {
+        **more,
+        "uid": [short[entry.uid] for entry in entries],
+        "helped": [helped(entry.won, entry.credited) for entry in entries],
+        "uses": [str(entry.retrieved) for entry in entries],
+        "step": [str(entry.step) for entry in entries],
+    }
+    differing = {name: [getattr(entry, name) for entry in entries] for name in ("task", "status")}
+    columns |= {name: values for name, values in differing.items() if len(set(values)) > 1}
+    return table(columns | {"goal": [entry.goal for entry in entries], "text": [entry.text for entry in entries]}, width)
+
+
+def request_table(requests: Sequence[RequestView], short: Short, width: int | None) -> list[str]:
+    """Of a queue; or with reasons, which are never cut, of dead requests."""
+    columns: dict[str, Sequence[str]] = {
+        "episode": [request.id for request in requests],
+        "state": [request.state for request in requests],
+        "outcome": ["won" if request.success else "lost" for request in requests],
+        "guided by": [", ".join(short.get(uid, uid) for uid in request.guided) or "–" for request in requests],
+        "task": [request.task for request in requests],
+        "goal": [request.goal for request in requests],
+    }
+    if any(request.state == "dead" for request in requests):
+        del columns["state"], columns["guided by"]
+        return table(columns | {"reason": [request.reason or "" for request in requests]}, None)
+    return table(columns, width)
+
+
+def block(text: str) -> Iterator[str]:
+    """A text of several lines, as it is, indented."""
+    for part in text.split("\n"):
+        yield f"  {printable(part.expandtabs(4))}".rstrip()
+
+
+def line(text: str) -> str:
+    """A text on one line, whole."""
+    return one_line(text, len(text))
+
+
+# ── show ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that is known of an entry. prompt, answer: the texts of its generation; unreadable: why these cannot be told."""
+
+    entry: EntryView
+    lineage: Sequence[VersionView]
+    offspring: Sequence[VersionView]
+    uses: Sequence[UseView]
+    generation: GenerationView | None
+    eviction: Eviction | None
+    prompt: str | None = None
+    answer: str | None = None
+    unreadable: str | None = None
+
+    def lines(self, short: Short) -> Iterator[str]:
+        entry = self.entry
+        yield f"{line(entry.uid)}, version {entry.version}, {self._status()}"
+        yield f"task  {line(entry.task)}"
+        yield f"goal  {line(entry.goal)}"
+        yield "text"
+        yield from block(entry.text)
+        yield ""
+        last = "" if entry.last_returned_step is None else f", for the last time at step {entry.last_returned_step}"
+        yield f"{_often('retrieved', entry.retrieved)}{last}"
+        yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)"
+        yield from _titled("lineage, the newest first", _versions(self.lineage, short))
+        yield from _titled("what came of it", _versions(self.offspring, short))
+        yield from _titled("credit over time (of all versions)", history(self.uses))
+        shown = self.uses[-LAST:]
+        many = f"the last {LAST} of the {len(self.uses)} episodes" if len(self.uses) > LAST else "the episodes"
+        yield from _titled(f"{many} that it guided", _uses(shown))
+        yield ""
+        yield from self._written()
+
+    def _status(self) -> str:
+        if self.eviction is None:
+            return self.entry.status
+        by = f"to make room for {line(self.eviction.by)}" if self.eviction.by else "by crl bank prune"
+        return f"evicted at step {self.eviction.step} {by}"
+
+    def _written(self) -> Iterator[str]:
+        made = self.generation
+        if made is None:
+            yield "The answer that wrote it is not here: the entry came from elsewhere, or there is nothing more to learn from it."
+            return
+        last = "" if made.trained_at is None else f", for the last time at step {made.trained_at}"
+        yield f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} tokens, finish {made.finish}"
+        yield f"{_often('trained on', made.trained)}{last}"
+        if self.prompt is None or self.answer is None:
+            yield f"Its text cannot be told: {line(self.unreadable or '')}"
+            return
+        yield "prompt"
+        yield from block(self.prompt)
+        yield "answer"
+        yield from block(self.answer)
+
+
+def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield ""
+        yield title
+        yield from (f"  {text}" for text in lines)
+
+
+def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
+    if not versions:
+        return []
+    columns = {
+        "step": [str(version.step) for version in versions],
+        "how": [version.kind for version in versions],
+        "uid": [f"{short.get(version.uid, version.uid)}@{version.version}" for version in versions],
+        "by": [version.by for version in versions],
+        "text": [version.text for version in versions],
+    }
+    return table(columns, None)
+
+
+def _uses(uses: Sequence[UseView]) -> list[str]:
+    columns = {
+        "step": [str(use.step) for use in uses],
+        "episode": [use.episode for use in uses],
+        "version": [str(use.version) for use in uses],
+        "reward": [f"{use.reward:+g}" for use in uses],
+    }
+    return table(columns, None) if uses else []
+
+
+def history(uses: Sequence[UseView]) -> list[str]:
+    """Won of credited episodes by step, neighbouring steps together where there are more than PERIODS."""
+    steps = [list(group) for _, group in groupby(uses, key=lambda use: use.step)]
+    size = max(1, -(-len(steps) // PERIODS))
+    periods = [[use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)]
+    names = [_period(period[0].step, period[-1].step) for period in periods]
+    rates = [helped(sum(use.reward > 0 for use in period), len(period)) for period in periods]
+    return [f"{name:<{max(map(len, names))}}  helped {rate}" for name, rate in zip(names, rates, strict=True)]
+
+
+def _period(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}–{last}"
+
+
+def _often(what: str, n: int) -> str:
+    return f"never {what}" if n == 0 else f"{what} once" if n == 1 else f"{what} {n:,} times"
+
+
+# ── stats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
+    used = stats["used"]
+    rows = {
+        "bank": f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, {stats['log']:,} operations, the last at step {stats['step']}",
+        "found by": line(stats["keys"] or "nothing yet: the run that opens it makes the vectors"),
+        "used": f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, {used['credited']:,} credited",
+        "operations": _counts(stats["ops"]) or "–",
+        "dropped": _counts(stats["dropped"]) or "–",
+        "queue": _counts(stats["queue"]),
+        "training": _counts({"answers kept": stats["generations"], "units ready": stats["ready"]}),
+    }
+    yield from (f"{name:<10}  {text}" for name, text in rows.items())
+    yield ""
+    tasks = stats["entries"]
+    columns = {name: [f"{sizes[name]:,}" for sizes in tasks.values()] for name in ("active", "evicted", "merged", "goals")}
+    yield from table({"task": list(tasks), **columns}, None)
+    if used["credited"]:
+        yield from _titled("active experiences by the share of their credited episodes that were won", _histogram(stats["won"]))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return "  ".join(f"{line(name)} {number:,}" for name, number in counts.items())
+
+
+def _histogram(counts: Sequence[int]) -> list[str]:
+    widest, longest = len(f"{max(counts):,}"), max(counts)
+    rows = []
+    for i, count in enumerate(counts):
+        bar = "█" * -(-40 * count // longest)
+        rows.append(f"{100 * i // BINS:>3}–{100 * (i + 1) // BINS:>3} %  {count:>{widest},}  {bar}".rstrip())
+    return rows
+
+
+# ── diff ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def diff_lines(found: Comparison, a: Path, b: Path, limit: int | None, width: int | None) -> Iterator[str]:
+    yield f"A {line(str(a))}"
+    yield f"B {line(str(b))}"
+    yield f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in both {len(found.both):,}"
+    credited = [pair for pair in found.both if all(lesson.credited for lesson in pair)]
+    if credited:
+        of_a, of_b = (helped(sum(one.won for one in side), sum(one.credited for one in side)) for side in zip(*credited, strict=True))
+        yield f"the {len(credited):,} that were credited in both helped in {of_a} episodes of A, {of_b} of B"
+    inside = width and width - 2
+    for title, lessons in {"only in A": found.only_a, "only in B": found.only_b}.items():
+        rows = lessons[:limit]
+        yield from _titled(_first(title, len(rows), len(lessons)), _lessons({"helped": rows}, inside))
+    rows = found.both[:limit]
+    title = _first("in both: where they helped most differently first", len(rows), len(found.both))
+    yield from _titled(title, _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, inside))
+
+
+def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[str]:
+    columns = {name: [helped(lesson.won, lesson.credited) for lesson in lessons] for name, lessons in sides.items()}
+    rows = next(iter(sides.values()))
+    columns |= {"goal": [lesson.goal for lesson in rows], "text": [lesson.text for lesson in rows]}
+    return table(columns, width) if rows else []
+
+
+def _first(title: str, shown: int, of: int) -> str:
+    return title if shown == of else f"{title} (the first {shown:,} of {of:,})"

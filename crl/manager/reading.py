@@ -1,0 +1,390 @@
+"""A bank as people look at it: read-only, also while a run writes it.
+
+One reader sees one snapshot. SQLite's write-ahead log keeps readers and the writer out of each other's way; a reader that stays open
+for long would only make that log grow, so read first and print then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crl.errors import ConfigError, StoreError
+from crl.manager.database import check_bank, read_only_uri, store_errors
+from crl.manager.records import DistilRequest, Stamp, UnitKey
+from crl.types import ExperienceStatus
+
+QueueState = Literal["pending", "leased", "done", "dead"]
+
+WROTE = "kind IN ('add', 'update', 'import')"
+"""Operations that made a version of an entry."""
+
+BINS = 5
+"""Of the distribution of credit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """An entry at its current version. step: completed actor steps when that was written; retrieved: c(m) of CRL eq. 6;
+    last_returned_step: None before the first time, and in a copy for another run; credited: episodes that it guided and that were
+    credited; credit: Σ r over them, r = ±1."""
+
+    uid: str
+    version: int
+    status: ExperienceStatus
+    task: str
+    goal: str
+    text: str
+    parents: tuple[str, ...]
+    step: int
+    generation: str
+    retrieved: int
+    last_returned_step: int | None
+    credited: int
+    credit: float
+
+    @property
+    def unit(self) -> UnitKey:
+        return UnitKey(self.uid, self.version)
+
+    @property
+    def won(self) -> int:
+        """Credited episodes that succeeded."""
+        return round((self.credited + self.credit) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """A version of an entry, as the log has it. seq: its place there; kind: add, update or import; by: the request that it came of."""
+
+    seq: int
+    uid: str
+    version: int
+    step: int
+    kind: str
+    by: str
+    text: str
+    parents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UseView:
+    """A credited episode that an entry guided. step: completed actor steps when it was credited; reward: ±1."""
+
+    step: int
+    episode: str
+    version: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationView:
+    """An answer of the extractor. extractor: its policy version; prompt, sampled: token ids; span: the entry's tokens of `sampled`,
+    [start, stop); trained: how often it was trained on, for the last time after `trained_at` actor steps."""
+
+    id: str
+    extractor: int
+    prompt: tuple[int, ...]
+    sampled: tuple[int, ...]
+    finish: str
+    span: tuple[int, int]
+    trained: int
+    trained_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """step: completed actor steps then; by: the request whose entries needed room, None where somebody pruned the bank."""
+
+    step: int
+    by: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What active entries are found by. made_by: the embedder's name and how, None where there are no vectors yet, as in a bank
+    that was imported and not opened by a run; vectors: by uid, float32 [dim], unit norm."""
+
+    made_by: str | None
+    vectors: Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """An episode that waits, is in work, or could not be distilled. guided: the uids of what guided it; reason: of a dead one."""
+
+    id: str
+    state: QueueState
+    step: int
+    task: str
+    goal: str
+    success: bool
+    guided: tuple[str, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the active entries of one task, goal and text came to together."""
+
+    task: str
+    goal: str
+    text: str
+    won: int
+    credited: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the credited episodes that were won; NaN before the first."""
+        return self.won / self.credited if self.credited else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two banks hold, those that helped most first; both: (of A, of B), those that differ most in their `rate` first."""
+
+    only_a: tuple[Lesson, ...]
+    only_b: tuple[Lesson, ...]
+    both: tuple[tuple[Lesson, Lesson], ...]
+
+
+def require_bank(path: Path) -> None:
+    """Raises `ConfigError` where there is no bank that this crl reads."""
+    remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl"
+    if not path.is_file():
+        raise ConfigError("bank", str(path), "there is no such file", remedy)
+    try:
+        check_bank(path, guiding=False)
+    except StoreError as error:
+        raise ConfigError("bank", str(path), str(error), remedy) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BankReader]:
+    """A reader of the bank at `path`, open until the block ends. Raises `ConfigError` where there is no bank that this crl reads,
+    `StoreError` when the file is damaged."""
+    require_bank(path)
+    with store_errors(path), closing(sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)) as db:
+        db.row_factory = sqlite3.Row
+        db.execute("BEGIN")  # all that follows sees one state
+        yield BankReader(path, db)
+
+
+class BankReader:
+    """Made by `reading`; its methods read anew at every call, always the same snapshot."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+        self.path, self._db = path, db
+
+    def _rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
+        return self._db.execute(sql, parameters).fetchall()
+
+    def _pairs(self, sql: str) -> dict[str, int]:
+        return {name: number for name, number in self._rows(sql)}
+
+    # ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def entries(self, status: ExperienceStatus | None = "active") -> list[EntryView]:
+        """In the order in which they were last written; None: of every status."""
+        return self._entries("status = IFNULL(?, status)", status)
+
+    def uids(self) -> list[str]:
+        """Of all entries, whatever their status."""
+        return [row["uid"] for row in self._rows("SELECT uid FROM entries")]
+
+    def find(self, name: str) -> EntryView:
+        """The entry whose uid, or short uid, is `name` or alone begins with it; `@version` behind it is passed over.
+
+        Raises `ConfigError` when there is none, or more than one.
+        """
+        short = short_uids(self.uids())
+        wanted = re.sub(r"@\d+$", "", name)
+        fits = [uid for uid in short if wanted in (uid, short[uid])]
+        fits = fits or [uid for uid in short if wanted and (uid.startswith(wanted) or short[uid].startswith(wanted))]
+        if not fits:
+            raise ConfigError("uid", name, "no experience of this bank has it", "crl bank ls lists them; --status all the evicted ones too")
+        if len(fits) > 1:
+            some = ", ".join(short[uid] for uid in sorted(fits)[:4]) + (", …" if len(fits) > 4 else "")
+            raise ConfigError("uid", name, f"{len(fits)} experiences begin with it: {some!r}", "Give more of it")
+        return self._entries("uid = ?", fits[0])[0]
+
+    def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
+        written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', step FROM log WHERE {WROTE}")
+        steps = {(uid, version): step for uid, version, step in written}
+        counters = "generation, retrieved, last_returned_step, credited, credit"
+        columns = f"uid, version, status, task, goal, text, parents, {counters}"
+        sql = f"SELECT {columns} FROM entries JOIN units USING (uid, version) WHERE {where} ORDER BY entries.rowid"
+        return [
+            EntryView(
+                row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"], tuple(json.loads(row["parents"])),
+                steps.get((row["uid"], row["version"]), 0), row["generation"], row["retrieved"], row["last_returned_step"],
+                row["credited"], row["credit"],
+            )
+            for row in self._rows(sql, *parameters)
+        ]  # fmt: skip
+
+    def lineage(self, unit: UnitKey) -> list[VersionView]:
+        """The version itself and all that it came from, the newest first."""
+        found: dict[UnitKey, VersionView] = {}
+        waiting = [unit]
+        while waiting:
+            key = waiting.pop()
+            for version in [] if key in found else self._versions("data ->> 'uid' = ? AND data ->> 'version' = ?", *key):
+                found[key] = version
+                waiting += [_unit(parent) for parent in version.parents]
+        return sorted(found.values(), key=lambda version: -version.seq)
+
+    def offspring(self, uid: str) -> list[VersionView]:
+        """Versions of other entries that came from a version of this one."""
+        inherits = "EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE value LIKE ? ESCAPE '\\')"
+        pattern = re.sub(r"([%_\\])", r"\\\1", uid) + "@%"
+        return [version for version in self._versions(inherits, pattern) if version.uid != uid]
+
+    def _versions(self, where: str, *parameters: Any) -> list[VersionView]:
+        rows = self._rows(f"SELECT * FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
+        return [_version(row, json.loads(row["data"])) for row in rows]
+
+    def uses(self, uid: str) -> list[UseView]:
+        """The credited episodes of all its versions, in order."""
+        columns = "step, origin, data ->> 'version', data ->> 'reward'"
+        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'credit' AND data ->> 'uid' = ? ORDER BY seq", uid)
+        return [UseView(*row) for row in rows]
+
+    def eviction(self, uid: str) -> Eviction | None:
+        """None where the entry is not evicted."""
+        rows = self._rows("SELECT step, data ->> 'for' FROM log WHERE kind = 'evict' AND origin = ?", uid)
+        return next((Eviction(*row) for row in rows), None)
+
+    def generation(self, unit: UnitKey) -> GenerationView | None:
+        """What wrote a version; None when it is not kept (any more)."""
+        sql = "SELECT * FROM units JOIN generations ON id = generation WHERE uid = ? AND version = ?"
+        for row in self._rows(sql, *unit):
+            prompt, sampled = (tuple(np.frombuffer(row[name], "<i4").tolist()) for name in ("prompt", "sampled"))
+            span = (row["start"], row["stop"])
+            return GenerationView(row["id"], row["extractor"], prompt, sampled, row["finish"], span, row["c_train"], row["t_last"])
+        return None
+
+    # ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def keys(self) -> Keys:
+        made_by = next((row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")), None)
+        rows = self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
+        return Keys(made_by, {row["uid"]: np.frombuffer(row["vector"], "<f4") for row in rows})
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def requests(self, *states: QueueState) -> list[RequestView]:
+        """Requests in one of `states` that are not done, in the order in which they are or were to be distilled."""
+        marks = ", ".join("?" * len(states))
+        sql = f"SELECT * FROM requests WHERE state IN ({marks}) AND payload IS NOT NULL ORDER BY step, team, member, id"
+        return [_request(row) for row in self._rows(sql, *states)]
+
+    def queue(self) -> dict[str, int]:
+        """How many requests there are, by state."""
+        states: dict[str, int] = dict.fromkeys(("pending", "leased", "done", "dead"), 0)
+        return states | self._pairs("SELECT state, COUNT(*) FROM requests GROUP BY state")
+
+    # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stamp(self) -> Stamp:
+        """Of the last operation; zeros where there was none."""
+        rows = self._rows("SELECT step, extractor FROM log ORDER BY seq DESC LIMIT 1")
+        return Stamp(*rows[0]) if rows else Stamp(0, 0)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the whole bank.
+
+        entries: by task, how many of each status, and the number of goals that active ones are about; used: of the active ones, how
+        many were ever retrieved and credited; won: how many of those that were credited have which share of won episodes, in BINS
+        equal parts of [0, 1]; ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+        """
+        entries = self.entries(None)
+        active = [entry for entry in entries if entry.status == "active"]
+        ((kept,),) = self._rows("SELECT COUNT(*) FROM generations")
+        ((ready,),) = self._rows("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL")
+        ((seq,),) = self._rows("SELECT IFNULL(MAX(seq), 0) FROM log")
+        bins = Counter(min(BINS - 1, int(BINS * entry.won / entry.credited)) for entry in active if entry.credited)
+        return {
+            "bank": str(self.path),
+            "bytes": self.path.stat().st_size,
+            "keys": self.keys().made_by,
+            "log": seq,
+            "step": self.stamp().step,
+            "entries": {task: _sizes([entry for entry in entries if entry.task == task]) for task in sorted({e.task for e in entries})},
+            "used": {
+                "active": len(active),
+                "retrieved": sum(entry.retrieved > 0 for entry in active),
+                "credited": sum(entry.credited > 0 for entry in active),
+            },
+            "won": [bins[i] for i in range(BINS)],
+            "ops": self._pairs("SELECT kind, COUNT(*) FROM log GROUP BY kind ORDER BY kind"),
+            "dropped": self._pairs("SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' GROUP BY 1"),
+            "queue": self.queue(),
+            "generations": kept,
+            "ready": ready,
+        }
+
+
+def compare(a: Sequence[EntryView], b: Sequence[EntryView]) -> Comparison:
+    """Entries are the same where task, goal and text are."""
+    of_a, of_b = _lessons(a), _lessons(b)
+    both = [(lesson, of_b[key]) for key, lesson in of_a.items() if key in of_b]
+    return Comparison(
+        tuple(lesson for key, lesson in of_a.items() if key not in of_b),
+        tuple(lesson for key, lesson in of_b.items() if key not in of_a),
+        tuple(sorted(both, key=lambda pair: -_difference(*pair))),
+    )
+
+
+def _lessons(entries: Sequence[EntryView]) -> dict[tuple[str, str, str], Lesson]:
+    same: dict[tuple[str, str, str], list[EntryView]] = {}
+    for entry in entries:
+        same.setdefault((entry.task, entry.goal, entry.text), []).append(entry)
+    lessons = {key: Lesson(*key, sum(e.won for e in group), sum(e.credited for e in group)) for key, group in same.items()}
+    return dict(sorted(lessons.items(), key=lambda item: item[1].credited - 2 * item[1].won))
+
+
+def _difference(a: Lesson, b: Lesson) -> float:
+    """−1 where one of them was not credited yet."""
+    return abs(a.rate - b.rate) if a.credited and b.credited else -1.0
+
+
+def short_uids(uids: Sequence[str]) -> dict[str, str]:
+    """Each uid without the name of the run that it begins with, where that still tells it from the others."""
+    tails = {uid: uid.partition("/")[2] or uid for uid in uids}
+    times = Counter(tails.values())
+    return {uid: tail if times[tail] == 1 else uid for uid, tail in tails.items()}
+
+
+def _unit(text: str) -> UnitKey:
+    uid, _, version = text.rpartition("@")
+    return UnitKey(uid, int(version))
+
+
+def _version(row: sqlite3.Row, data: dict[str, Any]) -> VersionView:
+    unit = (data["uid"], data["version"])
+    return VersionView(row["seq"], *unit, row["step"], row["kind"], row["origin"], data["text"], tuple(data["parents"]))
+
+
+def _request(row: sqlite3.Row) -> RequestView:
+    request = DistilRequest.from_json(row["payload"])
+    guided = tuple(hit.use.uid for hit in request.shown)
+    task = request.task
+    return RequestView(row["id"], row["state"], row["step"], task.name, task.goal, request.success, guided, row["reason"])
+
+
+def _sizes(entries: Sequence[EntryView]) -> dict[str, int]:
+    statuses = Counter(entry.status for entry in entries)
+    goals = {entry.goal for entry in entries if entry.status == "active"}
+    return {**{status: statuses[status] for status in ("active", "evicted", "merged")}, "goals": len(goals)}

@@ -1,0 +1,193 @@
+"""What people change in a bank that no run has open: evicting entries, trying dead requests again, taking entries out and in.
+
+An exported bank is JSON lines. The first is {"crl_bank": 1}, the version of the format; every other one is an active entry:
+
+    {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0", "version": 1, "parents": [],
+     "retrieved": 5, "credited": 4, "credit": 2.0}
+
+Only task, goal and text must be there. Not in it: evicted entries, the log, what the extractor could be trained on, and vectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from crl.errors import ConfigError
+from crl.manager.reading import EntryView, require_bank
+from crl.manager.records import Entry, Stamp, UnitKey
+from crl.manager.store import Store
+from crl.manager.writer import WriterClaim
+
+FORMAT = 1
+"""Version of the exported lines."""
+
+# ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lowest_credit(entries: Sequence[EntryView], keep: int) -> list[EntryView]:
+    """Those that go so that `keep` remain: of the lowest Σ r first, the first written among equals. entries: the first written first."""
+    return sorted(entries, key=lambda entry: entry.credit)[: max(0, len(entries) - keep)]
+
+
+def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
+    """Those that were written before `step` actor steps were completed, and not retrieved since."""
+    return [entry for entry in entries if entry.step < step and (entry.last_returned_step is None or entry.last_returned_step < step)]
+
+
+async def evict(path: Path, units: Sequence[UnitKey]) -> int:
+    """How many of these are active no more. Raises `StoreError`, also while a run has the bank open."""
+    async with _opened(path) as store:
+        return await store.evict(units)
+
+
+async def retry_dead(path: Path) -> int:
+    """How many dead requests are pending again. Raises `StoreError`, also while a run has the bank open."""
+    async with _opened(path) as store:
+        return len(await store.retry_dead())
+
+
+def require_closed(path: Path) -> None:
+    """Raises `StoreError` while a run has the bank open: it keeps its entries in memory and would not see a change."""
+    WriterClaim(path).release()
+
+
+@asynccontextmanager
+async def _opened(path: Path) -> AsyncIterator[Store]:
+    require_bank(path)  # else it would be made
+    store = await Store.open(path)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+# ── out ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def exported(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
+    """The lines of an exported bank."""
+    yield {"crl_bank": FORMAT}
+    for entry in entries:
+        yield {name: getattr(entry, name) for name in _Line.model_fields}
+
+
+# ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _said(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+def _of_a_version(parent: str) -> str:
+    uid, _, version = parent.rpartition("@")
+    if not (uid and version.isascii() and version.isdigit() and len(version) < 10):
+        raise ValueError("is no uid@version")
+    return parent
+
+
+class _Line(BaseModel):
+    """An entry in an exported bank."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    task: Annotated[str, AfterValidator(_said)]
+    goal: str
+    text: Annotated[str, AfterValidator(_said)]
+    uid: str = ""
+    version: Annotated[int, Field(ge=1, lt=2**31)] = 1
+    parents: tuple[Annotated[str, AfterValidator(_of_a_version)], ...] = ()
+    retrieved: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    credited: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    credit: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> _Line:
+        if abs(self.credit) > self.credited:
+            raise ValueError(f"{self.credited} credited episodes, each of them 1 or −1, cannot sum to a credit of {self.credit:g}")
+        return self
+
+
+def parse_exported(path: Path) -> list[Entry]:
+    """The entries of an exported bank. Raises `ConfigError` with file and line for the first one that is wrong."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError("file", str(path), f"cannot be read ({error.strerror})", "Give what crl bank export wrote") from error
+    _require_header(path, lines[0])
+    entries: dict[str, Entry] = {}
+    places: dict[str, int] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        entry = _entry(path, number, line)
+        if entry.uid in entries:
+            raise _refused(path, number, ".uid", entry.uid, f"line {places[entry.uid]} has it too", "Give each experience a uid of its own")
+        entries[entry.uid], places[entry.uid] = entry, number
+    return list(entries.values())
+
+
+def _require_header(path: Path, line: bytes) -> None:
+    wanted = f'Its first line must be {{"crl_bank": {FORMAT}}}, as crl bank export writes it'
+    try:
+        version = json.loads(line)["crl_bank"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _refused(path, 1, "", line, "this is no exported bank", wanted) from error
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)
+    if version > FORMAT:
+        raise _refused(path, 1, ".crl_bank", version, f"is newer than this crl's {FORMAT}", "Upgrade crl")
+
+
+def _entry(path: Path, number: int, line: bytes) -> Entry:
+    try:
+        read = _Line.model_validate_json(line)
+    except ValidationError as error:
+        found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")[0]
+        key = "".join(f".{part}" for part in found["loc"])
+        reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        remedy = f"Each line after the first is a JSON object of {', '.join(_Line.model_fields)}; only task, goal and text must be there"
+        value = None if found["type"] == "missing" else found["input"] if found["loc"] else line
+        raise _refused(path, number, key, value, reason[0].lower() + reason[1:], remedy) from None
+    uid = read.uid or f"import/0/0/{number}#0"
+    return Entry(
+        uid, read.version, read.text, read.task, read.goal, "import", (0, 0), read.parents,
+        retrieved=read.retrieved, credited=read.credited, credit=read.credit,
+    )  # fmt: skip
+
+
+def _refused(path: Path, number: int, key: str, value: object, reason: str, remedy: str) -> ConfigError:
+    value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    shown = f"{value[:60]}…" if isinstance(value, str) and len(value) > 60 else value
+    return ConfigError(f"{path}:{number}{key}", shown, reason, remedy)
+
+
+def make_bank(path: Path, entries: Sequence[Entry]) -> None:
+    """A new bank at `path` with these entries: all of it, or nothing. Raises `ConfigError` when it cannot be made there."""
+    if path.exists():
+        raise ConfigError("bank", str(path), "it exists, and is not written over", "Choose another path for the new bank")
+    try:
+        with TemporaryDirectory(prefix=".crl-import-", dir=path.parent) as folder:
+            draft = Path(folder) / path.name
+            asyncio.run(_fill(draft, entries))
+            draft.rename(path)
+    except OSError as error:
+        remedy = "Choose a directory that exists and is writable"
+        raise ConfigError("bank", str(path), f"cannot be made ({error.strerror})", remedy) from error
+
+
+async def _fill(path: Path, entries: Sequence[Entry]) -> None:
+    store = await Store.open(path)
+    try:
+        await store.take_in(entries, Stamp(0, 0))
+    finally:
+        await store.aclose()

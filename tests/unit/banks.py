@@ -1,0 +1,141 @@
+"""What the tests of `crl bank` share: a small finished run whose bank the real manager made, and calls of the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from doors import renderer
+from extractors import RETURN, add, hit, manager, request, search, task, update
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.config.load import dump, load
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import RolloutError
+from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager.embed import HashEmbedder
+from crl.types import Completion, Sampling
+
+HALL = task("maze", "Leave the long hall.")
+SETTINGS = ManagerSettings(cap=4, retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0), distil=DistilSettings(key_text_weight=0.1))
+
+ANSWERS = {
+    "west": add("Go west.", "Mind the trap."),
+    "better": update("Go southwest."),
+    "late": update("Go southeast."),
+    "none": RETURN,
+    "bad": "Hm.",
+    "hall": add("Follow the left wall."),
+}
+
+
+class Extractor(ScriptedEngine):
+    """Answers by the last word of the episode; one it cannot serve."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), lambda prompt: ANSWERS[last_word(prompt)])
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        if last_word(renderer().decode(ids)) == "broken":
+            raise RolloutError("engine", "the prompt is too long")
+        return await super().generate(ids, sampling, **options)
+
+
+def last_word(prompt: str) -> str:
+    return prompt.split("<|im_end|>")[-2].split()[-1]
+
+
+async def opened(path: Path, **parts: Any) -> ExperienceManager:
+    return await manager(path, parts.pop("engine", None) or Extractor(), SETTINGS, embedder=HashEmbedder(), **parts)
+
+
+async def a_run(folder: Path) -> None:
+    """Three steps of a run: adds, an update, a late one, uses with credit, an eviction, what came to nothing, and a queue."""
+    made = await opened(folder / "bank.sqlite")
+    for member, note in enumerate(("west", "none", "bad", "broken")):
+        await made.submit(request(member=member, note=note))
+    await made.submit(request(group=1, note="hall", of=HALL))
+    await made.drain()
+    made.advance(1)
+    first = hit("run/0/0/0#0")
+    await made.credit([first.use], True, episode="run/1/0/0")
+    await made.credit([first.use], False, episode="run/1/0/1")
+    await made.submit(request(1, 0, 0, note="better", shown=(first,)))
+    await made.submit(request(1, 0, 1, note="late", shown=(first,)))
+    await made.drain()
+    made.advance(2)
+    (found,) = await made.search([search("Go southwest.")])
+    assert found is not None
+    assert (found.use.uid, found.use.version) == ("run/0/0/0#0", 2)
+    await made.credit([found.use], True, episode="run/2/0/0")
+    await made.submit(request(2, 0, 0, note="west"))  # the goal then has one more than the cap
+    await made.drain()
+    await made.submit(request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),)))
+    await made.aclose()
+
+
+def finished_run(folder: Path) -> Path:
+    folder.mkdir()
+    asyncio.run(a_run(folder))
+    dump(load(["room"], sets=["extractor.model=tiny-actor"]), folder / "config.json")
+    return folder
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    """The bank of `run`, to be changed."""
+    path = folder / "copy.sqlite"
+    path.write_bytes((run / "bank.sqlite").read_bytes())
+    return path
+
+
+async def go_another_way(path: Path) -> None:
+    made = await opened(path, engine=ScriptedEngine(renderer(), lambda prompt: add("Go back.")))
+    await made.drain()
+    for member in range(2):
+        await made.credit([hit("run/0/0/0#0", 2).use], False, episode=f"run/9/0/{member}")
+    await made.credit([hit("run/0/1/0#0").use], False, episode="run/9/1/0")
+    await made._store.evict([entry.unit for entry in made._bank.entries.values() if entry.text == "Mind the trap."])
+    await made.aclose()
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bank(*args: str | Path, **options: Any):
+    return CliRunner().invoke(app, ["bank", *map(str, args)], **options)
+
+
+def lines(*args: str | Path) -> list[str]:
+    result = bank(*args)
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    return result.stdout.splitlines()
+
+
+def parsed(*args: str | Path) -> Any:
+    (line,) = lines(*args, "--json")
+    return json.loads(line)
+
+
+def refused(*args: str | Path, code: int = 2) -> str:
+    result = bank(*args)
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    return result.stderr
+
+
+def uids(*args: str | Path) -> list[str]:
+    return [entry["uid"] for entry in parsed("ls", *args)]
+
+
+def moved(run: Path, folder: Path) -> Path:
+    """A new bank of what the run's exports."""
+    (folder / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
+    new = folder / "new.sqlite"
+    assert lines("import", new, folder / "lessons.jsonl") == [f"5 experiences: {new}"]
+    return new

@@ -1,0 +1,450 @@
+"""`crl bank` as a user meets it who looks into a bank: texts for people, JSON, errors; also while a run writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from banks import HALL, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from doors import renderer
+from extractors import GOAL, add, bank_of_version_1, hit, request, search, task, update
+from rich.cells import cell_len
+
+from crl.cli.bank_text import history, table
+from crl.config.load import dump, load
+from crl.engines.scripted import ScriptedEngine
+from crl.manager import ExperienceManager
+from crl.manager.embed import HashEmbedder
+from crl.manager.reading import UseView, reading, short_uids
+from crl.manager.schema import SCHEMA_VERSION
+
+LS = """\
+uid      helped  uses  step  task  goal                                text
+0/0/0#0     1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
+2/0/0#1       –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
+2/0/0#0       –     0     2  room  Find the exit of the azure cellar.  Go west.
+1/0/1#0       –     0     1  room  Find the exit of the azure cellar.  Go southeast.
+0/1/0#0       –     0     0  maze  Leave the long hall.                Follow the left wall."""
+
+SHOW = """\
+run/0/0/0#0, version 2, active
+task  room
+goal  Find the exit of the azure cellar.
+text
+  Go southwest.
+
+retrieved once, for the last time at step 2
+helped in 1 of 1 credited episodes (of this version)
+
+lineage, the newest first
+  step  how     uid        by         text
+     1  update  0/0/0#0@2  run/1/0/0  Go southwest.
+     0  add     0/0/0#0@1  run/0/0/0  Go west.
+
+what came of it
+  step  how  uid        by         text
+     1  add  1/0/1#0@1  run/1/0/1  Go southeast.
+
+credit over time (of all versions)
+  step 1  helped 1/2
+  step 2  helped 1/1
+
+the episodes that it guided
+  step  episode    version  reward
+     1  run/1/0/0        1      +1
+     1  run/1/0/1        1      -1
+     2  run/2/0/0        2      +1
+
+written by run/1/0/0: extractor version 0, 44 tokens, finish stop
+never trained on
+prompt
+  <|im_start|>user
+  run/1/0/0
+  Find the exit of the azure cellar.
+  success
+  1. Go west.
+  at 2 3
+  east better<|im_end|>
+  <|im_start|>assistant
+
+answer
+  [{"op": "update", "target": 1, "text": "Go southwest."}]<|im_end|>"""
+
+STATS = """\
+found by    hash-char_wb-2-4-384: goal + 0.1 text
+used        of 5 active experiences 1 were ever retrieved, 1 credited
+operations  add 6  credit 3  dead 1  drop 1  evict 1  retrieve 1  return 1  submit 9  update 1
+dropped     no op in the answer 1
+queue       pending 1  leased 0  done 7  dead 1
+training    answers kept 5  units ready 2
+
+task  active  evicted  merged  goals
+maze       1        0       0      1
+room       4        1       0      1
+
+active experiences by the share of their credited episodes that were won
+    0– 20 %  0
+   20– 40 %  0
+   40– 60 %  0
+   60– 80 %  0
+   80–100 %  1  ████████████████████████████████████████"""
+
+DIFF = """\
+A {a}
+B {b}
+only in A 1, only in B 1, in both 4
+the 1 that were credited in both helped in 1/1 episodes of A, 1/3 of B
+
+only in A
+  helped  goal                                text
+       –  Find the exit of the azure cellar.  Mind the trap.
+
+only in B
+  helped  goal                  text
+       –  Leave the long hall.  Go back.
+
+in both: where they helped most differently first
+    A    B  goal                                text
+  1/1  1/3  Find the exit of the azure cellar.  Go southwest.
+    –  0/1  Leave the long hall.                Follow the left wall.
+    –    –  Find the exit of the azure cellar.  Go southeast.
+    –    –  Find the exit of the azure cellar.  Go west."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; no test changes it."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return copy_of(run, tmp_path)
+
+
+# ── ls ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ls_prints_whole_rows_where_there_is_no_terminal(run: Path):
+    assert lines("ls", run) == LS.splitlines()
+
+
+def test_ls_filters_sorts_and_limits(run: Path):
+    newest = ["run/2/0/0#1", "run/2/0/0#0", "run/1/0/1#0", "run/0/0/0#0", "run/0/1/0#0"]
+    assert uids(run, "--sort", "age") == newest
+    assert uids(run, "--sort", "age", "--reverse") == newest[::-1]
+    assert uids(run, "--sort", "uses", "--limit", "1") == ["run/0/0/0#0"]
+    assert uids(run, "--task", "maze") == uids(run, "--goal", "LONG hall") == ["run/0/1/0#0"]
+    assert uids(run, "--status", "evicted") == ["run/0/0/0#1"]
+    assert len(uids(run, "--status", "all", "--limit", "0")) == 6
+    assert uids(run, "--task", "none") == []
+
+
+def test_what_is_left_out_is_said_beside_the_rows(run: Path):
+    result = bank("ls", run, "--limit", "2", "--task", "room")
+    assert result.stdout.splitlines()[0] == "uid      helped  uses  step  goal                                text", "one task: no column"
+    assert len(result.stdout.splitlines()) == 3
+    assert result.stderr == "2 of 4; --limit 0 for all\n"
+    assert bank("ls", run, "--task", "none").stderr == "there is none\n"
+
+
+def test_a_bank_file_is_as_good_as_its_run(run: Path):
+    assert lines("ls", run / "bank.sqlite") == lines("ls", run)
+
+
+def test_on_a_terminal_the_texts_give_way():
+    columns = {
+        "uid": ["run1a2b3c4d/100/15/7#2", "0/0/0#0"],
+        "helped": ["86/88", "–"],
+        "goal": ["Room: the broken cellar. Reach the stairs down (>).", "短い"],
+        "text": ["Walk southwest until the wall, and then along it.", "左の壁に沿って歩き、それから右に曲がって出口を探しなさい。"],
+    }
+    for width in (60, 80, 100):
+        rows = table(columns, width)
+        assert {cell_len(row) for row in rows[1:]} <= {width, width - 1}  # a wide character may not fit into the last cell
+        assert all("…" in row for row in rows[1:])
+    assert table(columns, 80)[0] == "uid                     helped  goal                text"
+    assert table(columns, 300) == table(columns, None)
+
+
+# ── show ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_show_tells_the_whole_story(run: Path):
+    assert lines("show", run, "0/0/0#0") == SHOW.splitlines()
+
+
+def test_show_as_json(run: Path):
+    story = parsed("show", run, "run/1/0/1#0@1")
+    assert story["entry"] == parsed("ls", run)[3]
+    assert [(v["uid"], v["version"], v["text"]) for v in story["lineage"]] == [
+        ("run/1/0/1#0", 1, "Go southeast."), ("run/0/0/0#0", 1, "Go west."),
+    ]  # fmt: skip
+    assert story["answer"] == update("Go southeast.") + "<|im_end|>"
+    assert renderer().decode(story["generation"]["prompt"]) == story["prompt"]
+    assert (story["uses"], story["eviction"], story["unreadable"]) == ([], None, None)
+
+
+def test_show_says_how_an_entry_went(run: Path):
+    assert lines("show", run, "run/0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted at step 2 to make room for run/2/0/0"
+
+
+def test_a_uid_may_be_shortened_at_both_ends(run: Path):
+    whole = lines("show", run, "run/0/1/0#0")
+    for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@7"):
+        assert lines("show", run, name) == whole
+    assert "2 experiences begin with it: '2/0/0#0, 2/0/0#1'. Give more of it." in refused("show", run, "2/0")
+    assert "uid = 'nope': no experience of this bank has it" in refused("show", run, "nope")
+    assert "no experience of this bank" in refused("show", run, "")
+
+
+def test_uids_that_differ_in_their_run_alone_stay_whole():
+    assert short_uids(["run/0/0/0#0", "run1a/0/0/0#0", "run1a/0/0/1#0", "odd"]) == {
+        "run/0/0/0#0": "run/0/0/0#0", "run1a/0/0/0#0": "run1a/0/0/0#0", "run1a/0/0/1#0": "0/0/1#0", "odd": "odd",
+    }  # fmt: skip
+
+
+def test_without_the_extractors_tokenizer_the_rest_is_shown(run: Path, copy: Path):
+    shown = lines("show", copy, "0/0/0#0")
+    assert shown[:-1] == lines("show", run, "0/0/0#0")[: len(shown) - 1]
+    assert shown[-1].startswith("Its text cannot be told: run = ")
+    assert "holds no config.json" in shown[-1]
+
+
+def test_a_long_history_is_told_in_few_periods():
+    """Two episodes a step, of which those of steps 10 to 19 are won; 20 steps in periods of ⌈20 / 8⌉ = 3."""
+    uses = [UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0) for step in range(20) for member in range(2)]
+    assert history(uses) == [
+        "steps 0–2    helped 0/6", "steps 3–5    helped 0/6", "steps 6–8    helped 0/6", "steps 9–11   helped 4/6",
+        "steps 12–14  helped 6/6", "steps 15–17  helped 6/6", "steps 18–19  helped 4/4",
+    ]  # fmt: skip
+    assert history(uses[:2]) == ["step 0  helped 0/2"]
+    assert history([]) == []
+
+
+# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
+    async def nearest(query: str, name: str) -> str:
+        made = await opened(copy)
+        (found,) = await made.search([search(query, name=name)], counted=False)
+        await made.aclose()
+        assert found is not None
+        return found.use.uid
+
+    for query, name in ((GOAL + " Go southwest.", "room"), ("left wall", "maze")):
+        rows = parsed("search", run, query, "--task", name)
+        assert rows[0]["uid"] == asyncio.run(nearest(query, name))
+        assert [row["similarity"] for row in rows] == sorted((row["similarity"] for row in rows), reverse=True)
+    goal, text = asyncio.run(HashEmbedder().embed([HALL.goal, "Follow the left wall."]))
+    s = goal @ text
+    cosine = (1 + 0.1 * s) / math.sqrt(1 + 0.2 * s + 0.01)  # of g and g + w·t, with w = 0.1 and s = g·t
+    assert lines("search", run, HALL.goal, "--limit", "1") == [
+        "cosine  uid      helped  uses  step  goal                  text",
+        f" {cosine:.3f}  0/1/0#0       –     0     0  Leave the long hall.  Follow the left wall.",
+    ]
+
+
+def test_search_by_text_where_nothing_is_embedded_yet(run: Path, tmp_path: Path):
+    new = moved(run, tmp_path)
+    (row,) = parsed("search", new, "Follow the left wall.", "--limit", "1")
+    assert row["uid"] == "run/0/1/0#0"
+    assert row["similarity"] == pytest.approx(1.0)
+
+
+def test_search_refuses_vectors_that_it_cannot_compare_with(copy: Path):
+    with closing(sqlite3.connect(copy)) as db, db:
+        db.execute("UPDATE facts SET value = 'qwen: goal + 0.1 text'")
+    assert "embedder = 'qwen: goal + 0.1 text'" in refused("search", copy, "west")
+
+
+# ── stats, queue, dead ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_stats(run: Path):
+    assert lines("stats", run)[1:] == STATS.splitlines()
+    figures = parsed("stats", run)
+    assert figures["entries"] == {
+        "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
+    }  # fmt: skip
+    assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1})
+    assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
+
+
+def test_queue_and_dead(run: Path):
+    assert lines("queue", run) == [
+        "episode    state    outcome  guided by  task  goal",
+        "run/2/1/0  pending  lost     0/1/0#0    maze  Leave the long hall.",
+    ]
+    assert lines("dead", run) == [
+        "episode    outcome  task  goal                                reason",
+        "run/0/0/3  won      room  Find the exit of the azure cellar.  engine: the prompt is too long",
+    ]
+    (waiting,) = parsed("queue", run)
+    assert (waiting["id"], waiting["guided"], waiting["reason"]) == ("run/2/1/0", ["run/0/1/0#0"], None)
+    assert parsed("dead", run)[0]["reason"] == "engine: the prompt is too long"
+
+
+# ── diff ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_diff(run: Path, copy: Path):
+    asyncio.run(go_another_way(copy))
+    assert lines("diff", run, copy) == DIFF.format(a=run, b=copy).splitlines()
+    found = parsed("diff", copy, run)
+    assert [lesson["text"] for lesson in found["only_a"]] == ["Go back."]
+    assert [lesson["won"] for lesson in found["both"][0]] == [1, 1]
+    same = lines("diff", run, run)
+    assert same[2] == "only in A 0, only in B 0, in both 5"
+
+
+# ── while a run writes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_run_under_way_can_be_looked_into_and_is_not_disturbed(tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    made = await opened(path)
+    writing = asyncio.create_task(keep_writing(made))
+    seen = []
+    for _ in range(3):
+        seen.append(len(await asyncio.to_thread(parsed, "ls", path, "--status", "all", "--limit", "0")))
+        for command in (["stats", path], ["queue", path], ["dead", path], ["search", path, "west"], ["diff", path, path]):
+            await asyncio.to_thread(parsed, *command)
+        assert not writing.done()
+    assert seen == sorted(seen)
+    for command in (["prune", path, "--max-entries", "1", "--yes"], ["dead", path, "--retry"]):
+        assert "is writing to it. End that one first, or work on a copy." in await asyncio.to_thread(refused, *command, code=1)
+    assert not writing.done()
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    written = (await made.stats())["queue/done"]
+    await made.aclose()
+    assert written > 0
+    assert (await asyncio.to_thread(parsed, "stats", path))["queue"]["done"] == written
+    await asyncio.to_thread(lines, "prune", path, "--max-entries", "1", "--yes")
+
+
+async def keep_writing(made: ExperienceManager) -> None:
+    step = 0
+    while True:
+        await made.submit(request(step, note="west"))
+        await made.drain()
+        step += 1
+
+
+async def test_one_reader_sees_one_state(tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    made = await opened(path)
+    with reading(path) as view:
+        assert view.entries() == []
+        await made.submit(request(note="west"))
+        await made.drain()
+        assert view.entries() == []
+        assert view.queue()["done"] == 0
+    with reading(path) as view:
+        assert len(view.entries()) == 2
+    await made.aclose()
+
+
+def test_looking_leaves_nothing_behind(run: Path):
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    for command in (["ls", run], ["show", run, "0/0/0#0"], ["stats", run], ["export", run], ["search", run, "west"]):
+        lines(*command)
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_path: Path):
+    path = bank_of_version_1(tmp_path / "bank.sqlite")
+    before = path.read_bytes()
+    written = ["run/0/0/2#0", "run/0/0/0#0", "run/0/0/0#2", "run/0/0/0#1"]
+    assert uids(path, "--status", "all", "--sort", "age") == written
+    assert parsed("stats", path)["queue"] == {"pending": 1, "leased": 1, "done": 4, "dead": 1}
+    assert [v["version"] for v in parsed("show", path, "run/0/0/0#0")["lineage"]] == [2, 1]
+    for command in (["queue", path], ["dead", path], ["diff", path, path]):
+        parsed(*command)
+    assert len(lines("export", path)) == 1 + 3
+    assert path.read_bytes() == before
+    assert lines("dead", path, "--retry") == ["1 dead episode is queued again"]
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    assert uids(path, "--status", "all", "--sort", "age") == written
+    assert parsed("stats", path)["queue"] == {"pending": 3, "leased": 0, "done": 4, "dead": 0}
+
+
+# ── hostile texts ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08\r[bold red]markup[/] :skull: a\tb\nsecond line"
+
+
+def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
+    async def write() -> None:
+        made = await opened(tmp_path / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda prompt: add(HOSTILE)))
+        await made.submit(request(of=task(f"ro{HOSTILE}om", f"Go{HOSTILE}.")))
+        await made.drain()
+        await made.submit(request(1, of=task("room", HOSTILE), shown=(hit("run/0/0/0#0"),)))
+        await made.aclose()
+
+    asyncio.run(write())
+    dump(load(["room"], sets=["extractor.model=tiny-actor"]), tmp_path / "config.json")
+    (entry,) = parsed("ls", tmp_path)
+    assert entry["text"] == HOSTILE.strip()
+    uid = entry["uid"]
+    new = tmp_path / "b.sqlite"
+    (tmp_path / "lessons.jsonl").write_text(bank("export", tmp_path).stdout, "utf-8")
+    lines("import", new, tmp_path / "lessons.jsonl")
+    assert parsed("ls", new)[0]["text"] == HOSTILE.strip()
+    commands = [[name, tmp_path] for name in ("ls", "stats", "queue", "dead", "export")]
+    commands += [
+        ["show", tmp_path, uid],
+        ["search", tmp_path, "evil"],
+        ["diff", tmp_path, new],
+        ["show", tmp_path, HOSTILE],
+        ["ls", HOSTILE],
+    ]
+    for command in commands:
+        for options in ([], ["--json"]) if command[0] != "export" else ([],):
+            output = bank(*command, *options).output
+            assert [c for c in output if not c.isprintable() and c != "\n"] == [], command
+    row = lines("ls", tmp_path)[1]
+    assert r"\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08 [bold red]markup[/] :skull: a b second line" in row
+    shown = lines("show", tmp_path, uid)
+    assert "  second line" in shown, "a text of several lines is shown as one"
+
+
+# ── what is no bank ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("Once upon a time. " * 99)
+    for name, reason in (("none", "no such file"), ("empty", "no such file"), ("text", "not a bank of crl")):
+        for command in (["ls"], ["stats"], ["export"], ["prune", "--max-entries", "1"], ["dead", "--retry"]):
+            assert reason in refused(command[0], tmp_path / name, *command[1:])
+    assert not (tmp_path / "none").exists()
+    with closing(sqlite3.connect(copy)) as db:
+        db.execute("PRAGMA user_version = 99")
+    assert "its schema version 99 is newer than this crl's" in refused("ls", copy)
+
+
+def test_a_damaged_page_is_one_line(copy: Path):
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    assert "The file is damaged: restore a copy" in refused("ls", copy, code=1)
+
+
+def test_without_torch(run: Path):
+    code = (
+        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'nle'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for command in (["show", run, "0/0/0#0"], ["search", run, "west"], ["ls", run]):
+        result = subprocess.run([sys.executable, "-c", code, "bank", *map(str, command)], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "[]\n")

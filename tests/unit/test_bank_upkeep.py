@@ -1,0 +1,217 @@
+"""`crl bank` as a user meets it who changes a bank: trying the dead again, export and import, pruning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from banks import bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from doors import renderer
+from extractors import GOAL, add, logged, request, search
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.engines.scripted import ScriptedEngine
+from crl.manager import ExperienceManager
+from crl.manager.reading import EntryView
+from crl.manager.upkeep import exported, parse_exported
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; no test changes it."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return copy_of(run, tmp_path)
+
+
+# ── dead --retry ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_dead_can_be_tried_again(copy: Path):
+    assert lines("dead", copy, "--retry") == ["1 dead episode is queued again"]
+    assert [one["id"] for one in parsed("queue", copy)] == ["run/0/0/3", "run/2/1/0"]
+    assert parsed("dead", copy) == []
+
+    async def go_on() -> dict[str, int]:
+        engine = ScriptedEngine(renderer(), lambda prompt: add("Go north."))
+        made = await opened(copy, engine=engine)
+        await made.drain()
+        figures = await made.stats()
+        await made.aclose()
+        return figures
+
+    figures = asyncio.run(go_on())
+    assert (figures["queue/pending"], figures["queue/dead"], figures["queue/done"]) == (0, 0, 9)
+    assert lines("dead", copy, "--retry") == ["0 dead episodes are queued again"]
+
+
+def test_what_dies_twice_can_be_tried_twice(copy: Path):
+    async def die_again() -> None:
+        made = await opened(copy)
+        await made.drain()
+        await made.aclose()
+
+    for _ in range(2):
+        lines("dead", copy, "--retry")
+        asyncio.run(die_again())
+        assert len(parsed("dead", copy)) == 1
+    assert [origin for origin, _ in logged(copy, "revive")] == ["run/0/0/3"] * 2
+
+
+# ── export, import ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
+    new = moved(run, tmp_path)
+    assert bank("export", new).stdout == bank("export", run).stdout
+    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 1}'
+    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "status")
+    assert [[row[name] for name in kept] for row in parsed("ls", new)] == [[row[name] for name in kept] for row in parsed("ls", run)]
+    shown = lines("show", new, "0/0/0#0")
+    assert shown[10:12] == [
+        "  step  how     uid        by           text",
+        "     0  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
+    ]
+    assert "  0  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[15], "what came of an earlier version"
+    assert shown[-1].startswith("The answer that wrote it is not here: the entry came from elsewhere")
+
+
+def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
+    new = moved(run, tmp_path)
+
+    async def start() -> tuple[str, int]:
+        await ExperienceManager.start_from(new, tmp_path / "bank.sqlite")
+        made = await opened(tmp_path / "bank.sqlite")
+        (found,) = await made.search([search(GOAL + " Go southwest.")])
+        assert found is not None
+        await made.credit([found.use], True, episode="again/0/0/0")
+        await made.submit(request(0, 0, 0, note="better", shown=(found,)))
+        await made.drain()
+        await made.aclose()
+        return found.use.uid, found.use.version
+
+    assert asyncio.run(start()) == ("run/0/0/0#0", 2)
+    story = parsed("show", tmp_path / "bank.sqlite", "run/0/0/0#0")
+    assert [(v["kind"], v["version"]) for v in story["lineage"]] == [("update", 3), ("import", 2)]
+    assert [use["episode"] for use in story["uses"]] == ["again/0/0/0"]
+
+
+def test_lessons_can_be_written_by_hand(tmp_path: Path):
+    file = tmp_path / "mine.jsonl"
+    line = {"task": "room", "goal": "Get out.", "text": "Follow the wall."}
+    file.write_text('{"crl_bank": 1}\n\n' + json.dumps(line) + "\r\n" + json.dumps(line))
+    assert lines("import", tmp_path / "new.sqlite", file)[0].startswith("2 experiences")
+    assert uids(tmp_path / "new.sqlite") == ["import/0/0/4#0", "import/0/0/3#0"]
+
+
+GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", ":1 = '': this is no exported bank. Its first line must be"),
+        (GOOD, ":1 = "),
+        ('{"crl_bank": "1"}', ":1.crl_bank = '1': is no version of the format"),
+        ('{"crl_bank": 2}', ":1.crl_bank = 2: is newer than this crl's 1. Upgrade crl."),
+        (b"\xff\xfe", ":1 = "),
+        ("Go west.", ":2 = 'Go west.': invalid JSON"),
+        ("[]", ":2 = '[]': "),
+        ('{"task": "room", "goal": "Get out."', ":2 = "),
+        ('{"task": "room", "goal": "Get out."}', ":2.text = None: field required"),
+        (GOOD.replace("Go west.", " "), ":2.text = ' ': is empty"),
+        (GOOD.replace('"Go west."', "7"), ":2.text = 7: should be a valid string"),
+        (GOOD.replace("Go west.", "\\ud800"), ":2 = "),
+        (GOOD.replace("}", ', "vector": []}'), ":2.vector = []: extra inputs are not permitted"),
+        (GOOD.replace("}", ', "version": 0}'), ":2.version = 0: should be greater than or equal to 1"),
+        (GOOD.replace("}", ', "credited": 1, "credit": -2.0}'), ":2 = "),
+        (GOOD.replace("}", ', "credit": NaN}'), ":2"),
+        (GOOD.replace("}", ', "parents": ["b"]}'), ":2.parents.0 = 'b': is no uid@version"),
+        (GOOD.replace("}", ', "parents": ["b@12345678901"]}'), ":2.parents.0 = 'b@12345678901': is no uid@version"),
+        (GOOD + "\n" + GOOD, ":3.uid = 'a': line 2 has it too. Give each experience a uid of its own."),
+        (GOOD.encode() + b"\n\xff", ":3 = "),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_made(content: str | bytes, message: str, tmp_path: Path):
+    file, new = tmp_path / "lessons.jsonl", tmp_path / "new.sqlite"
+    content = content.encode() if isinstance(content, str) else content
+    whole = not content or b"crl_bank" in content or content in (GOOD.encode(), b"\xff\xfe")
+    file.write_bytes(content if whole else b'{"crl_bank": 1}\n' + content)
+    assert f"{file}{message}" in refused("import", new, file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_import_writes_over_nothing_and_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    new = moved(run, tmp_path)
+    before = new.read_bytes()
+    assert "it exists, and is not written over" in refused("import", new, tmp_path / "lessons.jsonl")
+    assert new.read_bytes() == before
+    assert "cannot be made (No such file or directory)" in refused("import", tmp_path / "no" / "new.sqlite", tmp_path / "lessons.jsonl")
+    assert "cannot be read (No such file or directory)" in refused("import", tmp_path / "newer.sqlite", tmp_path / "none.jsonl")
+    monkeypatch.setattr("crl.manager.tables.json.dumps", lambda *args, **options: 1 / 0)
+    assert isinstance(bank("import", tmp_path / "newer.sqlite", tmp_path / "lessons.jsonl").exception, ZeroDivisionError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+@given(st.lists(st.tuples(words, words, words), max_size=4))
+@settings(max_examples=50)
+def test_any_text_survives_its_export(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[str, str, str]]):
+    entries = [
+        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0)
+        for i, (name, goal, text) in enumerate(texts)
+    ]
+    file = tmp_path_factory.mktemp("export") / "lessons.jsonl"
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in exported(entries)), "utf-8", newline="\n")
+    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "status")
+    assert [[getattr(e, name) for name in kept] for e in parse_exported(file)] == [[getattr(e, name) for name in kept] for e in entries]
+
+
+# ── prune ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
+    asyncio.run(go_another_way(copy))  # 0/0/0#0: −1, 0/1/0#0: −1
+    assert lines("prune", copy, "--max-entries", "4", "--yes") == ["evicted 1; active now 4"]
+    assert uids(copy, "--status", "evicted", "--sort", "age")[-1] == "run/0/0/0#1"
+    assert lines("show", copy, "0/1/0#0")[0].startswith("run/0/1/0#0, version 1, evicted at step ")
+    assert lines("show", copy, "0/1/0#0")[0].endswith("by crl bank prune")
+    assert lines("prune", copy, "--max-entries", "4", "--yes") == ["nothing to evict among 4 active experiences"]
+
+    async def guiding() -> set[str]:
+        made = await opened(copy)
+        guides = set(made._bank.entries)
+        await made.aclose()
+        return guides
+
+    assert "run/0/1/0#0" not in asyncio.run(guiding())
+
+
+def test_prune_evicts_what_was_not_used_since_a_step(copy: Path):
+    assert lines("prune", copy, "--unused-since", "2", "--yes") == ["evicted 2; active now 3"]
+    assert set(uids(copy)) == {"run/0/0/0#0", "run/2/0/0#0", "run/2/0/0#1"}  # retrieved at step 2, and written then
+
+
+def test_prune_asks_first(copy: Path):
+    result = bank("prune", copy, "--max-entries", "1", input="n\n")
+    assert result.exit_code == 1
+    assert "Evict 4 of 5 active experiences? [y/N]" in result.output
+    assert "0/1/0#0" in result.output
+    assert len(uids(copy)) == 5
+    assert bank("prune", copy, "--max-entries", "1", input="").exit_code == 1, "nobody there to ask"
+    assert len(uids(copy)) == 5
+    assert bank("prune", copy, "--max-entries", "1", input="y\n").exit_code == 0
+    assert uids(copy) == ["run/0/0/0#0"]
+
+
+def test_prune_needs_one_criterion(copy: Path):
+    assert "one criterion" in refused("prune", copy)
+    assert "one criterion" in refused("prune", copy, "--max-entries", "1", "--unused-since", "1")
