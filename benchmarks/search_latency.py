@@ -38,7 +38,7 @@ from common import write_results
 from numpy.typing import NDArray
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
 from crl.manager.embed import HashEmbedder
 from crl.manager.records import ApplyRules, Distilled, Generation, Stamp, Write
 from crl.manager.store import Store
@@ -140,7 +140,8 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
 async def opened(path: Path, embeddings: Embeddings):
     renderer: Any = Characters()
     engine = ScriptedEngine(renderer, lambda prompt: json.dumps([{"op": "update", "target": 1, "text": f"{prompt}!"}]))
-    manager = await ExperienceManager.open(path, engine, embeddings, renderer, lambda one: one.segments, SETTINGS, seed=0)
+    prompts = Prompts(lambda one: one.segments, lambda entries: ())
+    manager = await ExperienceManager.open(path, engine, embeddings, renderer, prompts, SETTINGS, seed=0)
     try:
         yield manager
     finally:

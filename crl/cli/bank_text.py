@@ -134,7 +134,10 @@ class Story:
     def _status(self) -> str:
         if self.eviction is None:
             return self.entry.status
-        by = f"to make room for {line(self.eviction.by)}" if self.eviction.by else "by crl bank prune"
+        if self.eviction.by is None:
+            by = "by crl bank prune"
+        else:
+            by = f"{'by' if self.eviction.discarded else 'to make room for'} {line(self.eviction.by)}"
         return f"evicted at step {self.eviction.step} {by}"
 
     def _written(self) -> Iterator[str]:

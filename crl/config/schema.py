@@ -150,6 +150,10 @@ class ExtractorSection(Section):
     """reward of an answer without any operation; unset = such answers are not trained on"""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
+    merge_every: Natural = 5
+    """actor steps between two passes in which it merges and discards experiences of the bank; 0 = never"""
+    merge_tokens: Count = 4096
+    """tokens of the experiences that it is shown at a time in such a pass"""
     optimizer: OptimizerSection = OptimizerSection()
     """the extractor's optimizer"""
 
@@ -250,6 +254,8 @@ class PromptsSection(Section):
     """file with what introduces a retrieved experience to such agents; unset = the bundled one"""
     distil: PromptFile | None = None
     """file with what asks the extractor for experience; unset = the bundled one"""
+    merge: PromptFile | None = None
+    """file with what asks the extractor to merge experiences; unset = the bundled one"""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -423,6 +429,10 @@ def _check_experience(config: RunConfig) -> None:
             f"may be more than any experience reaches: with bank.key_text_weight = {bank.key_text_weight} that is {reach:.4f} at the least"
         )
         raise ConfigError("retrieval.min_similarity", config.retrieval.min_similarity, reason, f"Choose at most {reach:.4f}")
+    room = extractor.max_context_tokens - extractor.max_response_tokens
+    if extractor.merge_every and extractor.merge_tokens >= room:
+        reason = f"leaves no room for the prompt: the extractor's context holds {room} tokens beside its answer"
+        raise ConfigError("extractor.merge_tokens", extractor.merge_tokens, reason, "Lower it, or raise extractor.max_context_tokens")
     if bank.frozen and not bank.init:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
 

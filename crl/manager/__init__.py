@@ -3,7 +3,8 @@
 from crl.manager.credit import CreditSettings, ExtractorSample
 from crl.manager.distil import DistilSettings, PromptWriter
 from crl.manager.embed import CachedEmbedder
-from crl.manager.manager import ExperienceManager, ManagerSettings
+from crl.manager.manager import ExperienceManager, ManagerSettings, Prompts
+from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
 from crl.manager.records import Distilled, DistilRequest
 from crl.manager.retrieval import RetrievalSettings
@@ -17,7 +18,10 @@ __all__ = [
     "ExperienceManager",
     "ExtractorSample",
     "ManagerSettings",
+    "MergePromptWriter",
+    "MergeStats",
     "OpLimits",
     "PromptWriter",
+    "Prompts",
     "RetrievalSettings",
 ]

@@ -1,4 +1,4 @@
-"""An embedder that needs no model, and a cache in front of any."""
+"""An embedder that needs no model, a cache in front of any, and what entries are found by."""
 
 from __future__ import annotations
 
@@ -86,3 +86,30 @@ class CachedEmbedder:
             self._vectors[text] = vector
         while len(self._vectors) > self._size:
             del self._vectors[next(iter(self._vectors))]
+
+
+class Keys:
+    """What entries are found by: unit(embed(goal) + text_weight·embed(text)); **ours**. None = embed(text) alone, as in the paper.
+
+    For a weight w < 1 a key's cosine to its own goal is at least √(1 − w²), whatever the text. Raises `ValueError` below 0.
+    """
+
+    def __init__(self, embedder: Embedder, text_weight: float | None) -> None:
+        if text_weight is not None and not text_weight >= 0:
+            raise ValueError(f"text_weight must not be negative, not {text_weight}")
+        self._embedder, self._weight = embedder, text_weight
+
+    @property
+    def name(self) -> str:
+        """How they are made; vectors of another name do not compare with them."""
+        return self._embedder.name if self._weight is None else f"{self._embedder.name}: goal + {self._weight} text"
+
+    async def embed(self, entries: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
+        """The keys of (goal, text) pairs: float32 [len(entries), dim], unit norm."""
+        if not entries:
+            return np.zeros((0, self._embedder.dim), np.float32)
+        texts = await self._embedder.embed([text for _, text in entries])
+        if self._weight is None:
+            return texts
+        keys = await self._embedder.embed([goal for goal, _ in entries]) + self._weight * texts
+        return keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)

@@ -11,36 +11,52 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.bank import Bank, Scope
 from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database
 from crl.manager.distil import Distiller, DistilSettings, PromptWriter
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, PendingUnit, RolledBack, Stamp
+from crl.manager.embed import Keys
+from crl.manager.extractor import Extractor
+from crl.manager.merge import Chunker, MergePromptWriter, Merger, MergeStats
+from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.searching import Searcher
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
+from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 from crl.types import Experience, ExperienceUse
+
+T = TypeVar("T")
 
 SEARCH_TIMES = 4096
 """Search times that are kept for whoever takes them."""
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the extractor is asked: about an episode, and about a chunk of the bank."""
+
+    distil: PromptWriter
+    merge: MergePromptWriter
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerSettings:
     """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
-    overflow: what `submit` does at that bound. concurrency: distillations at the same time. lease: seconds that an attempt at one may
-    take; attempts: until it is dead, with a pause of `backoff` seconds after the first one that failed and twice as long after each
-    further one. keep_steps: actor steps for which a superseded experience may still earn credit after it was last returned; at
-    least the staleness of an episode. cap: active entries of one goal, None = any number; the oldest goes, or with
-    `retrieval.choice = "credit"` the one of the lowest credit.
+    overflow: what `submit` does at that bound. concurrency: answers of the extractor that are waited for at the same time. lease:
+    seconds that one may take; attempts: at a distillation until it is dead, with a pause of `backoff` seconds after the first one that
+    failed and twice as long after each further one. keep_steps: actor steps for which a superseded experience may still earn credit
+    after it was last returned; at least the staleness of an episode. cap: active entries of one goal, None = any number; the oldest
+    goes, or with `retrieval.choice = "credit"` the one of the lowest credit. merge_tokens: tokens of the entries in one chunk of a
+    merge.
     """
 
     scope: Scope = "task"
@@ -52,12 +68,13 @@ class ManagerSettings:
     backoff: float = 1.0
     keep_steps: int = 8
     cap: int | None = None
+    merge_tokens: int = 4096
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
     distil: DistilSettings = field(default_factory=DistilSettings)
     credit: CreditSettings = field(default_factory=CreditSettings)
 
     def __post_init__(self) -> None:
-        counts = [count for count in (self.concurrency, self.attempts, self.queue_size, self.cap) if count is not None]
+        counts = [n for n in (self.concurrency, self.attempts, self.queue_size, self.cap, self.merge_tokens) if n is not None]
         if min(counts) < 1 or self.keep_steps < 0 or self.lease <= 0 or self.backoff < 0:
             raise ValueError(f"bad manager settings: {self}")
 
@@ -70,11 +87,16 @@ class ExperienceManager:
     """
 
     def __init__(
-        self, store: Store, distiller: Distiller, engine: Engine, embedder: Embedder, settings: ManagerSettings, seed: int,
-        on_distilled: Callable[[Distilled], None] | None,
+        self, store: Store, extractor: Extractor, prompts: Prompts, engine: Engine, embedder: Embedder, settings: ManagerSettings,
+        seed: int, on_distilled: Callable[[Distilled], None] | None,
     ) -> None:  # fmt: skip
-        self._store, self._distiller, self._engine, self._embedder = store, distiller, engine, embedder
+        self._store, self._engine, self._embedder = store, engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
+        self._keys = Keys(embedder, settings.distil.key_text_weight)
+        self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits)
+        self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
+        self._merging = False
+        self._merges_skipped = 0
         self._begin_empty()
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
@@ -91,7 +113,7 @@ class ExperienceManager:
 
     @classmethod
     async def open(
-        cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompt: PromptWriter,
+        cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompts: Prompts,
         settings: ManagerSettings, *, seed: int, on_distilled: Callable[[Distilled], None] | None = None,
     ) -> ExperienceManager:  # fmt: skip
         """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
@@ -101,8 +123,9 @@ class ExperienceManager:
         """
         store = await Store.open(path)
         try:
-            distiller = Distiller(engine, embedder, renderer, prompt, settings.distil, seed)
-            manager = cls(store, distiller, engine, embedder, settings, seed, on_distilled)
+            distil = settings.distil
+            extractor = Extractor(engine, renderer, max_tokens=distil.max_tokens, temperature=distil.temperature, seed=seed)
+            manager = cls(store, extractor, prompts, engine, embedder, settings, seed, on_distilled)
             await manager._load()
         except BaseException:
             await store.aclose()
@@ -118,10 +141,10 @@ class ExperienceManager:
         """Fills the empty bank from the store."""
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
-        if await self._store.embedder() != self._distiller.keys_name:
-            vectors = list(await self._distiller.keys([(entry.goal, entry.text) for entry, _ in entries])) if entries else []
+        if await self._store.embedder() != self._keys.name:
+            vectors = list(await self._keys.embed([(entry.goal, entry.text) for entry, _ in entries]))
             by_uid = {entry.uid: vector for (entry, _), vector in zip(entries, vectors, strict=True)}
-            await self._store.set_vectors(self._distiller.keys_name, by_uid)
+            await self._store.set_vectors(self._keys.name, by_uid)
         await self._searcher.change([(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)])
 
     async def aclose(self) -> None:
@@ -260,7 +283,7 @@ class ExperienceManager:
         """What became of the request, or the reason why it is dead: no attempt can succeed, or none of so many did."""
         while True:
             try:
-                return await self._attempt(request)
+                return await self._attempt(partial(self._distiller.distil, request))
             except RolloutError as error:
                 failed = await self._store.failed(request, str(error))
                 if not isinstance(error, TransientError) or failed >= self._settings.attempts:
@@ -268,12 +291,12 @@ class ExperienceManager:
             self._retried += 1
             await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))
 
-    async def _attempt(self, request: DistilRequest) -> Distilled:
+    async def _attempt(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Raises `TransientError` also when it outlives its lease, and when the engine failed and serves again."""
         async with self._places:
             try:
                 async with asyncio.timeout(self._settings.lease):
-                    return await self._distiller.distil(request)
+                    return await ask()
             except TimeoutError as error:
                 raise TransientError("engine", f"no answer within the lease of {self._settings.lease:g} s") from error
             except EngineError as error:
@@ -286,8 +309,7 @@ class ExperienceManager:
                 await self._store.bury(request, outcome, self._stamp())
             else:
                 stamp = Stamp(self._step, outcome.generation.extractor)
-                applied = await self._store.apply(outcome, stamp, self._rules)
-                await self._searcher.change([(entry, write.vector) for entry, write in applied.changed], applied.evicted)
+                await self._show(await self._store.apply(outcome, stamp, self._rules))
             async with self._changed:
                 self._settled += 1
                 self._changed.notify_all()
@@ -296,12 +318,74 @@ class ExperienceManager:
 
         await self._whole(change())
 
+    async def _show(self, applied: Applied) -> None:
+        """What was written can be found from now on, and what went no more."""
+        await self._searcher.change([(entry, write.vector) for entry, write in applied.changed], applied.evicted)
+
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
         """Runs a change of store and memory to its end, also when the caller is cancelled."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         await asyncio.shield(task)
+
+    # ── merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def merge(self) -> MergeStats | None:
+        """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
+
+        Entries that no query can find together are merged apart: those of different tasks, and with goals in the keys those of
+        different goals. None: another merge is under way; nothing was done, and that is counted. Raises `EngineError`.
+        """
+        if self._merging:
+            self._merges_skipped += 1
+            return None
+        self._merging = True
+        try:
+            stats = MergeStats()
+            places: dict[tuple[str, str], list[Entry]] = {}
+            for entry in self._bank.entries.values():
+                goal = "" if self._settings.distil.key_text_weight is None else entry.goal
+                places.setdefault((entry.task, goal), []).append(entry)
+            for entries in places.values():
+                await self._merge_place(entries, stats)
+        finally:
+            self._merging = False
+        return stats
+
+    async def _merge_place(self, entries: Sequence[Entry], stats: MergeStats) -> None:
+        chunker, survivors = Chunker(entries, self._settings.merge_tokens, self._merger.cost), list[Entry]()
+        while chunk := chunker.next(self._still_current(survivors)):
+            survivors = self._still_current(chunk)
+            if len(survivors) > 1:
+                survivors = await self._merge_chunk(survivors, stats)
+
+    def _still_current(self, entries: Sequence[Entry]) -> list[Entry]:
+        return [entry for entry in entries if self._bank.entries.get(entry.uid) is entry]
+
+    async def _merge_chunk(self, chunk: Sequence[Entry], stats: MergeStats) -> list[Entry]:
+        """What the next chunk may meet: what this one made, then what it was shown; after a failure nothing, or that would fail too."""
+        stats.chunks += 1
+        try:
+            # So a repeat of one that was not written samples the same, and no entry of another bank, taken in, has the name of its own.
+            units = derive_seed(0, "chunk", *(str(entry.unit) for entry in chunk))
+            name = f"merge/{await self._store.merges()}-{units % 2**32:08x}"
+            merged = await self._attempt(partial(self._merger.merge, name, chunk))
+        except RolloutError:
+            stats.failed += 1
+            return []
+        stats.failed += merged.malformed
+        made: list[Entry] = []
+
+        async def change() -> None:
+            applied = await self._store.merge(merged, Stamp(self._step, merged.generation.extractor), self._rules)
+            await self._show(applied)
+            made.extend(entry for entry, _ in applied.changed)
+            stats.removed += len(applied.evicted)
+
+        await self._whole(change())
+        stats.made += len(made)
+        return made + list(chunk)
 
     # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -360,10 +444,10 @@ class ExperienceManager:
         """The bank and its clock are what they were at the snapshot `seq`; what was done since is kept in the archive alone.
 
         Requests that were open then are pending, those submitted since are unknown, as they were. For the start of a run: raises
-        `RuntimeError` while `run` has requests in work, `StoreError` when there is no such snapshot.
+        `RuntimeError` while `run` has requests or `merge` a chunk in work, `StoreError` when there is no such snapshot.
         """
-        if self._working or self._changes:
-            raise RuntimeError("a bank is not rolled back while requests are in work")
+        if self._working or self._merging or self._changes:
+            raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
         await self._write_counts()
         done = await self._store.rollback(seq)
         await self._searcher.aclose()
@@ -382,7 +466,8 @@ class ExperienceManager:
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
-        return {**sizes, **await self._store.counts(), "queue/refused": self._refused, "queue/retried": self._retried}
+        figures = {"queue/refused": self._refused, "queue/retried": self._retried, "merge/skipped": self._merges_skipped}
+        return {**sizes, **await self._store.counts(), **figures}
 
     def latest(self, n: int) -> list[Experience]:
         """At most `n` active entries as they are now: those that guided an episode last, then the last written."""

@@ -1,14 +1,21 @@
 """Reads the operations out of what an extractor wrote, one by one: a bad op is dropped and counted, the good ones stand.
 
-The answer is what follows the thinking (`</think>`). It holds a JSON list of objects
+The answer is what follows the thinking (`</think>`). Of an episode (CRL §3.2.1) it holds a JSON list of objects
 
     [{"op": "add", "text": "The exit is behind the altar."},
      {"op": "update", "target": 1, "text": "Go southeast first; the exit is behind the altar."},
      {"op": "return"}]
 
 add: a new experience. update: a better text for a retrieved experience, `target` its number in the prompt, from 1. return: nothing
-to learn here; so says an empty list too. Objects are read wherever they stand: in a code fence, between sentences, one after the
-other without a list, inside another object. CRL §3.2.1.
+to learn here; so says an empty list too. Of a chunk of the bank (its periodic merge)
+
+    [{"op": "merge", "targets": [1, 4], "text": "Go southeast first; the exit is behind the altar."},
+     {"op": "discard", "target": 2},
+     {"op": "keep", "target": 3}]
+
+merge: one text in the place of several experiences. discard: one that is wrong or says nothing. keep: what stays as it is, as does
+what is not mentioned. Objects are read wherever they stand: in a code fence, between sentences, one after the other without a list,
+inside another object.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OpKind = Literal["add", "update", "return"]
+OpKind = Literal["add", "update", "return", "merge", "discard", "keep"]
 Span = tuple[int, int]
 
 THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
@@ -32,7 +39,7 @@ _DECODER = json.JSONDecoder(strict=False)  # models break lines within a text
 
 @dataclass(frozen=True, slots=True)
 class OpLimits:
-    """max_ops: ops of one answer, as many as the prompt `distil` asks for at most; max_chars: characters of one text."""
+    """max_ops: ops of one answer about an episode, as many as the prompt `distil` asks for at most; max_chars: characters of one text."""
 
     max_ops: int = 3
     max_chars: int = 2000
@@ -40,12 +47,12 @@ class OpLimits:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. span: its characters in the completion; target: 0-based, of an update only."""
+    """One operation. span: its characters in the completion; targets: 0-based, one of an update, several of a merge."""
 
     kind: OpKind
     span: Span
     text: str = ""
-    target: int | None = None
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +70,33 @@ class ParsedOps:
 
 
 def parse_ops(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
-    """The operations of `completion` in order. Any text is parsed; nothing is raised and nothing is evaluated.
+    """What the completion says of an episode: add, update and return, in order.
 
     shown: how many experiences the prompt numbered; thinking: the prompt itself opened the thinking, so that an answer comes
-    only after its end.
+    only after its end. Any text is parsed; nothing is raised and nothing is evaluated.
     """
     limits = limits or OpLimits()
+    return _parse(completion, "return", lambda value, span: _distil_op(value, span, shown, limits), limits.max_ops, thinking)
+
+
+def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+    """What the completion says of a chunk of `shown` experiences: merge, discard and keep, in order; each experience once."""
+    limits = limits or OpLimits()
+    named: set[int] = set()
+
+    def read(value: Any, span: Span) -> Op | str:
+        op = _merge_op(value, span, shown, limits)
+        if isinstance(op, Op):
+            if named.intersection(op.targets):
+                return "target named before"
+            named.update(op.targets)
+        return op
+
+    return _parse(completion, "keep", read, shown, thinking)
+
+
+def _parse(completion: str, nothing: OpKind, read: Callable[[Any, Span], Op | str], most: int, thinking: bool) -> ParsedOps:
+    """nothing: what an empty list says; read: the op that an object is, or why it is none; most: ops of one answer."""
     start = _answer(completion, thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
@@ -77,16 +105,16 @@ def parse_ops(completion: str, shown: int, *, thinking: bool = False, limits: Op
     head: int | None = None
     for value, span in _objects(completion, start):
         head = span[0] if head is None else head
-        found = _op(value, span, shown, limits) if len(ops) < limits.max_ops else "too many ops"
+        found = "too many ops" if len(ops) >= most else "not JSON" if value is None else read(value, span)
         if isinstance(found, Op):
             ops.append(found)
         else:
             dropped[found] += 1
     if head is None:
-        nothing = _NOTHING.search(completion, start)
-        head = nothing.start() if nothing else len(completion)
-        if nothing:
-            ops.append(Op("return", nothing.span()))
+        empty = _NOTHING.search(completion, start)
+        head = empty.start() if empty else len(completion)
+        if empty:
+            ops.append(Op(nothing, empty.span()))
         else:
             dropped["no op in the answer"] += 1
     return ParsedOps(tuple(ops), dict(dropped), head)
@@ -118,31 +146,56 @@ def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
             position += 1
 
 
-def _op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
-    """The op that `value` is, or why it is none."""
-    if value is None:
-        return "not JSON"
+def _distil_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
     kind = value["op"]
     if kind == "return":
         return Op("return", span)
     if kind not in ("add", "update"):
         return "unknown op"
-    text = value.get("text")
-    if not isinstance(text, str) or not _is_unicode(text):
-        return "no text"
-    text = text.strip()
-    if not text:
-        return "empty text"
-    if len(text) > limits.max_chars:
-        return "text too long"
+    text, reason = _text(value, limits)
+    if reason:
+        return reason
     if kind == "add":
         return Op("add", span, text)
-    target = _number(value.get("target"))
-    if target is None:
+    target = _target(value.get("target"), shown)
+    return target if isinstance(target, str) else Op("update", span, text, (target,))
+
+
+def _merge_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
+    kind = value["op"]
+    if kind not in ("merge", "discard", "keep"):
+        return "unknown op"
+    listed = value.get("targets", value.get("target"))
+    found = [_target(one, shown) for one in (listed if isinstance(listed, list) else [listed])]
+    for target in found:
+        if isinstance(target, str):
+            return target
+    targets = tuple(dict.fromkeys(target for target in found if isinstance(target, int)))
+    if kind != "merge":
+        return Op(kind, span, targets=targets) if targets else "no target"
+    if len(targets) < 2:
+        return "merge of less than two"
+    text, reason = _text(value, limits)
+    return reason or Op("merge", span, text, targets)
+
+
+def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
+    """The op's text, and why it is none."""
+    text = value.get("text")
+    if not isinstance(text, str) or not _is_unicode(text):
+        return "", "no text"
+    text = text.strip()
+    if not text:
+        return "", "empty text"
+    return text, "text too long" if len(text) > limits.max_chars else ""
+
+
+def _target(value: Any, shown: int) -> int | str:
+    """The experience (from 0) of a number in the prompt, or why it is none."""
+    number = _number(value)
+    if number is None:
         return "no target"
-    if not 1 <= target <= shown:
-        return "target out of range"
-    return Op("update", span, text, target - 1)
+    return number - 1 if 1 <= number <= shown else "target out of range"
 
 
 def _number(value: Any) -> int | None:

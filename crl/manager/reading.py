@@ -27,7 +27,7 @@ from crl.types import ExperienceStatus
 
 QueueState = Literal["pending", "leased", "done", "dead"]
 
-WROTE = "kind IN ('add', 'update', 'import')"
+WROTE = "kind IN ('add', 'update', 'merge', 'import')"
 """Operations that made a version of an entry."""
 
 BINS = 5
@@ -66,7 +66,8 @@ class EntryView:
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """A version of an entry, as the log has it. seq: its place there; kind: add, update or import; by: the request that it came of."""
+    """A version of an entry, as the log has it. seq: its place there; kind: add, update, merge or import; by: the request that it came of,
+    or the merge."""
 
     seq: int
     uid: str
@@ -105,10 +106,12 @@ class GenerationView:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """step: completed actor steps then; by: the request whose entries needed room, None where somebody pruned the bank."""
+    """step: completed actor steps then; by: the request whose entries needed room, or the merge in which the extractor discarded it;
+    None where somebody pruned the bank."""
 
     step: int
     by: str | None
+    discarded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +251,7 @@ class BankReader:
     def offspring(self, uid: str) -> list[VersionView]:
         """Versions of other entries that came from a version of this one."""
         inherits = "EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE value LIKE ? ESCAPE '\\')"
-        pattern = re.sub(r"([%_\\])", r"\\\1", uid) + "@%"
-        return [version for version in self._versions(inherits, pattern) if version.uid != uid]
+        return [version for version in self._versions(inherits, _versions_of(uid)) if version.uid != uid]
 
     def _versions(self, where: str, *parameters: Any) -> list[VersionView]:
         rows = self._rows(f"SELECT * FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
@@ -263,8 +265,12 @@ class BankReader:
 
     def eviction(self, uid: str) -> Eviction | None:
         """None where the entry is not evicted."""
-        rows = self._rows("SELECT step, data ->> 'for' FROM log WHERE kind = 'evict' AND origin = ?", uid)
-        return next((Eviction(*row) for row in rows), None)
+        for row in self._rows("SELECT step, data ->> 'for' FROM log WHERE kind = 'evict' AND origin = ?", uid):
+            return Eviction(*row, discarded=False)
+        discards = "log, json_each(data, '$.targets') AS target WHERE kind = 'discard' AND target.value LIKE ? ESCAPE '\\'"
+        for row in self._rows(f"SELECT step, origin FROM {discards}", _versions_of(uid)):
+            return Eviction(*row, discarded=True)
+        return None
 
     def generation(self, unit: UnitKey) -> GenerationView | None:
         """What wrote a version; None when it is not kept (any more)."""
@@ -365,6 +371,11 @@ def short_uids(uids: Sequence[str]) -> dict[str, str]:
     tails = {uid: uid.partition("/")[2] or uid for uid in uids}
     times = Counter(tails.values())
     return {uid: tail if times[tail] == 1 else uid for uid, tail in tails.items()}
+
+
+def _versions_of(uid: str) -> str:
+    """What they are LIKE."""
+    return re.sub(r"([%_\\])", r"\\\1", uid) + "@%"
 
 
 def _unit(text: str) -> UnitKey:

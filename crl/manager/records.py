@@ -110,7 +110,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An add, or with a `target` an update of that version, ready to be applied.
+    """An add, ready to be applied; with one target an update of that version, with several their merge.
 
     op: its index in the generation; span: its tokens [start, stop) in what was sampled; vector: float32 [dim] of its key.
     """
@@ -119,7 +119,7 @@ class Write:
     text: str
     span: tuple[int, int]
     vector: NDArray[np.float32]
-    target: UnitKey | None = None
+    targets: tuple[UnitKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,18 @@ class Distilled:
     @property
     def malformed(self) -> bool:
         return not self.writes and not self.returned
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What the extractor said of one chunk of the bank. discards: index of the op, and the versions that it names; dropped: refused
+    ops by reason; malformed: not one op stood."""
+
+    generation: Generation
+    merges: tuple[Write, ...]
+    discards: tuple[tuple[int, tuple[UnitKey, ...]], ...]
+    dropped: Mapping[str, int]
+    malformed: bool
 
 
 @dataclass(frozen=True, slots=True)

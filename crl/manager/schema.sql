@@ -5,15 +5,15 @@ CREATE TABLE log (
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
     kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, drop, malformed, evict
-                                  -- | import | retrieve, credit, stray, train | snapshot
-    origin    TEXT NOT NULL,      -- the request, the episode or the entry that it is about
+                                  -- | chunk, merge, discard | import | retrieve, credit, stray, train | snapshot
+    origin    TEXT NOT NULL,      -- the request, the merge, the episode or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON
 );
 
--- What a request or an episode did, it did once.
+-- What a request, a merge or an episode did, it did once.
 CREATE UNIQUE INDEX log_once ON log (origin, op, kind)
-    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'credit', 'stray');
+    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'chunk', 'merge', 'discard', 'credit', 'stray');
 
 CREATE INDEX log_kind ON log (kind);
 

@@ -1,13 +1,14 @@
 """The bank on disk: requests, entries, generations, credit, and the log of operations that brought them about.
 
 Every change writes its log rows and its tables in one transaction (`Database.transaction`). A request, and a log row of one origin
-(request or episode) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is lost, none is
+(request, merge or episode) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is lost, none is
 distilled twice, no use is credited twice. `snapshot` marks a state of all of it that `rollback` brings back.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from sqlite3 import Connection
@@ -17,25 +18,40 @@ import numpy as np
 from crl.errors import StoreError
 from crl.manager.credit import Ready
 from crl.manager.database import Database
-from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, Generation, PendingUnit, RolledBack, Stamp, UnitKey
+from crl.manager.records import (
+    Applied,
+    ApplyRules,
+    Distilled,
+    DistilRequest,
+    Entry,
+    Generation,
+    Merged,
+    PendingUnit,
+    RolledBack,
+    Stamp,
+    UnitKey,
+    Write,
+)
 from crl.manager.snapshots import forget_all, go_back
 from crl.manager.tables import (
     ENTRIES,
-    count_the_rest,
     credit,
+    current,
     fact,
-    keep_generation,
     last_seq,
     last_stamp,
+    learn_from,
     log,
+    log_dropped,
     make_room,
-    punish,
     read_entry,
     read_generation,
+    retire,
     set_fact,
     take_in,
     vector_bytes,
     write_entry,
+    write_merge,
 )
 from crl.manager.tally import Tally
 from crl.types import ExperienceUse
@@ -200,16 +216,50 @@ class Store:
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
             changed = [(write_entry(db, request, write, stamp), write) for write in distilled.writes]
-            count_the_rest(db, distilled, stamp)
-            punished = distilled.malformed and rules.malformed_reward is not None
-            if punished:
-                punish(db, distilled.generation, rules.malformed_reward, stamp)
-            if changed or punished:
-                keep_generation(db, distilled.generation)
+            if distilled.returned:
+                log(db, stamp, "return", request.id, 0, {"count": distilled.returned})
+            log_dropped(db, request.id, distilled.dropped, stamp)
+            learn_from(db, distilled.generation, bool(changed), distilled.malformed, rules, stamp)
             evicted = make_room(db, request, rules, stamp) if changed and rules.cap is not None else ()
             return Applied(tuple(changed), tuple(evicted))
 
         return await self._database.transaction(work)
+
+    async def merge(self, merged: Merged, stamp: Stamp, rules: ApplyRules) -> Applied:
+        """Writes what the extractor said of a chunk, in one transaction; nothing when that was done before.
+
+        An op with a target that is no longer the current version of an active entry is dropped. What is merged or discarded stays in
+        the history; what a merge makes has its targets as parents, and the task and the goal of the first.
+        """
+
+        def work(db: Connection) -> Applied:
+            name = merged.generation.id
+            if log(db, stamp, "chunk", name, 0, {}) is None:
+                return Applied()
+            changed: list[tuple[Entry, Write]] = []
+            gone: list[str] = []
+            dropped = Counter(merged.dropped)
+            for write in merged.merges:
+                if parents := current(db, write.targets):
+                    changed.append((write_merge(db, name, write, parents[0], stamp), write))
+                    gone += retire(db, write.targets, "merged")
+                else:
+                    dropped["stale target"] += 1
+            for op, targets in merged.discards:
+                if current(db, targets):
+                    log(db, stamp, "discard", name, op, {"targets": list(map(str, targets))})
+                    gone += retire(db, targets, "evicted")
+                else:
+                    dropped["stale target"] += 1
+            log_dropped(db, name, dropped, stamp)
+            learn_from(db, merged.generation, bool(changed), merged.malformed, rules, stamp)
+            return Applied(tuple(changed), tuple(gone))
+
+        return await self._database.transaction(work)
+
+    async def merges(self) -> int:
+        """How many chunks were merged, ever."""
+        return (await self._database.rows("SELECT COUNT(*) FROM log WHERE kind = 'chunk'"))[0][0]
 
     # ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

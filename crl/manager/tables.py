@@ -1,19 +1,19 @@
 """What operations do to a bank's tables, and what rows stand for: each function is some statements within a transaction of `Store`.
 
-A log row of one origin (request or episode) and op exists once: `log` says whether this is its first time.
+A log row of one origin (request, merge or episode) and op exists once: `log` says whether this is its first time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from sqlite3 import Connection, Row
 
 import numpy as np
 
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, Entry, Generation, Stamp, UnitKey, Write
+from crl.manager.records import ApplyRules, DistilRequest, Entry, Generation, Stamp, UnitKey, Write
 from crl.manager.retrieval import surplus
-from crl.types import Completion
+from crl.types import Completion, ExperienceStatus
 
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 
@@ -51,26 +51,32 @@ def set_fact(db: Connection, name: str, value: str) -> None:
 
 def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
     """Applies one add or update; the entry as it is then."""
-    if write.target and _is_current(db, write.target):
-        kind, unit = "update", UnitKey(write.target.uid, write.target.version + 1)
+    if write.targets and current(db, write.targets):
+        (target,) = write.targets
+        kind, unit = "update", UnitKey(target.uid, target.version + 1)
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
-    parents = (str(write.target),) if write.target else ()
-    entry = Entry(unit.uid, unit.version, write.text, request.task.name, request.task.goal, request.id, write.span, parents)
-    data = {"uid": unit.uid, "version": unit.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
-            "span": entry.span, "parents": parents}  # fmt: skip
-    log(db, stamp, kind, request.id, write.op, data)
-    row = (*unit, entry.text, entry.task, entry.goal, json.dumps(parents), entry.status, vector_bytes(write.vector))
-    db.execute("DELETE FROM entries WHERE uid = ?", (unit.uid,))
-    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-    sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
-    db.execute(sql, (*unit, entry.generation, *entry.span))
+    parents = tuple(map(str, write.targets))
+    entry = Entry(*unit, write.text, request.task.name, request.task.goal, request.id, write.span, parents)
+    _put(db, kind, entry, write, stamp)
     return entry
 
 
-def _is_current(db: Connection, unit: UnitKey) -> bool:
-    sql = "SELECT 1 FROM entries WHERE uid = ? AND version = ? AND status = 'active'"
-    return db.execute(sql, unit).fetchone() is not None
+def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stamp) -> Entry:
+    """The entry that takes the place of the write's targets. first: the first one's row."""
+    entry = Entry(f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], name, write.span, tuple(map(str, write.targets)))
+    _put(db, "merge", entry, write, stamp)
+    return entry
+
+
+def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
+    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
+            "span": entry.span, "parents": entry.parents}  # fmt: skip
+    log(db, stamp, kind, entry.generation, write.op, data)
+    db.execute("DELETE FROM entries WHERE uid = ?", (entry.uid,))
+    _insert_entry(db, entry, vector_bytes(write.vector))
+    sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
+    db.execute(sql, (*entry.unit, entry.generation, *entry.span))
 
 
 def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
@@ -78,22 +84,47 @@ def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
             "parents": entry.parents}  # fmt: skip
     log(db, stamp, "import", entry.uid, entry.version, data)
-    row = (*entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, b"")
-    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    _insert_entry(db, entry, b"")
     columns = "uid, version, generation, start, stop, retrieved, credited, credit"
     unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit)
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
 
 
-def count_the_rest(db: Connection, distilled: Distilled, stamp: Stamp) -> None:
-    """Logs what changed nothing: `return` and the refused ops, by reason."""
-    if distilled.returned:
-        log(db, stamp, "return", distilled.request.id, 0, {"count": distilled.returned})
-    for op, (reason, count) in enumerate(sorted(distilled.dropped.items())):
-        log(db, stamp, "drop", distilled.request.id, op, {"reason": reason, "count": count})
+def _insert_entry(db: Connection, entry: Entry, vector: bytes) -> None:
+    row = (*entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, vector)
+    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
-def punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
+def current(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
+    """The rows of active entries whose current versions these are, in order; empty when one of them is not."""
+    sql = "SELECT * FROM entries WHERE uid = ? AND version = ? AND status = 'active'"
+    found = [row for unit in units for row in db.execute(sql, unit)]
+    return found if len(found) == len(units) else []
+
+
+def retire(db: Connection, units: Sequence[UnitKey], status: ExperienceStatus) -> list[str]:
+    """The entries guide nobody any more; their uids."""
+    for unit in units:
+        db.execute("UPDATE entries SET status = ? WHERE uid = ?", (status, unit.uid))
+    return [unit.uid for unit in units]
+
+
+def log_dropped(db: Connection, origin: str, dropped: Mapping[str, int], stamp: Stamp) -> None:
+    """The refused ops of an answer, by reason."""
+    for op, (reason, count) in enumerate(sorted(dropped.items())):
+        log(db, stamp, "drop", origin, op, {"reason": reason, "count": count})
+
+
+def learn_from(db: Connection, generation: Generation, wrote: bool, malformed: bool, rules: ApplyRules, stamp: Stamp) -> None:
+    """Keeps the generation when it can earn credit, for what it wrote or for having said nothing usable."""
+    punished = malformed and rules.malformed_reward is not None
+    if punished:
+        _punish(db, generation, rules.malformed_reward, stamp)
+    if wrote or punished:
+        _keep_generation(db, generation)
+
+
+def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
     """A generation without any op is a unit of its own, version 0, and ready at once."""
     seq = log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
     unit = (generation.id, 0, generation.id, 0, len(generation.completion.ids), 1, reward, seq)
@@ -108,11 +139,10 @@ def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: 
     gone = surplus([read_entry(row) for row in rows], rules.cap or 0, rules.choice)
     for entry in gone:
         log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
-        db.execute("UPDATE entries SET status = 'evicted' WHERE uid = ?", (entry.uid,))
-    return [entry.uid for entry in gone]
+    return retire(db, [entry.unit for entry in gone], "evicted")
 
 
-def keep_generation(db: Connection, generation: Generation) -> None:
+def _keep_generation(db: Connection, generation: Generation) -> None:
     completion = generation.completion
     columns = (
         np.asarray(generation.prompt, "<i4").tobytes(),

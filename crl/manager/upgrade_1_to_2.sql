@@ -20,7 +20,7 @@ CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';
 
 DROP INDEX log_once;
 CREATE UNIQUE INDEX log_once ON log (origin, op, kind)
-    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'credit', 'stray');
+    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'chunk', 'merge', 'discard', 'credit', 'stray');
 
 -- A bank that began anew before there was the fact `begun` lost requests that were not done.
 INSERT INTO log (step, extractor, kind, origin, op, data)

@@ -20,6 +20,7 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "actor": frozenset({"turns", "actions", "example"}),
         "distil": frozenset({"goal", "outcome", "experiences", "transcript"}),
         "experience": frozenset({"experience"}),
+        "merge": frozenset({"experiences"}),
     }
 )
 """Every prompt, and the slots that its text has."""

@@ -25,10 +25,20 @@ from crl.envs.host import ThreadHost
 from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
-from crl.manager import CreditSettings, Distilled, DistilSettings, ExperienceManager, ManagerSettings, PromptWriter, RetrievalSettings
+from crl.manager import (
+    CreditSettings,
+    Distilled,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    Prompts,
+    PromptWriter,
+    RetrievalSettings,
+)
 from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder, HashEmbedder
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
+from crl.methods.parts.merging import FullMergePrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
@@ -248,7 +258,7 @@ class BankParts:
 
     embedder: CachedEmbedder
     renderer: ChatRenderer
-    prompt: PromptWriter
+    prompts: Prompts
     settings: ManagerSettings
     seed: int
 
@@ -259,7 +269,7 @@ class BankParts:
         """queue_size: only for a bank that is distilled in the background; elsewhere a full queue would be waited for in vain."""
         settings = replace(self.settings, queue_size=queue_size)
         manager = await ExperienceManager.open(
-            path, engine, self.embedder, self.renderer, self.prompt, settings, seed=self.seed, on_distilled=on_distilled
+            path, engine, self.embedder, self.renderer, self.prompts, settings, seed=self.seed, on_distilled=on_distilled
         )
         stack.push_async_callback(manager.aclose)
         return manager
@@ -300,13 +310,15 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
+        merge_tokens=extractor.merge_tokens,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
     )
     embedder = CachedEmbedder(HashEmbedder(), EMBEDDINGS)
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
-    return BankParts(embedder, renderer, _distil_prompt(config, specs, renderer), settings, seed)
+    prompts = Prompts(_distil_prompt(config, specs, renderer), FullMergePrompt(prompt("merge", config.prompts.files)))
+    return BankParts(embedder, renderer, prompts, settings, seed)
 
 
 def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
@@ -337,7 +349,10 @@ async def _experience(
     trainer = None
     if method.extractor:
         trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
-    side = ExperienceSide(manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor, run=mark, background=background)
+    side = ExperienceSide(
+        manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
+        run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,
+    )  # fmt: skip
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 
 

@@ -113,17 +113,18 @@ class Uncounted:
 
 
 class ExperienceSide:
-    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained."""
+    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained;
+    merge_every: actor steps between two merges, 0 = none."""
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
-        cache: CachedEmbedder, monitor: Monitor, *, run: str, background: bool,
+        cache: CachedEmbedder, monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
     ) -> None:  # fmt: skip
-        self._cache = cache
+        self._cache, self._merge_every = cache, merge_every
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
         self._engine, self._busy = engine, engine.busy
-        self._credited = asyncio.Event()
+        self._credited, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
 
     async def run(self) -> None:
         """Distils and trains until it is cancelled; returns at once where that happens at step boundaries. For the caller's task group."""
@@ -133,6 +134,9 @@ class ExperienceSide:
             tasks.create_task(self.manager.run(), name="distillation")
             if self.trainer:
                 tasks.create_task(self._train_when_credited(self.trainer), name="extractor")
+            while True:
+                await self._merge_due.acquire()
+                tasks.create_task(self.manager.merge(), name="merge")
 
     async def _train_when_credited(self, trainer: ExtractorTrainer) -> None:
         while True:
@@ -148,10 +152,15 @@ class ExperienceSide:
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
         """`step` actor steps are completed, the last one with `batch`."""
         self.manager.advance(step)
+        due = self._merge_every > 0 and step % self._merge_every == 0
         if self._background:
             await self.manager.flush()
+            if due:
+                self._merge_due.release()
         else:
             await self.settle()
+            if due:
+                await self.manager.merge()
         await self._report(batch)
 
     async def finish(self) -> None:

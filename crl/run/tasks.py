@@ -27,9 +27,12 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
 
 
 def require_readable(config: RunConfig) -> None:
-    """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read full ones."""
+    """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read something else."""
     if model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
         return
+    if config.extractor.merge_every:
+        reason = f"needs an extractor that is a language model, and {config.extractor.model} was made for single episodes"
+        raise ConfigError("extractor.merge_every", config.extractor.merge_every, reason, "Add --set extractor.merge_every=0")
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
@@ -42,7 +45,7 @@ def require_told(config: RunConfig) -> None:
     if any(task.rendering == "full" for task in config.tasks.values()):
         told |= {"actor", "experience"} if config.with_experience else {"actor"}
     if config.with_experience and model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
-        told.add("distil")
+        told |= {"distil", "merge"} if config.extractor.merge_every else {"distil"}
     for name, path in config.prompts.files.items():
         if name not in told:
             remedy = "Remove it, or give language models as actor.model and extractor.model"

@@ -503,6 +503,11 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     [
         (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
         (["prompts.distil={folder}/none.txt"], "prompts.distil = '{folder}/none.txt': cannot be read"),
+        (
+            ["extractor.merge_every=5", "extractor.merge_tokens=200"],
+            "extractor.merge_every = 5: needs an extractor that is a language model",
+        ),
+        (["extractor.merge_every=5"], "extractor.merge_tokens = 4096: leaves no room for the prompt"),
         (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
         (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
     ],

@@ -14,7 +14,8 @@ import numpy as np
 from doors import renderer
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import DistilRequest, ExperienceManager, ManagerSettings
+from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, Prompts
+from crl.manager.records import Entry
 from crl.protocols import Engine, Hit, SearchRequest
 from crl.types import Experience, ExperienceUse, Segment, Task, Trajectory
 
@@ -62,6 +63,13 @@ def write_prompt(request: DistilRequest) -> list[Segment]:
     return [Segment("user", f"{request.id}\n{request.task.goal}\n{outcome}\n{shown}\n{trace}", "task")]
 
 
+def write_merge(entries: Sequence[Entry]) -> list[Segment]:
+    return [Segment("user", "merge\n" + "\n".join(f"{i}. {entry.text}" for i, entry in enumerate(entries, start=1)), "task")]
+
+
+PROMPTS = Prompts(write_prompt, write_merge)
+
+
 def answering(answer: Callable[[str], str]) -> ScriptedEngine:
     return ScriptedEngine(renderer(), answer)
 
@@ -80,7 +88,7 @@ RETURN = '[{"op": "return"}]'
 async def manager(path: Path, engine: Engine, settings: ManagerSettings | None = None, **parts: Any) -> ExperienceManager:
     embedder = parts.pop("embedder", None) or WordEmbedder()
     return await ExperienceManager.open(
-        path, engine, embedder, renderer(), parts.pop("prompt", write_prompt), settings or ManagerSettings(), seed=0, **parts
+        path, engine, embedder, renderer(), parts.pop("prompts", PROMPTS), settings or ManagerSettings(), seed=0, **parts
     )
 
 

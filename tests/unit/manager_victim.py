@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from extractors import ScriptedEngine, WordEmbedder, add, hit, request, search, update, write_prompt
+from extractors import PROMPTS, ScriptedEngine, WordEmbedder, add, hit, request, search, update
 
 from crl.errors import RolloutError, TransientError
 from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
@@ -35,6 +35,12 @@ ANSWERS = {
     "late": update("Go southeast."),
     "none": "Hm.",
 }
+
+MERGE = json.dumps([{"op": "merge", "targets": [1, 2], "text": "Go south, then west."}, {"op": "discard", "target": 3}])
+
+
+def reply(prompt: str) -> str:
+    return MERGE if prompt.startswith("merge") else ANSWERS[prompt.split()[-1]]
 
 
 class Characters:
@@ -53,10 +59,10 @@ class Characters:
 
 
 class Extractor(ScriptedEngine):
-    """Its answer is a function of the request. One it cannot serve, one it never serves, and one it serves the second time."""
+    """Its answer is a function of the prompt. One it cannot serve, one it never serves, and one it serves the second time."""
 
     def __init__(self) -> None:
-        super().__init__(Characters(), lambda prompt: ANSWERS[prompt.split()[-1]])  # pyright: ignore[reportArgumentType]
+        super().__init__(Characters(), reply)  # pyright: ignore[reportArgumentType]
         self.refused = False
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
@@ -78,7 +84,7 @@ SETTINGS = ManagerSettings(
 async def life(path: Path) -> None:
     """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does."""
     renderer: Any = Characters()
-    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, write_prompt, SETTINGS, seed=0)
+    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, PROMPTS, SETTINGS, seed=0)
     manifest = path.with_name("manifest")
     if manifest.exists():
         await manager.rollback(int(manifest.read_text()))
@@ -113,6 +119,10 @@ async def after_it(manager: ExperienceManager) -> None:
         await manager.submit(request(1, member=member, note=note, shown=(GUIDED,)))
     await manager.drain()
     await manager.credit([GUIDED.use], False, episode="run/1/0/0")
+    await manager.merge()
+    (found,) = await manager.search([search(group=1)])
+    assert found
+    await manager.credit([found.use], True, episode="run/1/1/0")
     while samples := await manager.take_batch(1, 3):
         await manager.mark_trained([sample.id for sample in samples], 3)
     manager.advance(99)

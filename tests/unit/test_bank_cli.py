@@ -278,6 +278,34 @@ def test_stats(run: Path):
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
 
 
+def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    tidy = '[{"op": "merge", "targets": [1, 2], "text": "Go west or south."}, {"op": "discard", "target": 3}]'
+    says = add("Go west.", "Go south.", "Be careful.")
+
+    async def write() -> None:
+        made = await opened(path, engine=ScriptedEngine(renderer(), lambda prompt: tidy if "user\nmerge\n" in prompt else says))
+        await made.submit(request())
+        await made.drain()
+        made.advance(5)
+        await made.merge()
+        await made.aclose()
+
+    asyncio.run(write())
+    (uid,) = uids(path)
+    assert uid.startswith("merge/0-")
+    assert [(v["kind"], v["step"]) for v in parsed("show", path, uid)["lineage"]] == [("merge", 5), ("add", 0), ("add", 0)]
+    source = parsed("show", path, "run/0/0/0#0")
+    assert (source["entry"]["status"], [v["uid"] for v in source["offspring"]], source["eviction"]) == ("merged", [uid], None)
+    name = uid.removesuffix("#0")
+    assert lines("show", path, "run/0/0/0#2")[0] == f"run/0/0/0#2, version 1, evicted at step 5 by {name}"
+    assert parsed("stats", path)["ops"].items() >= {"chunk": 1, "merge": 1, "discard": 1}.items()
+    new = tmp_path / "new.sqlite"
+    (tmp_path / "lessons.jsonl").write_text(bank("export", path).stdout, "utf-8")
+    lines("import", new, tmp_path / "lessons.jsonl")
+    assert uids(new) == [uid]
+
+
 def test_queue_and_dead(run: Path):
     assert lines("queue", run) == [
         "episode    state    outcome  guided by  task  goal",

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from doors import renderer
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, search, task, update
+from extractors import GOAL, RETURN, WordEmbedder, add, answering, manager, search, task, update, write_merge
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, OpLimits, RetrievalSettings
+from crl.manager import DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, OpLimits, Prompts, RetrievalSettings
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.prompts import prompt
 from crl.tokens import ChatRenderer
@@ -57,7 +57,7 @@ async def distilled(
     chat, answers = chat or renderer(), iter([f"<think>Well.</think>{add(OLD)}", answer])
     engine = ScriptedEngine(chat, lambda _: next(answers))
     writer = FullDistilPrompt(prompt("distil"), chat, max_tokens=8000)
-    made = await ExperienceManager.open(path / "bank.sqlite", engine, WordEmbedder(), chat, writer, settings, seed=0)
+    made = await ExperienceManager.open(path / "bank.sqlite", engine, WordEmbedder(), chat, Prompts(writer, write_merge), settings, seed=0)
     await made.submit(episode(0, 0))
     await made.drain()
     await made.submit(episode(1, 0, guided_by=await made.search([search()])))
@@ -145,7 +145,7 @@ async def test_limits_are_the_settings(tmp_path):
 async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_path):
     writer = FullDistilPrompt(prompt("distil"), renderer(), max_tokens=100)
     engine = answering(lambda _: add(OTHER))
-    made = await ExperienceManager.open(tmp_path / "bank.sqlite", engine, WordEmbedder(), renderer(), writer, SETTINGS, seed=0)
+    made = await manager(tmp_path / "bank.sqlite", engine, SETTINGS, prompts=Prompts(writer, write_merge))
     await made.submit(episode(0, 0))
     await made.drain()
     assert (await made.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()

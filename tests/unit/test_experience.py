@@ -85,14 +85,17 @@ def actor(tiny_actor: Path) -> Path:
 @asynccontextmanager
 async def parts(
     path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2, background: bool = False,
-    distiller: Distiller | None = None,
+    distiller: Distiller | None = None, merge_every: int = 0,
 ) -> AsyncIterator[Parts]:  # fmt: skip
     engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
     diagnostics = Diagnostics({})
     bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
     trainer = ExtractorTrainer(bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger)
     cache = CachedEmbedder(WordEmbedder(), 8)
-    side = ExperienceSide(bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, ledger, run="run", background=background)
+    side = ExperienceSide(
+        bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, ledger,
+        run="run", background=background, merge_every=merge_every,
+    )  # fmt: skip
     try:
         async with asyncio.timeout(60):
             yield Parts(side, bank, engine, learner, ledger, path)
@@ -409,3 +412,47 @@ async def test_learning_credits_and_queues_under_a_name(tmp_path: Path, actor: P
         assert [origin for origin, _ in logged(made.path, "credit")] == ["online/1/0/0"]
         assert [origin for origin, _ in logged(made.path, "submit")][1:] == ["online/1/0/1"]
         assert request().id == "run/0/0/0", "the same address under another name is another episode"
+
+
+# ── the merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Discarding(ScriptedEngine):
+    """Discards the first of every chunk; counts the merges that begin and waits with them for the gate."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), lambda prompt: '[{"op": "discard", "target": 1}]' if "user\nmerge\n" in prompt else says(prompt))
+        self.merges, self.gate = 0, asyncio.Event()
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
+        if "user\nmerge\n" in renderer().decode(ids):
+            self.merges += 1
+            await self.gate.wait()
+        return await super().generate(ids, sampling, **options)
+
+
+async def test_the_bank_is_merged_every_so_many_steps(tmp_path: Path, actor: Path) -> None:
+    engine = Discarding()
+    engine.gate.set()
+    async with parts(tmp_path / "bank.sqlite", actor, engine=engine, merge_every=2) as made:
+        for step in range(5):
+            await made.side.observe([episode(step, group, 0) for group in range(3)])
+            await made.side.complete(step + 1, [])
+        assert engine.merges == 2, "after steps 2 and 4"
+        sizes = [figures["bank/size"] for figures in made.ledger.of("bank")]
+        assert sizes == [3, 5, 8, 10, 13], "merged before the step is reported"
+
+
+async def test_in_the_background_a_step_does_not_wait_for_the_merge(tmp_path: Path, actor: Path) -> None:
+    engine = Discarding()
+    async with parts(tmp_path / "bank.sqlite", actor, engine=engine, background=True, merge_every=1) as made, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(made.side.run())
+        await made.side.observe([episode(0, group, 0) for group in range(3)])
+        await made.bank.drain()
+        for step in (1, 2, 3):
+            await made.side.complete(step, [])
+            await asyncio.sleep(0.01)
+        assert (engine.merges, (await made.bank.stats())["merge/skipped"]) == (1, 2)
+        engine.gate.set()
+        await until(lambda: len(made.bank._bank.entries) == 2)
+        running.cancel()

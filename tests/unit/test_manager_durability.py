@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Stamp, UnitKey, Write
+from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Merged, Stamp, UnitKey, Write
 from crl.manager.store import Store
 from crl.types import Completion
 
@@ -42,19 +42,28 @@ def contents(path: Path) -> dict[str, list[Any]]:
 # ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit search train prune embed"
+KINDS = "submit lease release return bad fail bury revive credit search train prune embed merge"
 HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
 RULES = ApplyRules(malformed_reward=-1.0, cap=3)
 
 
 def distilled(of: DistilRequest, kind: str) -> Distilled:
-    def write(op: int, text: str, target: UnitKey | None = None) -> Write:
-        return Write(op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.member, target)
+    def write(op: int, text: str, *targets: UnitKey) -> Write:
+        return Write(op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.member, targets)
 
     generation = Generation(of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
     writes = {"add": (write(0, "Go \x00west's."), write(1, "Go east.")), "update": (write(0, "Go north.", UnitKey("run/0/0/0#0", 1)),)}
     dropped = {"no op in the answer": 1} if kind == "bad" else {}
     return Distilled(of, generation, writes.get(kind, ()), int(kind == "return"), dropped)
+
+
+def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
+    """The first two of the chunk become one and what is left goes; with n = 1 nothing is said; with n = 2 a target is stale."""
+    generation = Generation(name, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    targets = (*chunk[:2], UnitKey("run/0/0/0#0", 99)) if n == 2 else tuple(chunk[:2])
+    merges = (Write(0, "Go about.", (0, 1), np.ones(3, np.float32), targets),) if len(targets) > 1 and n != 1 else ()
+    discards = ((1, tuple(chunk[2:3])),) if len(chunk) > 2 and n != 1 else ()
+    return Merged(generation, merges, discards, {"not JSON": 1}, malformed=not (merges or discards))
 
 
 async def take(store: Store, step: Step) -> None:
@@ -88,6 +97,8 @@ async def take(store: Store, step: Step) -> None:
             await store.mark_trained(ready, {pending.generation for pending in ready}, n, AT)
         case "prune":
             await store.prune(n)
+        case "merge":
+            await store.merge(merged(f"merge/{await store.merges()}", [entry.unit for entry, _ in await store.entries()], n), AT, RULES)
         case "embed":
             await store.set_vectors(f"embedder {n}", {unit.uid: np.full(3, n, np.float32)})
 
@@ -439,10 +450,11 @@ def expect_nothing_lost(report: dict[str, Any]) -> None:
     assert report["different"] == []
     left = report["left"]
     assert [row.split("'")[3] for row in left["requests"]] == ["done", "done", "dead", "done", "done", "dead", "done"]
-    assert [row.count("'active'") for row in left["entries"]] == [0, 0, 0, 0, 1, 1, 1]
+    active = [row.count("'active'") for row in left["entries"]]
+    assert active == [1, 0, 0, 0, 0, 0, 0, 0], "what the merge made"
     kinds = sorted(row.split("'")[1] for row in left["log"])
-    wanted = ["submit"] * 7 + ["dead"] * 2 + ["drop", "malformed", "update", "retrieve"] + ["evict"] * 4 + ["add"] * 7
-    assert kinds == sorted(wanted + ["credit"] * 2 + ["train"] * 2)
+    wanted = ["submit"] * 7 + ["dead"] * 2 + ["drop", "malformed", "update", "chunk", "merge", "discard"] + ["evict"] * 4 + ["add"] * 7
+    assert kinds == sorted(wanted + ["retrieve"] * 2 + ["credit"] * 3 + ["train"] * 4)
 
 
 def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from doors import renderer, until
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update
+from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update, write_merge
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, Trajectory
 
@@ -118,7 +118,7 @@ async def test_a_prompt_that_opens_the_thinking_makes_its_end_necessary(tmp_path
     for answer, size in ((add("Go west."), 0), ("West?</think>" + add("Go west."), 1)):
         path = tmp_path / f"{size}.sqlite"
         engine = ScriptedEngine(opening, lambda prompt, answer=answer: answer)
-        made = await ExperienceManager.open(path, engine, WordEmbedder(), opening, thinking, SETTINGS, seed=0)
+        made = await ExperienceManager.open(path, engine, WordEmbedder(), opening, Prompts(thinking, write_merge), SETTINGS, seed=0)
         await made.submit(request())
         await made.drain()
         assert len(texts(made)) == size
@@ -873,7 +873,7 @@ async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):
     consumer = asyncio.create_task(made.run())
     await made.submit(request())
     await until(lambda: engine.waiting == 1)
-    with pytest.raises(RuntimeError, match="not rolled back while requests are in work"):
+    with pytest.raises(RuntimeError, match="not rolled back while requests or a merge are in work"):
         await made.rollback(seq)
     consumer.cancel()
     await asyncio.gather(consumer, return_exceptions=True)

@@ -7,7 +7,7 @@ from doors import renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crl.manager.ops import OpLimits, parse_ops, token_spans
+from crl.manager.ops import OpLimits, parse_merge, parse_ops, token_spans
 
 ADD = '{"op": "add", "text": "Go west."}'
 UPDATE = '{"op": "update", "target": 2, "text": "Go south."}'
@@ -110,8 +110,71 @@ def test_any_text_is_parsed(completion, shown, thinking):
         assert end <= op.span[0] < op.span[1] <= len(completion)
         end = op.span[1]
         assert op.kind == "return" or op.text
-        assert (op.kind == "update") == (op.target is not None)
-        assert op.target is None or op.target < shown
+        assert len(op.targets) == (op.kind == "update")
+        assert all(target < shown for target in op.targets)
+    assert parsed.ops or parsed.dropped
+
+
+# ── of a chunk of the bank ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+MERGE = '{"op": "merge", "targets": [1, 3], "text": "Go west."}'
+DISCARD = '{"op": "discard", "target": 2}'
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (f"[{MERGE}, {DISCARD}]", [("merge", (0, 2)), ("discard", (1,))]),
+        (f'<think>{MERGE}</think>```json\n[{DISCARD}, {{"op": "keep", "targets": ["1", 3]}}]```', [("discard", (1,)), ("keep", (0, 2))]),
+        ("[]", [("keep", ())]),
+        ('[{"op": "discard", "targets": [1, 1]}]', [("discard", (0,))]),
+    ],
+)
+def test_the_ops_of_a_merge(completion, expected):
+    parsed = parse_merge(completion, 3)
+    assert [(op.kind, op.targets) for op in parsed.ops] == expected
+    assert [op.text for op in parsed.ops] == ["Go west." if kind == "merge" else "" for kind, _ in expected]
+    assert parsed.dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("They look fine to me.", "no op in the answer"),
+        (ADD, "unknown op"),
+        ('[{"op": "merge", "targets": [1], "text": "x"}]', "merge of less than two"),
+        ('[{"op": "merge", "targets": [2, 2], "text": "x"}]', "merge of less than two"),
+        ('[{"op": "merge", "targets": [1, 4], "text": "x"}]', "target out of range"),
+        ('[{"op": "merge", "targets": [1, [2]], "text": "x"}]', "no target"),
+        ('[{"op": "merge", "targets": [1, 2]}]', "no text"),
+        ('[{"op": "merge", "targets": [1, 2], "text": "' + "x" * 41 + '"}]', "text too long"),
+        ('[{"op": "discard"}]', "no target"),
+        ('[{"op": "discard", "targets": []}]', "no target"),
+    ],
+)
+def test_a_bad_op_of_a_merge_is_dropped_with_its_reason(completion, reason):
+    parsed = parse_merge(completion, 3, limits=OpLimits(max_chars=40))
+    assert parsed.malformed
+    assert parsed.dropped == {reason: 1}
+
+
+def test_an_experience_is_named_once():
+    parsed = parse_merge(f'[{MERGE}, {{"op": "discard", "target": 3}}, {DISCARD}]', 3)
+    assert [op.kind for op in parsed.ops] == ["merge", "discard"]
+    assert parsed.dropped == {"target named before": 1}
+
+
+@given(
+    completion=st.lists(PIECES | st.sampled_from([MERGE, DISCARD, '{"op": "keep", "targets": [1, 2]}']), max_size=12).map("".join),
+    shown=st.integers(1, 4),
+)
+def test_any_text_is_parsed_as_a_merge(completion, shown):
+    parsed = parse_merge(completion, shown)
+    named = [target for op in parsed.ops for target in op.targets]
+    assert len(set(named)) == len(named)
+    assert all(0 <= target < shown for target in named)
+    assert all(len(op.targets) > 1 and op.text for op in parsed.ops if op.kind == "merge")
     assert parsed.ops or parsed.dropped
 
 

@@ -18,8 +18,7 @@ from crl.envs.room import GOAL
 from crl.envs.room.lessons import LESSONS, lesson
 from crl.manager import CachedEmbedder
 from crl.manager.bank import Bank, Scope
-from crl.manager.distil import Distiller, DistilSettings
-from crl.manager.embed import HashEmbedder
+from crl.manager.embed import HashEmbedder, Keys
 from crl.manager.index import TAIL, Index
 from crl.manager.records import Entry
 from crl.manager.retrieval import Candidate, RetrievalSettings, credit_score, diverse_scores, pick, surplus
@@ -244,8 +243,7 @@ ROOM_GOALS = [GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) f
 
 
 async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndarray:
-    distiller = Distiller(None, HashEmbedder(), None, None, DistilSettings(key_text_weight=weight), seed=0)  # pyright: ignore[reportArgumentType]
-    return await distiller.keys(entries)
+    return await Keys(HashEmbedder(), weight).embed(entries)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.25])
@@ -257,7 +255,7 @@ async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_
     own = similarities.diagonal(axis1=1, axis2=2)
     others = np.where(np.eye(len(ROOM_GOALS), dtype=bool), -1, similarities).max(axis=(0, 1))
     assert (own.min(axis=0) > others + 0.01).all()
-    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # what DistilSettings promises
+    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # what Keys promises
 
 
 async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
@@ -273,8 +271,8 @@ async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_le
 
 async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
     assert np.array_equal(await keyed(None, [("goal", text) for text in LESSON_TEXTS]), await HashEmbedder().embed(LESSON_TEXTS))
-    with pytest.raises(ValueError, match=r"key_text_weight must not be negative, not -0\.1"):
-        DistilSettings(key_text_weight=-0.1)
+    with pytest.raises(ValueError, match=r"text_weight must not be negative, not -0\.1"):
+        Keys(HashEmbedder(), -0.1)
 
 
 # ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from doors import renderer, runner
-from extractors import WordEmbedder, add, answering, dump, request, task
+from extractors import WordEmbedder, add, answering, dump, request, task, write_merge
 from test_diagnostics import distilled
 
 from crl.engines.scripted import ScriptedEngine
@@ -24,7 +24,7 @@ from crl.envs.base import StreamSettings
 from crl.envs.host import ThreadHost
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.lessons import lesson, true_bearing
-from crl.manager import Distilled, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager import Distilled, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
@@ -126,7 +126,7 @@ def foolish(prompt: str) -> str:
 async def open_bank(path: Path, extractor: Callable[[str], str], on_distilled: Callable[[Distilled], None] | None = None):
     settings = replace(SETTINGS, distil=DistilSettings(key_text_weight=0.1))
     return await ExperienceManager.open(
-        path, answering(extractor), WordEmbedder(), renderer(), PROMPT, settings, seed=0, on_distilled=on_distilled
+        path, answering(extractor), WordEmbedder(), renderer(), Prompts(PROMPT, write_merge), settings, seed=0, on_distilled=on_distilled
     )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
         for i, place in enumerate(known):
             told = ADVISOR.right(place)
             answer = json.dumps([{"op": "add", "text": told}])
-            banks.bank._distiller._engine._answer = lambda prompt, answer=answer: answer  # pyright: ignore[reportAttributeAccessIssue]
+            banks.bank._engine._answer = lambda prompt, answer=answer: answer  # pyright: ignore[reportAttributeAccessIssue]
             await banks.bank.submit(replace(request(0, i), task=place))
             await banks.bank.drain()
         full = await evaluator(run, banks.bank, known, None).evaluate()

@@ -81,10 +81,10 @@ class FullDistilPrompt:
         return segments
 
     def _written(self, request: DistilRequest, transcript: str) -> list[Segment]:
-        experiences = [f"{number}.\n{_quoted(hit.text)}" for number, hit in enumerate(request.shown, start=1)]
+        experiences = [f"{number}.\n{quoted(hit.text)}" for number, hit in enumerate(request.shown, start=1)]
         text = fill(
             self.template,
-            goal=_quoted(request.task.goal),
+            goal=quoted(request.task.goal),
             outcome=_outcome(request),
             experiences="\n".join(experiences) or "None: there is nothing to update.",
             transcript=transcript,
@@ -107,10 +107,11 @@ def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
     for segment in segments:
         turn += segment.origin == "policy"
         if segment.origin in SPEAKERS:
-            yield f"[turn {turn}, {SPEAKERS[segment.origin]}]\n{_quoted(segment.text)}"
+            yield f"[turn {turn}, {SPEAKERS[segment.origin]}]\n{quoted(segment.text)}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """The text as a prompt quotes it: every line indented."""
     return "\n".join(INDENT + line for line in text.splitlines()) or f"{INDENT}(nothing)"
 
 

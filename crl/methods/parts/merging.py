@@ -1,0 +1,31 @@
+"""Parts of the periodic merge: what the extractor is told of a chunk of the bank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crl.manager.records import Entry
+from crl.methods.parts.distilling import quoted
+from crl.prompts import fill
+from crl.types import Segment
+
+
+@dataclass(frozen=True)
+class FullMergePrompt:
+    """`MergePromptWriter` for language models: the prompt `merge`. template: its text. Advice is indented and so cannot pass for a
+    line of the prompt."""
+
+    template: str
+
+    def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
+        pieces = [f"{number}.{_record(entry)}\n{quoted(entry.text)}" for number, entry in enumerate(entries, start=1)]
+        return [Segment("user", fill(self.template, experiences="\n".join(pieces)), "task")]
+
+
+def _record(entry: Entry) -> str:
+    """How the episodes ended that the entry guided."""
+    if not entry.credited:
+        return ""
+    won = (entry.credited + round(entry.credit)) // 2  # credit sums ±1
+    return f" (guided {entry.credited} episodes, of which {won} succeeded)"
