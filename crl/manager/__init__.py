@@ -3,11 +3,12 @@
 from crl.manager.credit import CreditSettings, ExtractorSample
 from crl.manager.distil import DistilSettings, PromptWriter
 from crl.manager.embed import CachedEmbedder
-from crl.manager.manager import ExperienceManager, ManagerSettings, Prompts
+from crl.manager.manager import ExperienceManager
 from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
 from crl.manager.records import Distilled, DistilRequest
 from crl.manager.retrieval import RetrievalSettings
+from crl.manager.settings import ManagerSettings, Prompts
 
 __all__ = [
     "CachedEmbedder",

@@ -1,9 +1,9 @@
 """The ExperienceManager: between the actor's episodes, the extractor that distils them, and the bank.
 
 The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read;
-`Searcher` gathers them, and lets changes in between. `Distiller` asks the extractor and reads its answer. `credit` chooses what the
-extractor is trained on. The manager wires them and keeps the clock; engine and embedder belong to the caller. Searches wait for the
-embedder alone: never for a model, a write or the disk.
+`Searcher` gathers them, and lets changes in between. `DistilQueue` keeps episodes until `Distiller` has asked the extractor about
+them; `Merger` asks it about the bank. `credit` chooses what the extractor is trained on. The manager wires them and keeps the clock;
+engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write or the disk.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager.bank import Bank, Scope
-from crl.manager.credit import CreditSettings, ExtractorSample, batch_samples, choose_batch
+from crl.manager.bank import Bank
+from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database
-from crl.manager.distil import Distiller, DistilSettings, PromptWriter
+from crl.manager.distil import Distiller
 from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
-from crl.manager.merge import Chunker, MergePromptWriter, Merger, MergeStats
+from crl.manager.merge import Chunker, Merger, MergeStats
+from crl.manager.queue import DistilQueue, Outcome
 from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp
-from crl.manager.retrieval import RetrievalSettings
 from crl.manager.searching import Searcher
+from crl.manager.settings import ManagerSettings, Prompts
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
 from crl.seeds import derive_seed
@@ -38,45 +38,6 @@ T = TypeVar("T")
 
 SEARCH_TIMES = 4096
 """Search times that are kept for whoever takes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """What the extractor is asked: about an episode, and about a chunk of the bank."""
-
-    distil: PromptWriter
-    merge: MergePromptWriter
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerSettings:
-    """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
-    overflow: what `submit` does at that bound. concurrency: answers of the extractor that are waited for at the same time. lease:
-    seconds that one may take; attempts: at a distillation until it is dead, with a pause of `backoff` seconds after the first one that
-    failed and twice as long after each further one. keep_steps: actor steps for which a superseded experience may still earn credit
-    after it was last returned; at least the staleness of an episode. cap: active entries of one goal, None = any number; the oldest
-    goes, or with `retrieval.choice = "credit"` the one of the lowest credit. merge_tokens: tokens of the entries in one chunk of a
-    merge.
-    """
-
-    scope: Scope = "task"
-    queue_size: int | None = None
-    overflow: Literal["wait", "refuse"] = "wait"
-    concurrency: int = 32
-    lease: float = 600.0
-    attempts: int = 5
-    backoff: float = 1.0
-    keep_steps: int = 8
-    cap: int | None = None
-    merge_tokens: int = 4096
-    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
-    distil: DistilSettings = field(default_factory=DistilSettings)
-    credit: CreditSettings = field(default_factory=CreditSettings)
-
-    def __post_init__(self) -> None:
-        counts = [n for n in (self.concurrency, self.attempts, self.queue_size, self.cap, self.merge_tokens) if n is not None]
-        if min(counts) < 1 or self.keep_steps < 0 or self.lease <= 0 or self.backoff < 0:
-            raise ValueError(f"bad manager settings: {self}")
 
 
 class ExperienceManager:
@@ -94,6 +55,7 @@ class ExperienceManager:
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._keys = Keys(embedder, settings.distil.key_text_weight)
         self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits)
+        self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._apply)
         self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
         self._merging = False
         self._merges_skipped = 0
@@ -101,11 +63,6 @@ class ExperienceManager:
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
         self._places = asyncio.Semaphore(settings.concurrency)
-        self._refused = self._retried = 0
-        self._arrived = asyncio.Event()
-        self._changed = asyncio.Condition()
-        self._settled = 0  # requests that this manager has applied or buried
-        self._working = 0  # requests that `run` has in its hands
         self._changes: set[asyncio.Task[Any]] = set()
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
@@ -199,49 +156,21 @@ class ExperienceManager:
 
         False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted.
         """
-        while True:
-            settled = self._settled
-            if await self._store.submit(request, self._stamp(), self._settings.queue_size):
-                self._arrived.set()
-                return True
-            if self._settings.overflow == "refuse":
-                self._refused += 1
-                return False
-            async with self._changed:
-                await self._changed.wait_for(lambda seen=settled: self._settled != seen)
+        return await self._queue.submit(request)
 
     async def run(self) -> None:
         """Distils requests as they come, until it is cancelled; lives in the caller's task group, once.
 
         An engine that is gone ends it, and whatever else but a `RolloutError` ends a distillation. What it had in work is pending again.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    for request in await self._next():
-                        tasks.create_task(self._consume(request), name=f"distil {request.id}")
-        finally:
-            self._working = 0
-            await self._store.release()
-            async with self._changed:
-                self._changed.notify_all()
+        await self._queue.run()
 
     async def drain(self) -> None:
         """Returns when every request submitted before is distilled and applied, those of this call in request order.
 
         Flushes at its end.
         """
-        requests = await self._store.lease()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                outcomes = [tasks.create_task(self._distil(request)) for request in requests]
-            # Begun in request order, and so written and put into memory in it.
-            await asyncio.gather(*(self._apply(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
-        except BaseException:
-            await self._store.release()
-            raise
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._working)
+        await self._queue.drain()
         await self.flush()
 
     async def flush(self) -> None:
@@ -256,40 +185,8 @@ class ExperienceManager:
         if counts := self._bank.take_counts():
             await self._store.retrieved(counts, self._stamp())
 
-    async def _next(self) -> list[DistilRequest]:
-        """As many pending requests as there is room for, at least one."""
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._working < self._settings.concurrency)
-            self._arrived.clear()
-            room = self._settings.concurrency - self._working
-            self._working += room  # before the lease: `drain` must not see a leased request in nobody's hands
-            leased = await self._store.lease(room)
-            await self._put_down(room - len(leased))
-            if leased:
-                return leased
-            await self._arrived.wait()
-
-    async def _consume(self, request: DistilRequest) -> None:
-        await self._apply(request, await self._distil(request))
-        await self._put_down(1)
-
-    async def _put_down(self, n: int) -> None:
-        async with self._changed:
-            self._working -= n
-            self._changed.notify_all()
-
-    async def _distil(self, request: DistilRequest) -> Distilled | str:
-        """What became of the request, or the reason why it is dead: no attempt can succeed, or none of so many did."""
-        while True:
-            try:
-                return await self._attempt(partial(self._distiller.distil, request))
-            except RolloutError as error:
-                failed = await self._store.failed(request, str(error))
-                if not isinstance(error, TransientError) or failed >= self._settings.attempts:
-                    return str(error)
-            self._retried += 1
-            await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))
+    async def _distil(self, request: DistilRequest) -> Distilled:
+        return await self._attempt(partial(self._distiller.distil, request))
 
     async def _attempt(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Raises `TransientError` also when it outlives its lease, and when the engine failed and serves again."""
@@ -303,16 +200,14 @@ class ExperienceManager:
                 await self._engine.health()
                 raise TransientError("engine", str(error)) from error
 
-    async def _apply(self, request: DistilRequest, outcome: Distilled | str) -> None:
+    async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
         async def change() -> None:
             if isinstance(outcome, str):
                 await self._store.bury(request, outcome, self._stamp())
             else:
                 stamp = Stamp(self._step, outcome.generation.extractor)
                 await self._show(await self._store.apply(outcome, stamp, self._rules))
-            async with self._changed:
-                self._settled += 1
-                self._changed.notify_all()
+            await self._queue.count_settled()
             if self._on_distilled and isinstance(outcome, Distilled):
                 self._on_distilled(outcome)
 
@@ -446,7 +341,7 @@ class ExperienceManager:
         Requests that were open then are pending, those submitted since are unknown, as they were. For the start of a run: raises
         `RuntimeError` while `run` has requests or `merge` a chunk in work, `StoreError` when there is no such snapshot.
         """
-        if self._working or self._merging or self._changes:
+        if self._queue.working or self._merging or self._changes:
             raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
         await self._write_counts()
         done = await self._store.rollback(seq)
@@ -456,7 +351,7 @@ class ExperienceManager:
         self._offered.clear()
         self._offered_by.clear()
         await self._load()
-        self._arrived.set()
+        self._queue.wake()
         return done
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -466,7 +361,7 @@ class ExperienceManager:
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
-        figures = {"queue/refused": self._refused, "queue/retried": self._retried, "merge/skipped": self._merges_skipped}
+        figures = {"queue/refused": self._queue.refused, "queue/retried": self._queue.retried, "merge/skipped": self._merges_skipped}
         return {**sizes, **await self._store.counts(), **figures}
 
     def latest(self, n: int) -> list[Experience]:

@@ -1,0 +1,118 @@
+"""The queue of finished episodes: submitted, distilled in the background or at step boundaries, tried again where that may help."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from crl.errors import RolloutError, TransientError
+from crl.manager.records import Distilled, DistilRequest, Stamp
+from crl.manager.settings import ManagerSettings
+from crl.manager.store import Store
+
+Outcome = Distilled | str
+"""What became of a request, or the reason why it is dead."""
+
+
+class DistilQueue:
+    """stamp: of what happens now; attempt: asks the extractor about a request, once; settle: writes an outcome to its end, also when
+    its caller is cancelled, and tells so by `count_settled`.
+
+    refused: requests for which there was no room; retried: attempts that failed and were not the last; working: requests that `run`
+    has in its hands.
+    """
+
+    def __init__(
+        self, store: Store, settings: ManagerSettings, stamp: Callable[[], Stamp],
+        attempt: Callable[[DistilRequest], Awaitable[Distilled]], settle: Callable[[DistilRequest, Outcome], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self._store, self._settings, self._stamp, self._attempt, self._settle = store, settings, stamp, attempt, settle
+        self.refused = self.retried = self.working = 0
+        self._settled = 0
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    async def submit(self, request: DistilRequest) -> bool:
+        """See `ExperienceManager.submit`."""
+        while True:
+            settled = self._settled
+            if await self._store.submit(request, self._stamp(), self._settings.queue_size):
+                self._arrived.set()
+                return True
+            if self._settings.overflow == "refuse":
+                self.refused += 1
+                return False
+            async with self._changed:
+                await self._changed.wait_for(lambda seen=settled: self._settled != seen)
+
+    async def run(self) -> None:
+        """See `ExperienceManager.run`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    for request in await self._next():
+                        tasks.create_task(self._consume(request), name=f"distil {request.id}")
+        finally:
+            self.working = 0
+            await self._store.release()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Returns when every request submitted before is settled, those of this call in request order."""
+        requests = await self._store.lease()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
+            # Begun in request order, and so written and put into memory in it.
+            await asyncio.gather(*(self._settle(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
+        except BaseException:
+            await self._store.release()
+            raise
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.working)
+
+    async def count_settled(self) -> None:
+        """A request was applied or buried: there is room for another one."""
+        async with self._changed:
+            self._settled += 1
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """There may be pending requests that nobody has submitted."""
+        self._arrived.set()
+
+    async def _next(self) -> list[DistilRequest]:
+        """As many pending requests as there is room for, at least one."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.working < self._settings.concurrency)
+            self._arrived.clear()
+            room = self._settings.concurrency - self.working
+            self.working += room  # before the lease: `drain` must not see a leased request in nobody's hands
+            leased = await self._store.lease(room)
+            await self._put_down(room - len(leased))
+            if leased:
+                return leased
+            await self._arrived.wait()
+
+    async def _consume(self, request: DistilRequest) -> None:
+        await self._settle(request, await self._outcome(request))
+        await self._put_down(1)
+
+    async def _put_down(self, n: int) -> None:
+        async with self._changed:
+            self.working -= n
+            self._changed.notify_all()
+
+    async def _outcome(self, request: DistilRequest) -> Outcome:
+        """It is dead when no attempt can succeed, or none of so many did."""
+        while True:
+            try:
+                return await self._attempt(request)
+            except RolloutError as error:
+                failed = await self._store.failed(request, str(error))
+                if not isinstance(error, TransientError) or failed >= self._settings.attempts:
+                    return str(error)
+            self.retried += 1
+            await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))
