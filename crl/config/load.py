@@ -153,6 +153,7 @@ def load_saved(run: Path) -> SavedRun:
     try:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
+        data.setdefault("extractor", {}).setdefault("merge_every", 0)  # a run of before there were merges had none
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error

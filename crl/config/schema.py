@@ -136,6 +136,8 @@ class ExtractorSection(Section):
     """sampled tokens of one answer, thinking and the stop token included"""
     concurrency: Count = 128
     """distillations at the same time"""
+    lease: Annotated[float, Field(gt=0)] = 3600.0
+    """seconds that one answer may take until it is asked for again (five times at most); a deterministic run waits for any time"""
     batch: Count = 64
     """credit units of one training step"""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.1

@@ -37,6 +37,7 @@ class Database:
         self._closing, self._thread = closing, thread
         self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
         self._committing: asyncio.Future[list[Any]] | None = None
+        self._closed = False
 
     @classmethod
     async def open(cls, path: Path) -> Database:
@@ -61,6 +62,7 @@ class Database:
         Works that wait at the same time share one commit, since making it durable takes longer than they do; each can fail alone.
         A caller that is cancelled does not interrupt its work.
         """
+        self._require_open()
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         self._waiting.append((work, done))
@@ -71,6 +73,8 @@ class Database:
     async def transaction_after_copy(self, work: Work[T], target: Work[Path | None]) -> T:
         """A transaction before which all that is committed is copied to the file that `target` returns (None: no copy), whole or not at
         all, over what may be there. Nothing comes between the two."""
+
+        self._require_open()
 
         def both() -> T:
             with store_errors(self.path):
@@ -87,6 +91,8 @@ class Database:
     async def read(self, work: Work[T]) -> T:
         """What `work` reads: one state of the bank, outside of any transaction."""
 
+        self._require_open()
+
         def reading() -> T:
             with store_errors(self.path):
                 return work(self.connection)
@@ -99,13 +105,14 @@ class Database:
 
     async def backup(self, target: Path) -> None:
         """Copies what is committed to a new file, in one piece. Raises `StoreError`, also when `target` exists."""
+        self._require_open()
         _refuse_existing(target)
 
         def copying() -> None:
             with store_errors(target):
                 _back_up(self.connection, target)
 
-        await asyncio.shield(self._on_thread(copying))
+        await _to_its_end(self._on_thread(copying))
 
     async def aclose(self) -> None:
         """Closes the file after the transactions that have begun or wait."""
@@ -113,6 +120,7 @@ class Database:
             self._commit_waiting()
             if self._committing:
                 await asyncio.wait({self._committing})
+        self._closed = True
 
         def close() -> None:
             with store_errors(self.path):
@@ -120,6 +128,10 @@ class Database:
 
         await _to_its_end(self._on_thread(close))
         self._thread.shutdown(wait=False)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.path}: the bank is closed. What was acknowledged before is safe.")
 
     def _on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -190,7 +202,7 @@ async def copy_database(source: Path, target: Path) -> None:
         with ThreadPoolExecutor(1) as thread:
             await _to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
     except asyncio.CancelledError:
-        _remove(target)
+        remove(target)
         raise
 
 
@@ -201,12 +213,12 @@ def _copy(source: Path, target: Path) -> None:
 
 def _back_up(original: Connection, target: Path) -> None:
     """Over what may be there: what was left of a copy that was killed."""
-    _remove(target)
+    remove(target)
     try:
         with closing(sqlite3.connect(target)) as copy:
             original.backup(copy)
     except BaseException:
-        _remove(target)
+        remove(target)
         raise
 
 
@@ -240,7 +252,8 @@ def _refuse_existing(path: Path) -> None:
         raise StoreError(f"{path}: it exists, and a bank is not copied over it. Choose another path.")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Not an error when there is nothing."""
     path.unlink(missing_ok=True)
 
 

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.bank import Bank
 from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
-from crl.manager.database import copy_database
+from crl.manager.database import copy_database, remove
 from crl.manager.distil import Distiller
 from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
 from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
-from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp
+from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
 from crl.manager.searching import Searcher
 from crl.manager.settings import ManagerSettings, Prompts
 from crl.manager.store import Store
@@ -109,8 +109,10 @@ class ExperienceManager:
         while self._changes:
             await asyncio.wait(set(self._changes))
         try:
-            await self._searcher.aclose()
-            await self._write_counts()
+            try:
+                await self._searcher.aclose()
+            finally:
+                await self._write_counts()
         finally:
             await self._store.aclose()
 
@@ -243,13 +245,19 @@ class ExperienceManager:
                 goal = "" if self._settings.distil.key_text_weight is None else entry.goal
                 places.setdefault((entry.task, goal), []).append(entry)
             for entries in places.values():
-                await self._merge_place(entries, stats)
+                if len(entries) > 1:
+                    await self._merge_place(entries, stats)
         finally:
             self._merging = False
         return stats
 
     async def _merge_place(self, entries: Sequence[Entry], stats: MergeStats) -> None:
-        chunker, survivors = Chunker(entries, self._settings.merge_tokens, self._merger.cost), list[Entry]()
+        costs: dict[UnitKey, int] = {}
+        for entry in entries:
+            costs[entry.unit] = self._merger.cost(entry)
+            await asyncio.sleep(0)  # counting tokens takes its time, and a bank may be large
+        chunker = Chunker(entries, self._settings.merge_tokens, lambda e: costs.get(e.unit) or self._merger.cost(e))
+        survivors: list[Entry] = []
         while chunk := chunker.next(self._still_current(survivors)):
             survivors = self._still_current(chunk)
             if len(survivors) > 1:
@@ -396,8 +404,13 @@ class ExperienceManager:
 
 
 async def _begin_anew(path: Path) -> None:
-    store = await Store.open(path)
+    """Of a fresh copy, which is removed when that does not succeed: it would pass for the bank that it was copied from."""
     try:
-        await store.begin_anew()
-    finally:
-        await store.aclose()
+        store = await Store.open(path)
+        try:
+            await store.begin_anew()
+        finally:
+            await store.aclose()
+    except BaseException:
+        remove(path)
+        raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
@@ -62,9 +63,13 @@ class Merger:
     def __init__(self, extractor: Extractor, keys: Keys, prompt: MergePromptWriter, limits: OpLimits) -> None:
         self._extractor, self._keys, self._prompt, self._limits = extractor, keys, prompt, limits
 
+    @cached_property
+    def _frame(self) -> int:
+        return self._extractor.tokens(self._prompt([]))
+
     def cost(self, entry: Entry) -> int:
         """Tokens that the entry adds to a chunk's prompt, about."""
-        return self._extractor.tokens(self._prompt([entry])) - self._extractor.tokens(self._prompt([]))
+        return self._extractor.tokens(self._prompt([entry])) - self._frame
 
     async def merge(self, name: str, chunk: Sequence[Entry]) -> Merged:
         """name: becomes the generation's id. Raises `RolloutError` when the engine cannot serve it, `EngineError` when it is gone."""

@@ -308,6 +308,7 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         scope=bank.scope,
         # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
+        lease=None if config.run.deterministic else extractor.lease,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
         merge_tokens=extractor.merge_tokens,

@@ -18,8 +18,10 @@ from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
 from crl.monitor.plain import PlainMonitor
+from crl.run.assemble import _bank_parts
 from crl.run.main import train
 from crl.run.plan import plan
+from crl.run.tasks import specs
 
 SHIPPED_TASKS = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_PRESETS = sorted((catalog.tasks_dir() / "presets").glob("*.toml"))
@@ -475,3 +477,19 @@ def test_a_banks_path_is_saved_absolute(model: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolved(model, "bank.init=~/bank.sqlite", "bank.frozen=true").bank.init == str(tmp_path / "bank.sqlite")
     assert resolved(model).bank.init == ""
+
+
+def test_a_run_of_before_there_were_merges_can_be_read(model: Path, tmp_path: Path):
+    config = resolved(model)
+    dump(config, tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for key in ("merge_every", "merge_tokens", "lease", "kl_coef"):
+        del saved["config"]["extractor"][key]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert load_saved(tmp_path).config.extractor.merge_every == 0
+
+
+def test_a_deterministic_run_waits_for_any_answer(model: Path):
+    for sets, lease in (([], 3600.0), (["run.deterministic=true", "rollout.max_staleness=0"], None)):
+        config = resolved(model, *sets)
+        assert _bank_parts(config, specs(config)).settings.lease == lease

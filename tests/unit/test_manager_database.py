@@ -212,3 +212,13 @@ except KeyboardInterrupt:
     sqlite3.connect(tmp_path / "source.sqlite").close()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (result.stdout, result.stderr) == ("interrupted\n", "")
+
+
+async def test_a_closed_bank_says_so_and_keeps_nobody_waiting(tmp_path):
+    database = await Database.open(tmp_path / "bank.sqlite")
+    await database.aclose()
+    async with asyncio.timeout(5):
+        for call in (database.transaction(lambda db: None), database.rows("SELECT 1"), database.backup(tmp_path / "copy.sqlite")):
+            with pytest.raises(StoreError, match="the bank is closed"):
+                await call
+    assert not (tmp_path / "copy.sqlite").exists()

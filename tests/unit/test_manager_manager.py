@@ -14,8 +14,9 @@ from doors import renderer, until
 from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update, write_merge
 
 from crl.engines.scripted import ScriptedEngine
-from crl.errors import EngineError, RolloutError, TransientError
+from crl.errors import EngineError, RolloutError, StoreError, TransientError
 from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
+from crl.manager.store import Store
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, Trajectory
 
@@ -902,3 +903,16 @@ def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="bad manager settings"):
         ManagerSettings(**bad)
+
+
+async def test_a_copy_that_could_not_begin_anew_is_no_copy(tmp_path, monkeypatch):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."))
+
+    async def failing(store: Store) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(Store, "begin_anew", failing)
+    with pytest.raises(StoreError, match="the disk is full"):
+        await made.export_copy(tmp_path / "copy.sqlite")
+    assert not (tmp_path / "copy.sqlite").exists()
+    await made.aclose()

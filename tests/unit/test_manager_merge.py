@@ -252,6 +252,13 @@ async def test_entries_that_no_query_finds_together_are_merged_apart(tmp_path):
         await made.aclose()
 
 
+async def test_a_place_of_one_entry_costs_nothing(tmp_path):
+    made = await filled(tmp_path, Tidier(lambda _: []), "Go west.")
+    made._merger.cost = lambda entry: pytest.fail("nothing is to be merged")
+    assert await made.merge() == MergeStats()
+    await made.aclose()
+
+
 # ── meanwhile ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
