@@ -33,7 +33,7 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a broken file fails in many ways
-        reason = f"its tokenizer cannot be loaded ({_first_line(error)})"
+        reason = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
         raise ConfigError(key, str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
@@ -48,10 +48,17 @@ def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> N
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True)
     except Exception as error:
-        reason = f"its chat template cannot be rendered ({type(error).__name__}: {_first_line(error)})"
+        reason = f"its chat template cannot be rendered ({type(error).__name__}: {first_line(error)})"
         raise ConfigError(key, str(path), reason, "mend the chat_template") from error
     if "Go north?" not in str(text) or "north" not in str(tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))):
         raise ConfigError(key, str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
+
+
+def silence_transformers() -> None:
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()  # of loading, and of saving later: they would litter a run's stderr
+    set_verbosity_error()  # its reports of bad checkpoints too: they become one line here
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32, *, key: str = "actor.model") -> PreTrainedModel:
@@ -61,16 +68,14 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
     in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    disable_progress_bar()  # of loading, and of saving later: they would litter a run's stderr
-    set_verbosity_error()  # its reports of bad checkpoints too: they become one line here
+    silence_transformers()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # a broken file fails in many ways
-        reason = f"it cannot be loaded ({_first_line(error)})"
+        reason = f"it cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "give a directory with a causal LM") from error
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
@@ -90,7 +95,7 @@ def _other_attention(config: PreTrainedConfig) -> str:
     return ", ".join(sorted(set(declared or ()) - {"full_attention"}))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What went wrong, without the pages that transformers appends."""
     return str(error).strip().split("\n")[0]
 
@@ -113,7 +118,7 @@ def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "a
         try:
             listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
         except Exception as error:
-            reason = f"its generation_config.json cannot be read ({_first_line(error)})"
+            reason = f"its generation_config.json cannot be read ({first_line(error)})"
             raise ConfigError(key, str(model_path), reason, "mend or remove that file") from error
         ids += listed if isinstance(listed, list) else [listed]
     return tuple(sorted({i for i in ids if i is not None}))

@@ -17,7 +17,7 @@ RANKS = {
     **dict.fromkeys(["crl.protocols", "crl.config"], 1),
     **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
-    "crl.rollout": 4,
+    **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     "crl.methods": 5,
     "crl.run": 6,
     "crl.models": 7,
@@ -33,6 +33,7 @@ SHARED = {
     "crl.engines": frozenset[str](),
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
+    "crl.embedders": frozenset[str](),
     "crl.envs": frozenset({"base", "host", "mixture", "registry"}),
 }
 """Rooms of concrete classes, and their modules that others may import all the same."""
@@ -171,6 +172,7 @@ HEAVY = ("torch", "transformers", "vllm")
     "statement",
     [
         "import crl.manager",
+        "import crl.embedders",
         "import crl.cli.main",
         "import crl.config",
         "import crl.envs.host",

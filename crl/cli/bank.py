@@ -18,6 +18,7 @@ from crl.errors import ConfigError
 
 if TYPE_CHECKING:
     from crl.cli.bank_text import Story
+    from crl.config.schema import EmbedderSection
     from crl.manager.reading import EntryView, GenerationView, Keys, QueueState
 
 app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
@@ -128,10 +129,11 @@ def search(
     from crl.cli.bank_text import entry_table
     from crl.manager.reading import reading, short_uids
 
-    with reading(_file(run)) as bank:
+    file = _file(run)
+    with reading(file) as bank:
         keys, entries = bank.keys(), [entry for entry in bank.entries() if task in (None, entry.task)]
         short = short_uids(bank.uids())
-    similarities = asyncio.run(_similarities(text, entries, keys))
+    similarities = asyncio.run(_similarities(text, entries, keys, _embedder(file)))
     found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
     if as_json:
@@ -344,18 +346,29 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
         _say_how_many(len(rows), len(requests))
 
 
-async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys) -> list[float]:
-    """The cosine of the query and of what each entry is found by; where that is not made yet, of the entry's text."""
-    from crl.manager.embed import HashEmbedder
+def _embedder(file: Path) -> EmbedderSection:
+    """The run's; the default where the bank lies alone."""
+    from crl.config.load import load_saved
+    from crl.config.schema import EmbedderSection
 
-    embedder = HashEmbedder()
-    if keys.made_by is None:
-        vectors = list(await embedder.embed([entry.text for entry in entries]))
-    elif keys.made_by.split(":")[0] == embedder.name:
-        vectors = [keys.vectors[entry.uid] for entry in entries]
-    else:
-        raise ConfigError("embedder", keys.made_by, "the bank's vectors are not of an embedder that search has", f"It has {embedder.name}")
-    (query,) = await embedder.embed([text])
+    return load_saved(file.parent).config.embedder if (file.parent / "config.json").is_file() else EmbedderSection()
+
+
+async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, section: EmbedderSection) -> list[float]:
+    """The cosine of the query and of what each entry is found by; where that is not made yet, of the entry's text."""
+    from crl.embedders import open_embedder
+
+    async with open_embedder(section) as embedder:
+        if keys.made_by is None:
+            vectors = list(await embedder.embed([entry.text for entry in entries]))
+        elif keys.made_by == embedder.name or keys.made_by.startswith(f"{embedder.name}: goal + "):
+            vectors = [keys.vectors[entry.uid] for entry in entries]
+        else:
+            reason = "the bank's vectors are not of the embedder that search has"
+            raise ConfigError(
+                "embedder", keys.made_by, reason, f"It has {embedder.name}, by the config.json beside the bank if there is one"
+            )
+        (query,) = await embedder.embed([text])
     return [float(vector @ query) for vector in vectors]
 
 

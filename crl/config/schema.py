@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
 """Saved absolute: a saved run must find it from any working directory."""
+EmbedderName = Annotated[str, Field(min_length=1), AfterValidator(lambda name: _embedder(name))]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -187,9 +188,11 @@ class RetrievalSection(Section):
     candidates: Count = 16
     """nearest experiences that are looked at"""
     margin: Annotated[float, Field(ge=0, le=2)] = 0.05
-    """cosine similarity below the best at which an experience still counts as equally similar"""
+    """cosine similarity below the best at which an experience still counts as equally similar; the default fits embedder.model = "hash",
+    the similarities of a learnt encoder lie closer together"""
     min_similarity: Annotated[float, Field(ge=-1, le=1)] = 0.1
-    """cosine similarity below which nothing is returned"""
+    """cosine similarity below which nothing is returned; the default fits embedder.model = "hash", a learnt encoder gives unrelated texts
+    more than that"""
     lam: Annotated[float, Field(ge=0)] = 0.4
     """rank places lost per unit of log retrieval count (eq. 6)"""
     recent_steps: Natural = 1
@@ -200,6 +203,31 @@ class RetrievalSection(Section):
     """seconds that a search may wait for others to be answered with"""
     workers: Count = 4
     """threads that look through a large bank"""
+
+
+class EmbedderSection(Section):
+    """What makes vectors of experiences and queries (a method without experience ignores it). A bank of another one is embedded again.
+
+    All texts are embedded alike: a model's default prompt stands before each, one for queries alone is not used.
+    """
+
+    model: EmbedderName = "hash"
+    """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder; or the URL of
+    an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
+    name: str = ""
+    """the model's name at the endpoint"""
+    key_env: str = ""
+    """environment variable that holds the endpoint's key; empty = no key"""
+    device: Device = "auto"
+    """device of an encoder; auto = cuda when present, else cpu"""
+    threads: Count = 1
+    """CPU threads of an encoder's compute"""
+    batch: Count = 32
+    """texts of one forward pass, or of one request"""
+
+    @property
+    def is_url(self) -> bool:
+        return _is_url(self.model)
 
 
 class ComplementarySection(Section):
@@ -263,6 +291,14 @@ class PromptsSection(Section):
     def files(self) -> dict[str, Path]:
         """The files that were given, by the prompt's name."""
         return {name: Path(path) for name, path in self if path is not None}
+
+
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _embedder(name: str) -> str:
+    return name if name == "hash" or _is_url(name) else str(Path(name).expanduser().resolve())
 
 
 def _context(value: str) -> str:
@@ -343,6 +379,8 @@ class RunConfig(Section):
     """what is kept of what it wrote"""
     retrieval: RetrievalSection = RetrievalSection()
     """how an experience is chosen"""
+    embedder: EmbedderSection = EmbedderSection()
+    """what experiences and queries are compared by"""
     complementary: ComplementarySection = ComplementarySection()
     """ablations of the method complementary"""
     engine: EngineSection = EngineSection()
@@ -369,6 +407,7 @@ class RunConfig(Section):
         _check_actor(self.actor)
         if self.with_experience:
             _check_experience(self)
+            _check_embedder(self)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
@@ -437,6 +476,18 @@ def _check_experience(config: RunConfig) -> None:
         raise ConfigError("extractor.merge_tokens", extractor.merge_tokens, reason, "Lower it, or raise extractor.max_context_tokens")
     if bank.frozen and not bank.init:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
+
+
+def _check_embedder(config: RunConfig) -> None:
+    embedder = config.embedder
+    if embedder.is_url and not embedder.name:
+        raise ConfigError("embedder.name", "", "an endpoint serves models by name", "Give the model's name there")
+    if embedder.is_url and config.run.deterministic:
+        reason = "with run.deterministic the vectors must not depend on what else an endpoint computes"
+        raise ConfigError("embedder.model", embedder.model, reason, "Use hash or an encoder's directory")
+    for key in ("name", "key_env"):
+        if (value := getattr(embedder, key)) and not embedder.is_url:
+            raise ConfigError(f"embedder.{key}", value, "is of an endpoint, but embedder.model is no URL", "Leave it out")
 
 
 def _check_task(key: str, name: str, task: TaskConfig) -> None:

@@ -8,7 +8,7 @@ from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
 from crl.manager.records import Distilled, DistilRequest
 from crl.manager.retrieval import RetrievalSettings
-from crl.manager.settings import ManagerSettings, Prompts
+from crl.manager.settings import ManagerSettings, Progress, Prompts
 
 __all__ = [
     "CachedEmbedder",
@@ -22,6 +22,7 @@ __all__ = [
     "MergePromptWriter",
     "MergeStats",
     "OpLimits",
+    "Progress",
     "PromptWriter",
     "Prompts",
     "RetrievalSettings",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager.bank import Bank
+from crl.manager.bank import Bank, Vector
 from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database, remove
 from crl.manager.distil import Distiller
@@ -27,7 +27,7 @@ from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
 from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
 from crl.manager.searching import Searcher
-from crl.manager.settings import ManagerSettings, Prompts
+from crl.manager.settings import ManagerSettings, Progress, Prompts, unseen
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, SearchRequest
 from crl.seeds import derive_seed
@@ -35,6 +35,9 @@ from crl.tokens import ChatRenderer
 from crl.types import Experience, ExperienceUse
 
 T = TypeVar("T")
+
+EMBEDDED = 1024
+"""Entries that are embedded in one call when a bank is embedded again."""
 
 SEARCH_TIMES = 4096
 """Search times that are kept for whoever takes them."""
@@ -49,10 +52,11 @@ class ExperienceManager:
 
     def __init__(
         self, store: Store, extractor: Extractor, prompts: Prompts, engine: Engine, embedder: Embedder, settings: ManagerSettings,
-        seed: int, on_distilled: Callable[[Distilled], None] | None,
+        seed: int, on_distilled: Callable[[Distilled], None] | None, progress: Progress,
     ) -> None:  # fmt: skip
         self._store, self._engine, self._embedder = store, engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
+        self._progress = progress
         self._keys = Keys(embedder, settings.distil.key_text_weight)
         self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits)
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._apply)
@@ -72,17 +76,19 @@ class ExperienceManager:
     async def open(
         cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompts: Prompts,
         settings: ManagerSettings, *, seed: int, on_distilled: Callable[[Distilled], None] | None = None,
+        progress: Progress = unseen,
     ) -> ExperienceManager:  # fmt: skip
         """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
 
         engine: the extractor's; renderer: of its chat template; seed: root of all draws; on_distilled: told what became of a request,
-        after its ops were applied. A bank that another embedder wrote, or with other keys, is embedded again. Raises `StoreError`.
+        after its ops were applied. A bank that another embedder wrote, or with other keys, is embedded again, which `progress` shows.
+        Raises `StoreError`.
         """
         store = await Store.open(path)
         try:
             distil = settings.distil
             extractor = Extractor(engine, renderer, max_tokens=distil.max_tokens, temperature=distil.temperature, seed=seed)
-            manager = cls(store, extractor, prompts, engine, embedder, settings, seed, on_distilled)
+            manager = cls(store, extractor, prompts, engine, embedder, settings, seed, on_distilled, progress)
             await manager._load()
         except BaseException:
             await store.aclose()
@@ -99,10 +105,19 @@ class ExperienceManager:
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
         if await self._store.embedder() != self._keys.name:
-            vectors = list(await self._keys.embed([(entry.goal, entry.text) for entry, _ in entries]))
-            by_uid = {entry.uid: vector for (entry, _), vector in zip(entries, vectors, strict=True)}
-            await self._store.set_vectors(self._keys.name, by_uid)
+            vectors = await self._embed_again([entry for entry, _ in entries])
         await self._searcher.change([(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)])
+
+    async def _embed_again(self, entries: Sequence[Entry]) -> list[Vector]:
+        vectors: list[Vector] = []
+        if entries:
+            with self._progress(len(entries)) as advance:
+                for start in range(0, len(entries), EMBEDDED):
+                    part = entries[start : start + EMBEDDED]
+                    vectors += list(await self._keys.embed([(entry.goal, entry.text) for entry in part]))
+                    advance(len(part))
+        await self._store.set_vectors(self._keys.name, {entry.uid: vector for entry, vector in zip(entries, vectors, strict=True)})
+        return vectors
 
     async def aclose(self) -> None:
         """Writes what is still in memory and closes the bank; engine and embedder stay open."""

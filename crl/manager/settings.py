@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +12,15 @@ from crl.manager.credit import CreditSettings
 from crl.manager.distil import DistilSettings, PromptWriter
 from crl.manager.merge import MergePromptWriter
 from crl.manager.retrieval import RetrievalSettings
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
+"""Shows a piece of work of so many parts; inside, it is told of each few that are done."""
+
+
+@contextmanager
+def unseen(total: int) -> Iterator[Callable[[int], object]]:
+    """`Progress` that nobody looks at."""
+    yield lambda done: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch
 from crl.config import RunConfig, TaskConfig, resolve_model
 from crl.config.models import model_profile
 from crl.config.schema import ActorSection, ExtractorSection
+from crl.embedders import open_embedder
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec, Rendering
 from crl.envs.host import ThreadHost
@@ -31,12 +32,13 @@ from crl.manager import (
     DistilSettings,
     ExperienceManager,
     ManagerSettings,
+    Progress,
     Prompts,
     PromptWriter,
     RetrievalSettings,
 )
 from crl.manager.database import copy_database
-from crl.manager.embed import CachedEmbedder, HashEmbedder
+from crl.manager.embed import CachedEmbedder
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.merging import FullMergePrompt
 from crl.methods.parts.rollouts import ChatContext
@@ -55,21 +57,24 @@ from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted, Watc
 from crl.run.loop import Loop, Schedule
 from crl.run.online import OnlineBank
 from crl.run.probe import AdviceProbe
+from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EMBEDDINGS = 65_536
-"""Texts whose vectors are remembered: 100 MB at 384 dimensions."""
+CACHE_BYTES = 96 << 20
+"""Size of the vectors that are remembered: of 65,536 texts at 384 dimensions."""
 
 
 @asynccontextmanager
-async def training(config: RunConfig, run: RunDir, monitor: Monitor, *, adviser: Retriever | None = None) -> AsyncIterator[Loop]:
+async def training(
+    config: RunConfig, run: RunDir, monitor: Monitor, *, adviser: Retriever | None = None, bar: bool = False
+) -> AsyncIterator[Loop]:
     """A run ready to start; its parts are closed on the way out, whatever happened.
 
-    adviser: guides instead of a bank, and nothing is distilled (a control).
+    adviser: guides instead of a bank, and nothing is distilled (a control). bar: a progress bar may be drawn in the terminal.
     """
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
@@ -78,7 +83,7 @@ async def training(config: RunConfig, run: RunDir, monitor: Monitor, *, adviser:
             method = replace(method, distiller=None, extractor=None)
         learner = _learner(config, actor, method.actor.loss, stack)
         engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
-        experience, bank = await _experience(config, specs, method, run, monitor, stack)
+        experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
         retriever = WatchedRetriever(experience.manager, experience.diagnostics) if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
         source = tasks.train_stream(config, specs)
@@ -119,7 +124,8 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
         if method.distiller:
             trained = checkpoint / "extractor"
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
-            parts = _bank_parts(config, specs)
+            progress = embedding_progress(partial(print, file=sys.stderr))
+            parts = await _bank_parts(config, specs, progress, stack)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if not run.bank.is_file():
                 raise ConfigError("run", str(run.path), f"its bank is gone: there is no {run.bank.name}", "Restore the file")
@@ -261,6 +267,7 @@ class BankParts:
     prompts: Prompts
     settings: ManagerSettings
     seed: int
+    progress: Progress
 
     async def open(
         self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None,
@@ -269,8 +276,9 @@ class BankParts:
         """queue_size: only for a bank that is distilled in the background; elsewhere a full queue would be waited for in vain."""
         settings = replace(self.settings, queue_size=queue_size)
         manager = await ExperienceManager.open(
-            path, engine, self.embedder, self.renderer, self.prompts, settings, seed=self.seed, on_distilled=on_distilled
-        )
+            path, engine, self.embedder, self.renderer, self.prompts, settings,
+            seed=self.seed, on_distilled=on_distilled, progress=self.progress,
+        )  # fmt: skip
         stack.push_async_callback(manager.aclose)
         return manager
 
@@ -302,7 +310,7 @@ class RunBank:
             yield await self.parts.open(path, self.untrained_engine(stack), stack, on_distilled)
 
 
-def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
+async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress: Progress, stack: AsyncExitStack) -> BankParts:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     settings = ManagerSettings(
         scope=bank.scope,
@@ -316,10 +324,11 @@ def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> BankParts:
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
     )
-    embedder = CachedEmbedder(HashEmbedder(), EMBEDDINGS)
+    embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic))
+    cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
     prompts = Prompts(_distil_prompt(config, specs, renderer), FullMergePrompt(prompt("merge", config.prompts.files)))
-    return BankParts(embedder, renderer, prompts, settings, seed)
+    return BankParts(cached, renderer, prompts, settings, seed, progress)
 
 
 def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
@@ -333,12 +342,13 @@ def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: Ch
 
 
 async def _experience(
-    config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack
-) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:
+    config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack,
+    *, bar: bool,
+) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:  # fmt: skip
     if method.distiller is None:
         return None, None
     role = _extractor(config)
-    engine, parts = _engine(config, role, stack), _bank_parts(config, specs)
+    engine, parts = _engine(config, role, stack), await _bank_parts(config, specs, embedding_progress(monitor.note, bar=bar), stack)
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:

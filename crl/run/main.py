@@ -17,6 +17,7 @@ from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError, LearnerError, StoreError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
+from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.prompts import hashes
 from crl.protocols import Monitor
@@ -26,7 +27,7 @@ from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import require_bank, require_told
+from crl.run.tasks import require_bank, require_embedder, require_told
 
 INTERRUPTED = 130
 
@@ -41,6 +42,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     prompts = hashes(config.prompts.files)
     require_told(config)
     require_bank(config)
+    require_embedder(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:
@@ -78,7 +80,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
 
 
 async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float) -> int:
-    async with training(config, run, monitor) as loop:
+    async with training(config, run, monitor, bar=isinstance(screen, PlainMonitor)) as loop:
         with _interruptible(loop, screen):
             try:
                 await loop.run()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crl.config.models import bundled_models, model_profile, model_size, resolve_model
-from crl.config.schema import RunConfig, TaskConfig
+from crl.config.schema import EmbedderSection, RunConfig, TaskConfig
 from crl.prompts import hashes
 from crl.run import tasks
 from crl.run.online import MEMBERS, UNCOUNTED_VISITS, VISITS
@@ -25,6 +25,7 @@ def plan(config: RunConfig) -> str:
     if config.with_experience:
         tasks.require_readable(config)
         tasks.require_bank(config)
+        tasks.require_embedder(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
@@ -87,10 +88,17 @@ def _experience(config: RunConfig) -> str:
         [
             f"extractor  {training}",
             f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}",
+            f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by "
             f"{'credit' if retrieval.choice == 'credit' else 'similarity and diversity (eq. 6)'}",
         ]
     )
+
+
+def _embedder(section: EmbedderSection) -> str:
+    if section.is_url:
+        return f"{section.name} at {section.model}"
+    return section.model if section.model == "hash" else f"{section.model} on {_device(section.device)}"
 
 
 def _tasks(config: RunConfig) -> str:

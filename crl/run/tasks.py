@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from crl import embedders
 from crl.config.models import model_profile, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, StreamSettings
@@ -62,6 +63,12 @@ def require_bank(config: RunConfig) -> None:
         except StoreError as error:
             remedy = "Give the bank.sqlite of another run, made by this version of crl"
             raise ConfigError("bank.init", config.bank.init, str(error), remedy) from error
+
+
+def require_embedder(config: RunConfig) -> None:
+    """Raises `ConfigError` for an embedder that is not there, as far as that can be told without loading or asking it."""
+    if config.with_experience:
+        embedders.require_embedder(config.embedder)
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:

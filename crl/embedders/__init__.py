@@ -1,0 +1,60 @@
+"""The embedder that a run's config names. Torch is imported only for one that needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from crl.config.schema import EmbedderSection
+from crl.embedders.recipe import read_recipe
+from crl.errors import ConfigError, EngineError
+from crl.manager.embed import HashEmbedder
+from crl.protocols import Embedder
+
+
+@asynccontextmanager
+async def open_embedder(section: EmbedderSection, *, deterministic: bool = False) -> AsyncIterator[Embedder]:
+    """The embedder, loaded or reached, and closed on the way out. Raises `ConfigError`.
+
+    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch.
+    """
+    if section.model == "hash":
+        yield HashEmbedder()
+    elif section.is_url:
+        from crl.embedders.endpoint import EndpointEmbedder
+
+        endpoint = EndpointEmbedder(section.model, section.name, _key(section), batch=section.batch)
+        try:
+            try:
+                await endpoint.connect()
+            except EngineError as error:
+                remedy = "Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up"
+                raise ConfigError("embedder.model", section.model, str(error), remedy) from error
+            yield endpoint
+        finally:
+            endpoint.close()
+    else:
+        from crl.embedders.encoder import EncoderEmbedder
+
+        batch = 1 if deterministic else section.batch
+        encoder = EncoderEmbedder(read_recipe(Path(section.model)), section.device, batch=batch, threads=section.threads)
+        try:
+            yield encoder
+        finally:
+            encoder.close()
+
+
+def require_embedder(section: EmbedderSection) -> None:
+    """Raises `ConfigError` for what can be told without loading or asking anything."""
+    if section.is_url:
+        _key(section)
+    elif section.model != "hash":
+        read_recipe(Path(section.model))
+
+
+def _key(section: EmbedderSection) -> str:
+    if section.key_env and not os.environ.get(section.key_env):
+        raise ConfigError("embedder.key_env", section.key_env, "the environment holds no such variable", "Export it, or leave it out")
+    return os.environ[section.key_env] if section.key_env else ""

@@ -1,0 +1,127 @@
+"""Encoders in Hugging Face format as embedders: BERT-like ones, and decoders such as Qwen3-Embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crl.embedders.recipe import KEY, Pooling, Recipe
+from crl.errors import ConfigError
+from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class EncoderEmbedder:
+    """`crl.protocols.Embedder` on one worker thread: pooled last hidden states, of unit norm.
+
+    `name` follows from what the vectors depend on: weights, tokenizer, recipe; not from where the directory lies. A text that is longer
+    than the model reads is cut. batch: texts of one forward pass; threads: CPU threads. Raises `ConfigError`.
+    """
+
+    def __init__(self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1) -> None:
+        self._recipe, self._batch = recipe, batch
+        self._model = _load(recipe, resolve_device(device, "embedder.device"))
+        self._tokenizer = _load_tokenizer(recipe)
+        self._limit = _limit(recipe, self._tokenizer, self._model)
+        self._thread = ThreadPoolExecutor(1, "embedder", initializer=torch.set_num_threads, initargs=(threads,))
+        try:
+            self.dim = self._thread.submit(self._forward, ["Go north?"]).result().shape[1]
+        except Exception as error:  # a model that takes no text alone fails in many ways
+            self.close()
+            reason = f"it cannot embed a text ({type(error).__name__}: {first_line(error)})"
+            raise ConfigError(KEY, str(recipe.folder), reason, "Give a directory with a text encoder") from error
+        self.name = f"{self._model.config.model_type}-{self._fingerprint():08x}-{self.dim}"
+
+    def close(self) -> None:
+        """Ends the thread after the batch that it is at."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """float32 [len(texts), dim], unit norm."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, list(texts))
+
+    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # least padding
+        for start in range(0, len(texts), self._batch):
+            rows = by_length[start : start + self._batch]
+            vectors[rows] = self._forward([texts[i] for i in rows])
+        return vectors
+
+    @torch.inference_mode()
+    def _forward(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        texts = [self._recipe.prompt + text or " " for text in texts]  # some tokenizers make no token of an empty text
+        if self._recipe.lower:
+            texts = [text.lower() for text in texts]
+        tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt").to(self._model.device)
+        hidden = self._model(**tokens).last_hidden_state
+        vectors = pooled(hidden.float(), tokens["attention_mask"], self._recipe.pooling)
+        return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
+
+    def _fingerprint(self) -> int:
+        recipe, file = self._recipe, self._recipe.folder / "tokenizer.json"
+        how = repr((recipe.pooling, recipe.prompt, recipe.lower, self._limit)).encode()
+        crc = zlib.crc32(how, checksum(named_weights(self._model)))
+        return zlib.crc32(file.read_bytes(), crc) if file.is_file() else crc
+
+
+def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """One vector [n, h] of the last hidden states [n, t, h] of each text; mask [n, t]: 1 on its tokens, padded on either side.
+
+    mean: over its tokens, special ones included; cls: its first token's; lasttoken: its last token's.
+    """
+    if pooling == "mean":
+        weights = mask[..., None].to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+    places = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    chosen = mask.argmax(1) if pooling == "cls" else places.argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
+
+
+def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    from transformers import AutoModel
+
+    silence_transformers()
+    folder = str(recipe.folder)
+    try:
+        model, report = AutoModel.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            recipe.folder, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # a broken file fails in many ways
+        raise ConfigError(KEY, folder, f"it cannot be loaded ({first_line(error)})", "Give a directory with a text encoder") from error
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith("pooler.")):  # whose output is not used
+        reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
+        raise ConfigError(KEY, folder, reason, "Download or make the encoder again")
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    """Padded on the right: a causal model's positions are then those of the text alone."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.folder, local_files_only=True)
+    except Exception as error:
+        reason = f"its tokenizer cannot be loaded ({first_line(error)})"
+        raise ConfigError(KEY, str(recipe.folder), reason, "Put the tokenizer's files there") from error
+    if not tokenizer("Go north?")["input_ids"]:  # without its files transformers makes an empty tokenizer
+        raise ConfigError(KEY, str(recipe.folder), "its tokenizer encodes no text", "Put the tokenizer's files there")
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked, whatever it is
+    return tokenizer
+
+
+def _limit(recipe: Recipe, tokenizer: Any, model: PreTrainedModel) -> int:
+    limits = (recipe.max_tokens, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None))
+    return min(limit for limit in limits if limit)

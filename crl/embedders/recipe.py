@@ -1,0 +1,93 @@
+"""What a directory says about how its encoder makes vectors: the files that sentence-transformers writes. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from crl.errors import ConfigError
+
+KEY = "embedder.model"
+
+Pooling = Literal["mean", "cls", "lasttoken"]
+
+POOLINGS = ("mean", "cls", "lasttoken")
+
+FLAGS = {"mean_tokens": "mean", "cls_token": "cls"}
+"""How a pooling module's older files spell them: pooling_mode_mean_tokens, pooling_mode_cls_token, pooling_mode_lasttoken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """folder: of model and tokenizer; prompt: what stands before every text; lower: texts are made lower-case; max_tokens: of a text,
+    None = as many as the model reads."""
+
+    folder: Path
+    pooling: Pooling = "mean"
+    prompt: str = ""
+    lower: bool = False
+    max_tokens: int | None = None
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Without modules.json: mean pooling. Raises `ConfigError` for a directory without a model, and for modules that are not served."""
+    if not path.is_dir():
+        remedy = "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face format (crl downloads nothing)"
+        raise ConfigError(KEY, str(path), "is neither hash nor a URL, and no directory", remedy)
+    modules = _read(path / "modules.json") or []
+    try:
+        kinds = {module["type"].rpartition(".")[2]: path / module["path"] for module in modules}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _unreadable(path / "modules.json", error) from error
+    if others := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
+        raise ConfigError(KEY, str(path), f"its modules.json has a module that is not served: {', '.join(others)}", "Use another encoder")
+    folder = kinds.get("Transformer", path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(KEY, str(folder), "that directory holds no config.json", "Give a directory in Hugging Face format")
+    limits = _table(folder / "sentence_bert_config.json")
+    return Recipe(
+        folder,
+        _pooling(kinds["Pooling"]) if "Pooling" in kinds else "mean",
+        _prompt(path / "config_sentence_transformers.json"),
+        bool(limits.get("do_lower_case")),
+        limits.get("max_seq_length"),
+    )
+
+
+def _pooling(folder: Path) -> Pooling:
+    table = _table(folder / "config.json")
+    flags = [name.removeprefix("pooling_mode_") for name, on in table.items() if name.startswith("pooling_mode_") and on]
+    modes = [FLAGS.get(flag, flag) for flag in flags] or [table.get("pooling_mode", "mean")]
+    if len(modes) > 1 or modes[0] not in POOLINGS:
+        raise ConfigError(KEY, str(folder), f"its pooling is {' and '.join(map(str, modes))}", f"Use an encoder with {', '.join(POOLINGS)}")
+    return cast(Pooling, modes[0])
+
+
+def _prompt(file: Path) -> str:
+    """The default prompt: one that is only for queries, or only for what they search, has no place, since all texts are embedded alike."""
+    table = _table(file)
+    name, prompts = table.get("default_prompt_name"), table.get("prompts") or {}
+    if name is not None and not isinstance(prompts.get(name), str):
+        raise ConfigError(KEY, str(file), f"its default_prompt_name, {name!r}, is none of its prompts", "Mend the file")
+    return prompts[name] if name is not None else ""
+
+
+def _table(file: Path) -> dict[str, Any]:
+    table = _read(file) or {}
+    if not isinstance(table, dict):
+        raise _unreadable(file, TypeError("it holds no object"))
+    return table
+
+
+def _read(file: Path) -> Any:
+    """None where there is no such file."""
+    try:
+        return json.loads(file.read_text("utf-8")) if file.is_file() else None
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(KEY, str(file), f"it cannot be read ({type(error).__name__}: {error})", "Download or make the encoder again")
