@@ -366,7 +366,7 @@ async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, sec
         else:
             reason = "the bank's vectors are not of the embedder that search has"
             raise ConfigError(
-                "embedder", keys.made_by, reason, f"It has {embedder.name}, by the config.json beside the bank if there is one"
+                "embedder", keys.made_by, reason, f"It has {embedder.name}, of the config.json beside the bank, or the default"
             )
         (query,) = await embedder.embed([text])
     return [float(vector @ query) for vector in vectors]

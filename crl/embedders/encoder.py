@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from crl.embedders.recipe import KEY, Pooling, Recipe
-from crl.errors import ConfigError
+from crl.errors import ConfigError, EngineError
 from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
 
 if TYPE_CHECKING:
@@ -46,16 +46,19 @@ class EncoderEmbedder:
         self._thread.shutdown(cancel_futures=True)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, list(texts))
-
-    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """float32 [len(texts), dim], unit norm. Raises `EngineError`."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # least padding
         for start in range(0, len(texts), self._batch):
             rows = by_length[start : start + self._batch]
-            vectors[rows] = self._forward([texts[i] for i in rows])
+            vectors[rows] = await self._compute([texts[i] for i in rows])
         return vectors
+
+    async def _compute(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, texts)
+        except Exception as error:  # a device fails in many ways
+            raise EngineError(f"embedder {self._recipe.folder}: {type(error).__name__}: {first_line(error)}") from error
 
     @torch.inference_mode()
     def _forward(self, texts: Sequence[str]) -> NDArray[np.float32]:

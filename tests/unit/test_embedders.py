@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +29,7 @@ from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
 from crl.embedders.recipe import Recipe, read_recipe
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings, RetrievalSettings
+from crl.run.plan import plan
 from crl.run.progress import embedding_progress
 
 TEXTS = ["Go west.", "Reach the stairs down (>) of the azure cellar, then wait.", "", "Follow the left wall.", "Go west."]
@@ -197,6 +202,14 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(bert: Path):
     assert threading.current_thread().name not in threads
 
 
+async def test_an_encoder_that_fails_is_an_engine_that_failed(bert: Path):
+    encoder = EncoderEmbedder(Recipe(bert), "cpu")
+    encoder._model.embeddings.word_embeddings.weight.data = torch.zeros(1, 32)
+    with pytest.raises(EngineError, match=f"embedder {bert}: IndexError: index out of range"):
+        await encoder.embed(["Go west."])
+    encoder.close()
+
+
 # ── an endpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Answer = tuple[int, Any]
@@ -333,8 +346,8 @@ async def refused(**settings: Any) -> str:
 async def test_the_config_opens_each_kind(bert: Path, serve, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORDS_KEY", "sk-secret")
     endpoint = serve(embeddings)
-    for settings, dim in (({}, 384), ({"model": str(bert)}, 32), ({"model": endpoint.url, "name": "words", "key_env": "WORDS_KEY"}, 3)):
-        section = EmbedderSection(**settings)
+    sections = EmbedderSection(model=str(bert)), EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    for section, dim in zip((EmbedderSection(), *sections), (384, 32, 3), strict=True):
         require_embedder(section)
         async with open_embedder(section) as embedder:
             assert embedder.dim == dim
@@ -426,6 +439,37 @@ async def test_another_embedder_embeds_a_bank_again_in_parts(bert: Path, tmp_pat
             assert hit.text == "Mind the trap."
             await made.aclose()
     assert len(notes) == 2  # and the second time there was nothing to do
+
+
+async def test_an_endpoint_that_goes_away_fails_the_search(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
+    embedder = await connected(endpoint := serve(embeddings))
+    made = await manager(tmp_path / "bank.sqlite", answering(str), embedder=embedder)
+    endpoint.close()
+    with pytest.raises(EngineError, match=r"embedder http://.*/v1/embeddings: "):
+        await made.search([search("Go west.")])
+    await made.aclose()
+    embedder.close()
+
+
+def test_in_a_terminal_progress_is_a_bar():
+    code = "with embedding_progress(print)(4) as advance:\n    advance(3)\n    advance(1)"
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"}, timeout=120, check=True)
+    os.close(terminal)
+    shown = os.read(screen, 1 << 16).decode()
+    os.close(screen)
+    assert done.stdout == b""
+    assert "embedding the bank" in shown
+    assert "100%" in shown
+
+
+def test_a_dry_run_names_the_embedder(bert: Path, tmp_path: Path):
+    lines = plan(load(["room"], sets=[f"embedder.model={bert}", "embedder.device=cpu"])).splitlines()
+    assert f"embedder   {bert} on cpu" in lines
+    with pytest.raises(ConfigError, match="is neither hash nor a URL"):
+        plan(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
 
 
 def test_bank_search_uses_the_embedder_of_the_run(bert: Path, tmp_path: Path):
