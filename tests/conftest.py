@@ -53,6 +53,25 @@ def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> 
     return path
 
 
+@pytest.fixture(scope="session")
+def random_bert(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
+    """A two-layer BERT encoder with random weights."""
+    import torch
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    path = tmp_path_factory.mktemp("bert")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
+    tokenizer.save_pretrained(path)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertModel(config).save_pretrained(path)
+    return path
+
+
 QWEN3_LIKE_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"

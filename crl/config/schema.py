@@ -32,7 +32,6 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
 """Saved absolute: a saved run must find it from any working directory."""
-EmbedderName = Annotated[str, Field(min_length=1), AfterValidator(lambda name: _embedder(name))]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -205,13 +204,21 @@ class RetrievalSection(Section):
     """threads that look through a large bank"""
 
 
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _embedder(name: str) -> str:
+    return name if name == "hash" or _is_url(name) else str(Path(name).expanduser().resolve())
+
+
 class EmbedderSection(Section):
     """What makes vectors of experiences and queries (a method without experience ignores it). A bank of another one is embedded again.
 
     All texts are embedded alike: a model's default prompt stands before each, one for queries alone is not used.
     """
 
-    model: EmbedderName = "hash"
+    model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
     """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder; or the URL of
     an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
     name: str = ""
@@ -291,14 +298,6 @@ class PromptsSection(Section):
     def files(self) -> dict[str, Path]:
         """The files that were given, by the prompt's name."""
         return {name: Path(path) for name, path in self if path is not None}
-
-
-def _is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def _embedder(name: str) -> str:
-    return name if name == "hash" or _is_url(name) else str(Path(name).expanduser().resolve())
 
 
 def _context(value: str) -> str:

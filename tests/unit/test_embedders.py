@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 import torch
 from banks import bank, copy_of, finished_run, parsed
 from extractors import WordEmbedder, add, answering, manager, request, search
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer
 
 from crl.config.load import dump, load
 from crl.config.schema import EmbedderSection
@@ -38,29 +39,9 @@ TEXTS = ["Go west.", "Reach the stairs down (>) of the azure cellar, then wait."
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
-    return make_bert(tmp_path_factory.mktemp("bert"), tiny_actor, seed=0)
-
-
-def make_bert(path: Path, tokenizer_of: Path, seed: int) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    tokenizer.save_pretrained(path)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        BertModel(config).save_pretrained(path)
-    return path
-
-
 def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: Any) -> Path:
     """`model` as sentence-transformers saves it, in a directory of its own; files: further ones, by name without .json."""
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    copytree(model, folder)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     modules = [{"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds)]
     (folder / "1_Pooling").mkdir()
@@ -109,15 +90,15 @@ def test_pooling_by_hand(left: bool):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_a_plain_encoder_is_pooled_by_the_mean_whatever_shares_its_batch(bert: Path, batch: int):
-    vectors = encode(bert, *TEXTS, batch=batch)
+def test_a_plain_encoder_is_pooled_by_the_mean_whatever_shares_its_batch(random_bert: Path, batch: int):
+    vectors = encode(random_bert, *TEXTS, batch=batch)
     assert (vectors.shape, vectors.dtype) == ((5, 32), np.float32)
-    assert np.allclose(vectors, [unit(hidden_of(bert, text).mean(0)) for text in TEXTS], atol=1e-5)
+    assert np.allclose(vectors, [unit(hidden_of(random_bert, text).mean(0)) for text in TEXTS], atol=1e-5)
     assert abs(vectors[0] @ vectors[1]) < 0.99
 
 
-def test_no_text_no_vector(bert: Path):
-    assert encode(bert).shape == (0, 32)
+def test_no_text_no_vector(random_bert: Path):
+    assert encode(random_bert).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +109,9 @@ def test_no_text_no_vector(bert: Path):
         ({"pooling_mode": "cls"}, 0),
     ],
 )
-def test_the_files_of_sentence_transformers_say_how_it_is_pooled(bert: Path, tmp_path: Path, pooling: dict, row: int):
-    path = described(tmp_path / "encoder", bert, pooling)
-    assert np.allclose(encode(path, *TEXTS), [unit(hidden_of(bert, text)[row]) for text in TEXTS], atol=1e-5)
+def test_the_files_of_sentence_transformers_say_how_it_is_pooled(random_bert: Path, tmp_path: Path, pooling: dict, row: int):
+    path = described(tmp_path / "encoder", random_bert, pooling)
+    assert np.allclose(encode(path, *TEXTS), [unit(hidden_of(random_bert, text)[row]) for text in TEXTS], atol=1e-5)
 
 
 def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
@@ -141,60 +122,49 @@ def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
     assert np.allclose(encode(path, *TEXTS), [unit(hidden_of(random_qwen3, text, 4096)[-1]) for text in TEXTS], atol=1e-5)
 
 
-def test_default_prompt_lower_case_and_token_limit(bert: Path, tmp_path: Path):
+def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: Path):
     prompts = {"prompts": {"query": "Search: ", "document": "Text: "}, "default_prompt_name": "document"}
     path = described(
-        tmp_path / "encoder", bert, {"pooling_mode_mean_tokens": True},
+        tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True},
         config_sentence_transformers=prompts, sentence_bert_config={"max_seq_length": 9, "do_lower_case": True},
     )  # fmt: skip
     long = "Go WEST, then wait. " * 9
-    assert np.allclose(encode(path, long)[0], unit(hidden_of(bert, f"text: {long.lower()}", 9).mean(0)), atol=1e-5)
+    assert np.allclose(encode(path, long)[0], unit(hidden_of(random_bert, f"text: {long.lower()}", 9).mean(0)), atol=1e-5)
     prompts["default_prompt_name"] = None  # type: ignore[assignment]
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    assert np.allclose(encode(path, "Go WEST")[0], unit(hidden_of(bert, "go west", 9).mean(0)), atol=1e-5)
+    assert np.allclose(encode(path, "Go WEST")[0], unit(hidden_of(random_bert, "go west", 9).mean(0)), atol=1e-5)
 
 
-def test_a_text_longer_than_the_model_reads_is_cut(bert: Path):
+def test_a_text_longer_than_the_model_reads_is_cut(random_bert: Path):
     long = "north east south west " * 100
-    assert np.allclose(encode(bert, long)[0], unit(hidden_of(bert, long).mean(0)), atol=1e-5)
+    assert np.allclose(encode(random_bert, long)[0], unit(hidden_of(random_bert, long).mean(0)), atol=1e-5)
 
 
-def test_model_in_a_folder_of_its_own(bert: Path, tmp_path: Path):
-    path = described(tmp_path / "encoder", bert, {"pooling_mode_mean_tokens": True})
+def test_model_in_a_folder_of_its_own(random_bert: Path, tmp_path: Path):
+    path = described(tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True})
     (path / "0_Transformer").mkdir()
-    for file in bert.iterdir():
+    for file in random_bert.iterdir():
         (path / file.name).rename(path / "0_Transformer" / file.name)
     text = (path / "modules.json").read_text().replace('"path": ""', '"path": "0_Transformer"')
     (path / "modules.json").write_text(text)
-    assert np.allclose(encode(path, "Go west."), encode(bert, "Go west."), atol=1e-6)
+    assert np.allclose(encode(path, "Go west."), encode(random_bert, "Go west."), atol=1e-6)
 
 
-def test_its_name_follows_from_what_the_vectors_depend_on(bert: Path, tmp_path: Path, tiny_actor: Path):
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for file in bert.iterdir():
-        (moved / file.name).write_bytes(file.read_bytes())
-    other = make_bert(tmp_path / "other", tiny_actor, seed=1)
-    name = name_of(Recipe(bert))
+def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp_path: Path):
+    moved, other = copytree(random_bert, tmp_path / "moved"), copytree(random_bert, tmp_path / "other")
+    model = AutoModel.from_pretrained(random_bert)
+    model.embeddings.word_embeddings.weight.data[7] += 0.1  # as one step of training would
+    model.save_pretrained(other)
+    name = name_of(Recipe(random_bert))
     assert name_of(Recipe(moved)) == name
     assert name.startswith("bert-")
     assert name.endswith("-32")
-    assert (
-        len(
-            {
-                name,
-                name_of(Recipe(other)),
-                name_of(Recipe(bert, "cls")),
-                name_of(Recipe(bert, prompt="a ")),
-                name_of(Recipe(bert, lower=True)),
-            }
-        )
-        == 5
-    )
+    recipes = Recipe(other), Recipe(random_bert, "cls"), Recipe(random_bert, prompt="a "), Recipe(random_bert, lower=True)
+    assert len({name, *map(name_of, recipes)}) == 5
 
 
-async def test_an_encoder_computes_on_a_thread_of_its_own(bert: Path):
-    encoder, threads = EncoderEmbedder(Recipe(bert), "cpu"), set()
+async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
+    encoder, threads = EncoderEmbedder(Recipe(random_bert), "cpu"), set()
     encoder._model.register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
     await asyncio.gather(*(encoder.embed(TEXTS) for _ in range(4)))
     encoder.close()
@@ -202,10 +172,10 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(bert: Path):
     assert threading.current_thread().name not in threads
 
 
-async def test_an_encoder_that_fails_is_an_engine_that_failed(bert: Path):
-    encoder = EncoderEmbedder(Recipe(bert), "cpu")
-    encoder._model.embeddings.word_embeddings.weight.data = torch.zeros(1, 32)
-    with pytest.raises(EngineError, match=f"embedder {bert}: IndexError: index out of range"):
+async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path):
+    encoder = EncoderEmbedder(Recipe(random_bert), "cpu")
+    encoder._model.get_input_embeddings().weight.data = torch.zeros(1, 32)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(EngineError, match=f"embedder {random_bert}: IndexError: index out of range"):
         await encoder.embed(["Go west."])
     encoder.close()
 
@@ -343,10 +313,10 @@ async def refused(**settings: Any) -> str:
     return str(caught.value)
 
 
-async def test_the_config_opens_each_kind(bert: Path, serve, monkeypatch: pytest.MonkeyPatch):
+async def test_the_config_opens_each_kind(random_bert: Path, serve, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORDS_KEY", "sk-secret")
     endpoint = serve(embeddings)
-    sections = EmbedderSection(model=str(bert)), EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    sections = EmbedderSection(model=str(random_bert)), EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY")
     for section, dim in zip((EmbedderSection(), *sections), (384, 32, 3), strict=True):
         require_embedder(section)
         async with open_embedder(section) as embedder:
@@ -355,8 +325,8 @@ async def test_the_config_opens_each_kind(bert: Path, serve, monkeypatch: pytest
     assert endpoint.asked[0][2]["Authorization"] == "Bearer sk-secret"
 
 
-async def test_an_encoder_of_a_deterministic_run_reads_texts_one_by_one(bert: Path):
-    async with open_embedder(EmbedderSection(model=str(bert)), deterministic=True) as embedder:
+async def test_an_encoder_of_a_deterministic_run_reads_texts_one_by_one(random_bert: Path):
+    async with open_embedder(EmbedderSection(model=str(random_bert)), deterministic=True) as embedder:
         together = await embedder.embed(TEXTS)
         assert all([np.array_equal((await embedder.embed([text]))[0], vector) for text, vector in zip(TEXTS, together, strict=True)])
 
@@ -373,12 +343,12 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
     assert text == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
 
 
-async def test_a_directory_that_is_no_encoder(bert: Path, tmp_path: Path):
+async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path):
     assert "is neither hash nor a URL, and no directory. Use hash, " in await refused(model=str(tmp_path / "none"))
     assert "holds no config.json" in await refused(model=str(tmp_path))
     pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    assert "its pooling is mean and max_tokens" in await refused(model=str(described(tmp_path / "max", bert, pooling)))
-    dense = described(tmp_path / "dense", bert, {})
+    assert "its pooling is mean and max_tokens" in await refused(model=str(described(tmp_path / "max", random_bert, pooling)))
+    dense = described(tmp_path / "dense", random_bert, {})
     (dense / "modules.json").write_text('[{"path": "", "type": "a.Transformer"}, {"path": "2_Dense", "type": "a.Dense"}]')
     assert "has a module that is not served: Dense" in await refused(model=str(dense))
     (dense / "modules.json").write_text("[{")
@@ -407,15 +377,15 @@ def test_settings_that_contradict_each_other(sets: list[str], text: str):
     assert str(caught.value) == text
 
 
-def test_a_saved_run_finds_its_encoder_from_anywhere(bert: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(bert.parent)
-    assert load(["room"], sets=[f"embedder.model={bert.name}"]).embedder.model == str(bert)
+def test_a_saved_run_finds_its_encoder_from_anywhere(random_bert: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(random_bert.parent)
+    assert load(["room"], sets=[f"embedder.model={random_bert.name}"]).embedder.model == str(random_bert)
 
 
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_another_embedder_embeds_a_bank_again_in_parts(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_another_embedder_embeds_a_bank_again_in_parts(random_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("crl.manager.manager.EMBEDDED", 2)
     texts = ["Go west.", "Go east.", "Mind the trap."]
     path, engine = tmp_path / "bank.sqlite", answering(lambda prompt: add(*texts))
@@ -431,7 +401,7 @@ async def test_another_embedder_embeds_a_bank_again_in_parts(bert: Path, tmp_pat
     await made.aclose()
     assert words.calls == [texts[:2], texts[2:]]
     assert notes == ["embedding the bank's experiences, 3"]
-    async with open_embedder(EmbedderSection(model=str(bert))) as encoder:
+    async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
             made = await manager(path, engine, settings, embedder=encoder, progress=embedding_progress(notes.append))
             (hit,) = await made.search([search("Mind the trap.")])
@@ -465,23 +435,23 @@ def test_in_a_terminal_progress_is_a_bar():
     assert "100%" in shown
 
 
-def test_a_dry_run_names_the_embedder(bert: Path, tmp_path: Path):
-    lines = plan(load(["room"], sets=[f"embedder.model={bert}", "embedder.device=cpu"])).splitlines()
-    assert f"embedder   {bert} on cpu" in lines
+def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
+    lines = plan(load(["room"], sets=[f"embedder.model={random_bert}", "embedder.device=cpu"])).splitlines()
+    assert f"embedder   {random_bert} on cpu" in lines
     with pytest.raises(ConfigError, match="is neither hash nor a URL"):
         plan(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
 
 
-def test_bank_search_uses_the_embedder_of_the_run(bert: Path, tmp_path: Path):
+def test_bank_search_uses_the_embedder_of_the_run(random_bert: Path, tmp_path: Path):
     run = finished_run(tmp_path / "run")
 
     async def embed_again() -> None:
-        async with open_embedder(EmbedderSection(model=str(bert))) as encoder:
+        async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
             await (await manager(run / "bank.sqlite", answering(str), embedder=encoder)).aclose()
 
     asyncio.run(embed_again())
     alone = copy_of(run, tmp_path)
-    dump(load(["room"], sets=["extractor.model=tiny-actor", f"embedder.model={bert}"]), run / "config.json")
+    dump(load(["room"], sets=["extractor.model=tiny-actor", f"embedder.model={random_bert}"]), run / "config.json")
     rows = parsed("search", run, "Mind the trap.")
     assert (rows[0]["text"], rows[0]["similarity"]) == ("Mind the trap.", pytest.approx(1.0))
     result = bank("search", alone, "Mind the trap.")
