@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from crl.config.models import ModelSize, model_profile, model_size, resolve_mode
 from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
+from crl.manager.settings import unseen
 from crl.monitor.plain import PlainMonitor
 from crl.run.assemble import _bank_parts
 from crl.run.main import train
@@ -489,7 +491,8 @@ def test_a_run_of_before_there_were_merges_can_be_read(model: Path, tmp_path: Pa
     assert load_saved(tmp_path).config.extractor.merge_every == 0
 
 
-def test_a_deterministic_run_waits_for_any_answer(model: Path):
+async def test_a_deterministic_run_waits_for_any_answer(model: Path):
     for sets, lease in (([], 3600.0), (["run.deterministic=true", "rollout.max_staleness=0"], None)):
         config = resolved(model, *sets)
-        assert _bank_parts(config, specs(config)).settings.lease == lease
+        async with AsyncExitStack() as stack:
+            assert (await _bank_parts(config, specs(config), unseen, stack)).settings.lease == lease
