@@ -5,7 +5,8 @@
 A burst is `waiting` episode starts at the same moment: groups of 8 that share a query, of four tasks in turn, on one shared bank of lessons
 about named places (16 a place), keys by HashEmbedder. Searches go through `ExperienceManager.search` with the paper's N, B, t_max and W.
 Embedders: `known` looks vectors up and costs nothing; `hash` is HashEmbedder behind an empty cache in every burst. `writes`: meanwhile
-16 updates a second go through submit, distillation by a scripted engine, the store and the index. There is no merge yet to measure.
+16 updates a second go through submit, distillation by a scripted engine, the store and the index. `merge`: one merge of the whole bank
+after the other, by an extractor that takes MERGE_SECONDS for a chunk and keeps everything.
 
 Beside every burst, in turn with it, run its floors. asyncio: a future per request, resolved in batches of 16. numpy: the exact 16 nearest
 of each group's query, one after the other, and nothing else. `ray`: a plain Ray actor that does the exact search and the pick for one
@@ -29,7 +30,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the manager's BLAS has one thread, and so have the floors
 
@@ -40,19 +41,21 @@ from numpy.typing import NDArray
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
 from crl.manager.embed import HashEmbedder
-from crl.manager.records import ApplyRules, Distilled, Generation, Stamp, Write
+from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
 from crl.manager.store import Store
 from crl.protocols import Hit, SearchRequest
-from crl.types import Completion, ExperienceUse, Segment, Task
+from crl.types import Completion, ExperienceUse, Sampling, Segment, Task
 
 BANKS, QUICK_BANKS = (100, 1_000, 10_000, 100_000), (100, 1_000)
 WAITING, QUICK_WAITING = (1, 16, 64, 128, 384, 1_024), (1, 384)
 GROUP, LESSONS, NEAREST, BATCH, UPDATES = 8, 16, 16, 16, 16
+MERGE_SECONDS = 0.02
 TASKS = ("room", "maze", "shop", "lab")
 SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
 COLUMNS = ("p50", "p95", "max", "searches/s")
 Vectors = NDArray[np.float32]
 Search = Callable[[SearchRequest], Awaitable[Any]]
+Load = Literal["idle", "writes", "merge"]
 
 
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,12 +139,28 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
     return keys
 
 
+class Scribe(ScriptedEngine):
+    """Updates what an episode was shown; of a merge it keeps everything, after a while."""
+
+    def __init__(self, renderer: Any) -> None:
+        super().__init__(renderer, lambda prompt: json.dumps([{"op": "update", "target": 1, "text": f"{prompt}!"}]))
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        if "".join(map(chr, ids[:6])) != "merge\n":
+            return await super().generate(ids, sampling, session=session, rng=rng)
+        await asyncio.sleep(MERGE_SECONDS)
+        return Completion((*map(ord, "[]"), 0), (0.0,) * 3, (0,) * 3, "stop")
+
+
+def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
+    return [Segment("user", "\n".join(["merge", *(entry.text for entry in entries)]), "task")]
+
+
 @asynccontextmanager
 async def opened(path: Path, embeddings: Embeddings):
     renderer: Any = Characters()
-    engine = ScriptedEngine(renderer, lambda prompt: json.dumps([{"op": "update", "target": 1, "text": f"{prompt}!"}]))
-    prompts = Prompts(lambda one: one.segments, lambda entries: ())
-    manager = await ExperienceManager.open(path, engine, embeddings, renderer, prompts, SETTINGS, seed=0)
+    prompts = Prompts(lambda one: one.segments, merge_prompt)
+    manager = await ExperienceManager.open(path, Scribe(renderer), embeddings, renderer, prompts, SETTINGS, seed=0)
     try:
         yield manager
     finally:
@@ -149,8 +168,8 @@ async def opened(path: Path, embeddings: Embeddings):
 
 
 @asynccontextmanager
-async def written(manager: ExperienceManager, size: int, on: bool):
-    """UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index."""
+async def loaded(manager: ExperienceManager, size: int, load: Load):
+    """writes: UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index."""
 
     async def updates() -> None:
         for member in range(10**9):
@@ -159,13 +178,21 @@ async def written(manager: ExperienceManager, size: int, on: bool):
             await manager.submit(request(1 + time.monotonic_ns(), member, goal(member % size // LESSONS), shown))
             await asyncio.sleep(1 / UPDATES)
 
-    tasks = [asyncio.create_task(work) for work in (manager.run(), updates())] if on else []
+    async def merges() -> None:
+        while True:
+            await manager.merge()
+
+    works = {"idle": (), "writes": (manager.run, updates), "merge": (merges,)}[load]
+    tasks = [asyncio.create_task(work()) for work in works]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
 
 
 # ── one burst ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +272,6 @@ class Episodes:
         return requests
 
 
-Load = Literal["idle", "writes"]
-
-
 async def measure(
     manager: ExperienceManager, embeddings: Embeddings, keys: Vectors, episodes: Episodes, waiting: int, load: Load, seconds: float
 ) -> dict[str, dict[str, float]]:
@@ -257,7 +281,7 @@ async def measure(
     async def search(request: SearchRequest) -> None:
         await manager.search([request])
 
-    async with written(manager, len(keys), load == "writes"):
+    async with loaded(manager, len(keys), load):
         begin = time.monotonic()
         while time.monotonic() - begin < seconds or len(seen["known"]) < 6:
             requests = episodes.start(waiting)
@@ -288,7 +312,7 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
         async with opened(Path(folder) / "bank.sqlite", embeddings) as manager:
             await asyncio.gather(*manager._searcher._builds)
             for waiting in waitings:
-                for load in ("idle", "writes"):
+                for load in get_args(Load):
                     measured = await measure(manager, embeddings, keys, episodes, waiting, load, seconds)
                     rows += [{"bank": size, "waiting": waiting, "load": load, "what": what, **row} for what, row in measured.items()]
                     print_rows(rows[-len(measured) :])
@@ -354,12 +378,15 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def under_load(rows: Sequence[Mapping[str, Any]]) -> str:
-    """p95 with writes over p95 without, the known embedder."""
+    """p95 with writes, and during a merge, over p95 without; the known embedder."""
     p95 = {(row["bank"], row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
-    lines = [f"{'p95 writes / idle':>17}" + "".join(f"{waiting:>9,}" for waiting in sorted({waiting for _, waiting, _ in p95}))]
-    for bank in sorted({bank for bank, _, _ in p95}):
-        ratios = [p95[bank, waiting, "writes"] / p95[bank, waiting, "idle"] for waiting in sorted({w for b, w, _ in p95 if b == bank})]
-        lines.append(f"{bank:>17,}" + "".join(f"{ratio:>9.2f}" for ratio in ratios))
+    banks, waitings = sorted({bank for bank, _, _ in p95}), sorted({waiting for _, waiting, _ in p95})
+    lines = []
+    for load in ("writes", "merge"):
+        lines.append(f"{f'p95 {load} / idle':>17}" + "".join(f"{waiting:>9,}" for waiting in waitings))
+        for bank in banks:
+            ratios = [p95[bank, waiting, load] / p95[bank, waiting, "idle"] for waiting in waitings]
+            lines.append(f"{bank:>17,}" + "".join(f"{ratio:>9.2f}" for ratio in ratios))
     return "\n".join(lines)
 
 
@@ -375,6 +402,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for what, load in (
             ("known", "idle"),
             ("known", "writes"),
+            ("known", "merge"),
             ("hash", "idle"),
             ("ray", "idle"),
             ("asyncio", "idle"),
