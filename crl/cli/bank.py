@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from crl.cli.bank_text import Story
     from crl.config.schema import EmbedderSection
     from crl.manager.reading import EntryView, GenerationView, Keys, QueueState
+
+Row = TypeVar("Row")
 
 app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -71,12 +73,7 @@ def list_entries(
     fits.sort(key=keys[sort])
     if reverse:
         fits.reverse()
-    rows = fits[: limit or None]
-    if as_json:
-        _print_json(rows)
-    else:
-        _print(entry_table(rows, short, _width()))
-        _say_how_many(len(rows), len(fits))
+    _print_rows(fits, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
 
 @app.command()
@@ -338,12 +335,17 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
     with reading(_file(run)) as bank:
         requests = bank.requests(*states)
         short = short_uids(bank.uids())
-    rows = requests[: limit or None]
+    _print_rows(requests, limit, as_json, lambda rows: request_table(rows, short, _width()))
+
+
+def _print_rows(found: list[Row], limit: int, as_json: bool, table: Callable[[list[Row]], list[str]]) -> None:
+    """The first `limit` (0: all) of what was found, as JSON or as a table with how many there are."""
+    rows = found[: limit or None]
     if as_json:
         _print_json(rows)
     else:
-        _print(request_table(rows, short, _width()))
-        _say_how_many(len(rows), len(requests))
+        _print(table(rows))
+        _say_how_many(len(rows), len(found))
 
 
 def _embedder(file: Path) -> EmbedderSection:

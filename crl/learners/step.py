@@ -30,7 +30,8 @@ class TrainSettings:
     temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: padded tokens of one forward pass;
     max_grad_norm: gradient clipping; recompute: old log-probs are the trainer's at the start of the step instead of the
     engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute); kl_coef: weight of
-    KL(model ‖ the model at the start), mean over the minibatch's trained tokens; 0 = no reference is kept.
+    KL(model ‖ the model at the start), summed over the samples that the minibatch still has and divided by all its trained tokens;
+    0 = no reference is kept.
     """
 
     temperature: float
