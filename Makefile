@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 setup-dev: $(VENV)/installed-dev
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[dev,alfworld]' --constraint constraints.txt
 	touch $@
 
 ## train: set up, then train tiny actor and extractor in MiniHack rooms (about 5 minutes on 2 cores)

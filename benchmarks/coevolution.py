@@ -70,6 +70,9 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
             use = ExperienceUse("told", 1, "told", "start")
             return [Hit(SPEC.advisor.right(r.task), use, r.task.goal) for r in requests]  # pyright: ignore[reportOptionalMemberAccess]
 
+        async def refine(self, question: Any, hit: Hit) -> Hit:
+            return hit
+
     class Recorder:
         """A monitor that keeps what the table needs."""
 

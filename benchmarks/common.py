@@ -20,6 +20,7 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """The raw numbers as JSON, with the machine and the commit that they come from."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, "commit": commit, **results}, indent=1) + "\n", "utf-8")
 
 
@@ -35,6 +36,10 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    if len(known) not in T_975:
-        return f"{statistics.fmean(known):.3f}"
-    return f"{statistics.fmean(known):.3f} ± {T_975[len(known)] * statistics.stdev(known) / math.sqrt(len(known)):.3f}"
+    interval = half_interval(known)
+    return f"{statistics.fmean(known):.3f}" + (f" ± {interval:.3f}" if interval is not None else "")
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half the 95 % interval of their mean; None for so few, or so many, that T_975 has no entry."""
+    return T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) in T_975 else None

@@ -1,19 +1,23 @@
-"""How long episodes wait for their experience: searches at once, on banks of several sizes, idle and while the bank is written to.
+"""How long episodes wait for their experience: searches at once, on banks of several sizes, idle and under load.
 
     python benchmarks/search_latency.py --out benchmarks/results/search_latency.json
 
-A burst is `waiting` episode starts at the same moment: groups of 8 that share a query, of four tasks in turn, on one shared bank of lessons
-about named places (16 a place), keys by HashEmbedder. Searches go through `ExperienceManager.search` with the paper's N, B, t_max and W.
-Embedders: `known` looks vectors up and costs nothing; `hash` is HashEmbedder behind an empty cache in every burst. `writes`: meanwhile
-16 updates a second go through submit, distillation by a scripted engine, the store and the index. `merge`: one merge of the whole bank
-after the other, by an extractor that takes MERGE_SECONDS for a chunk and keeps everything.
+A burst is `waiting` episode starts at the same moment, from which each waits: groups of 8 that share a query, of four tasks in turn, on
+one shared bank of lessons about named places (16 a place), keys by HashEmbedder. Searches go through `ExperienceManager.search` with the
+paper's N, B, t_max and W. Embedders: `known` looks vectors up and costs nothing; `encoder`, idle alone, has an empty cache before every
+burst and an encoder of MiniLM-L6's size on one thread behind it, made here with random weights: it costs what such a one costs, and the
+vectors are those that `known` looks up.
+
+Loads. `writes`: 16 updates a second go through submit, distillation by a scripted engine, the store and the index. `merge`: one merge of
+the whole bank after the other, by an extractor that takes MERGE_SECONDS for a chunk and keeps everything. `compute`: a thread computes
+in Python, as an engine's does between its kernels, and has the interpreter's lock whenever the event loop lets go of it.
 
 Beside every burst, in turn with it, run its floors. asyncio: a future per request, resolved in batches of 16. numpy: the exact 16 nearest
 of each group's query, one after the other, and nothing else. `ray`: a plain Ray actor that does the exact search and the pick for one
-call at a time, where Ray is installed (`pip install ray`).
+call at a time, where Ray is installed (`pip install '.[benchmarks]'`).
 
-Every figure is the median over bursts of the burst's p50, p95, maximum (ms) and searches per second; `ratio` the median of the burst's
-p95 over the sum of the p95 of its two floors.
+Every figure is over all waits of all bursts: p50, p95 and maximum (ms), searches per second of waiting; `ratio`: p95 over the sum of the
+p95 of the two floors; `updates/s`: those that were applied.
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import math
 import os
 import random
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,7 +48,7 @@ from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, Manage
 from crl.manager.embed import HashEmbedder
 from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
 from crl.manager.store import Store
-from crl.protocols import Hit, SearchRequest
+from crl.protocols import Embedder, Hit, SearchRequest
 from crl.types import Completion, ExperienceUse, Sampling, Segment, Task
 
 BANKS, QUICK_BANKS = (100, 1_000, 10_000, 100_000), (100, 1_000)
@@ -53,9 +58,13 @@ MERGE_SECONDS = 0.02
 TASKS = ("room", "maze", "shop", "lab")
 SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
 COLUMNS = ("p50", "p95", "max", "searches/s")
+SOME = ("ratio", "updates/s")
+"""What not every row has."""
 Vectors = NDArray[np.float32]
+Waits = NDArray[np.float64]
+"""Of one burst, in seconds."""
 Search = Callable[[SearchRequest], Awaitable[Any]]
-Load = Literal["idle", "writes", "merge"]
+Load = Literal["idle", "writes", "merge", "compute"]
 
 
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,13 +85,14 @@ def lesson(place: int, rng: random.Random) -> str:
 
 
 class Embeddings:
-    """`crl.protocols.Embedder`: HashEmbedder's vectors, looked up where they are known; `real`: computed behind an empty cache."""
+    """`crl.protocols.Embedder`: HashEmbedder's vectors, looked up where they are known; from `forget` on only after `encoder` embedded
+    the texts, behind an empty cache."""
 
-    def __init__(self) -> None:
-        self._hash = HashEmbedder()
+    def __init__(self, encoder: Embedder) -> None:
+        self._hash, self._encoder = HashEmbedder(), encoder
         self.name, self.dim = self._hash.name, self._hash.dim
         self.known: dict[str, Vectors] = {}
-        self.real: CachedEmbedder | None = None
+        self._cached: CachedEmbedder | None = None
 
     async def learn(self, texts: Sequence[str]) -> Vectors:
         vectors = await self._hash.embed(texts)
@@ -90,14 +100,41 @@ class Embeddings:
         return vectors
 
     async def embed(self, texts: Sequence[str]) -> Vectors:
-        if self.real:
-            return await self.real.embed(texts)
+        if self._cached:
+            await self._cached.embed(texts)
         if any(text not in self.known for text in texts):  # of an update
             return await self._hash.embed(texts)
         return np.stack([self.known[text] for text in texts])
 
     def forget(self) -> None:
-        self.real = CachedEmbedder(self._hash, 4096)
+        self._cached = CachedEmbedder(self._encoder, 4096)
+
+    def remember(self) -> None:
+        self._cached = None
+
+
+@contextmanager
+def random_encoder(folder: Path):
+    """An encoder of MiniLM-L6's size with random weights and the tokenizer of the tiny actor."""
+    import torch
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    from crl.config.models import resolve_model
+    from crl.embedders.encoder import EncoderEmbedder
+    from crl.embedders.recipe import read_recipe
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny-actor"))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    encoder = EncoderEmbedder(read_recipe(folder), "cpu")
+    try:
+        yield encoder
+    finally:
+        encoder.close()
 
 
 class Characters:
@@ -172,21 +209,30 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
     """writes: UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index."""
 
     async def updates() -> None:
+        begin = time.monotonic()
         for member in range(10**9):
             uid = f"bench/0/0/{member % size // 1000 * 1000}#{member % size % 1000}"
             shown = Hit("", ExperienceUse(uid, 1, uid, "start"))
             await manager.submit(request(1 + time.monotonic_ns(), member, goal(member % size // LESSONS), shown))
-            await asyncio.sleep(1 / UPDATES)
+            await asyncio.sleep(max(0.0, begin + (member + 1) / UPDATES - time.monotonic()))
 
     async def merges() -> None:
         while True:
             await manager.merge()
 
-    works = {"idle": (), "writes": (manager.run, updates), "merge": (merges,)}[load]
-    tasks = [asyncio.create_task(work()) for work in works]
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    works = {"writes": (manager.run, updates), "merge": (merges,)}.get(load, ())
+    tasks, stop = [asyncio.create_task(work()) for work in works], threading.Event()
+    thread = threading.Thread(target=compute)
+    if load == "compute":
+        thread.start()
     try:
         yield
     finally:
+        stop.set()
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,23 +244,24 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
 # ── one burst ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def burst(requests: Sequence[SearchRequest], search: Search) -> dict[str, float]:
-    """All requests at the same moment. Milliseconds."""
+async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
+    """All requests at the same moment, from which each waits: also for those that the loop turns to first. Seconds."""
     waits = np.zeros(len(requests))
 
     async def episode(number: int) -> None:
-        begin = time.perf_counter()
         await search(requests[number])
         waits[number] = time.perf_counter() - begin
 
+    episodes = [asyncio.create_task(episode(number)) for number in range(len(requests))]
     begin = time.perf_counter()
-    await asyncio.gather(*map(episode, range(len(requests))))
-    return figures(waits, time.perf_counter() - begin)
+    await asyncio.gather(*episodes)
+    return waits
 
 
-def figures(waits: NDArray[np.float64], seconds: float) -> dict[str, float]:
-    p50, p95, most = np.percentile(waits, (50, 95, 100)) * 1000
-    return {"p50": p50, "p95": p95, "max": most, "searches/s": len(waits) / seconds}
+def figures(bursts: Sequence[Waits]) -> dict[str, float]:
+    """Over all waits of the bursts but the first, which warms up. Milliseconds."""
+    p50, p95, most = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
+    return {"p50": p50, "p95": p95, "max": most, "searches/s": sum(map(len, bursts[1:])) / sum(burst.max() for burst in bursts[1:])}
 
 
 class Futures:
@@ -245,12 +292,12 @@ def nearest(keys: Vectors, query: Vectors) -> NDArray[np.intp]:
     return best[np.argsort(-scores[best])]
 
 
-def numpy_floor(keys: Vectors, queries: Sequence[Vectors]) -> dict[str, float]:
+def numpy_floor(keys: Vectors, queries: Sequence[Vectors]) -> Waits:
     begin, waits = time.perf_counter(), np.zeros(len(queries))
     for number, query in enumerate(queries):
         nearest(keys, query)
         waits[number] = time.perf_counter() - begin
-    return figures(waits, waits[-1])
+    return waits
 
 
 # ── all bursts of one setting ───────────────────────────────────────────────────────────────────────────────────────
@@ -275,38 +322,38 @@ class Episodes:
 async def measure(
     manager: ExperienceManager, embeddings: Embeddings, keys: Vectors, episodes: Episodes, waiting: int, load: Load, seconds: float
 ) -> dict[str, dict[str, float]]:
-    """Medians over bursts, by what ran: known, hash, and the floors; for at least `seconds` and five bursts."""
-    seen = {"asyncio": [], "numpy": [], "known": [], "hash": []}
+    """By what ran: the floors, known, and when idle encoder; for at least `seconds` and five bursts."""
+    seen: dict[str, list[Waits]] = {"asyncio": [], "numpy": [], "known": [], "encoder": []}
 
     async def search(request: SearchRequest) -> None:
         await manager.search([request])
 
+    updates = (await manager.stats()).get("ops/update", 0)
+    begin = time.monotonic()
     async with loaded(manager, len(keys), load):
-        begin = time.monotonic()
         while time.monotonic() - begin < seconds or len(seen["known"]) < 6:
             requests = episodes.start(waiting)
-            embeddings.real = None
             await asyncio.sleep(0.01)
             await burst(requests, Futures().search)  # the sleep is over, and the processor awake
             seen["asyncio"].append(await burst(requests, Futures().search))
             seen["numpy"].append(numpy_floor(keys, [embeddings.known[one.query] for one in requests[::GROUP]]))
             seen["known"].append(await burst(requests, search))
-            embeddings.forget()
-            seen["hash"].append(await burst(episodes.start(waiting), search))
-    for name in ("known", "hash"):
-        for one, *floors in zip(seen[name], seen["asyncio"], seen["numpy"], strict=True):
-            one["ratio"] = one["p95"] / sum(floor["p95"] for floor in floors)
-    return {name: medians(bursts[1:]) for name, bursts in seen.items()}  # the first warms up
-
-
-def medians(bursts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: float(np.median([one[name] for one in bursts])) for name in bursts[0]}
+            if load == "idle":
+                embeddings.forget()
+                seen["encoder"].append(await burst(episodes.start(waiting), search))
+                embeddings.remember()
+        updates = ((await manager.stats()).get("ops/update", 0) - updates) / (time.monotonic() - begin)
+    measured = {name: figures(bursts) for name, bursts in seen.items() if bursts}
+    measured["known"]["ratio"] = measured["known"]["p95"] / (measured["asyncio"]["p95"] + measured["numpy"]["p95"])
+    if load == "writes":
+        measured["known"]["updates/s"] = updates
+    return measured
 
 
 async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        embeddings = Embeddings()
+    with tempfile.TemporaryDirectory() as folder, random_encoder(Path(folder)) as encoder:
+        embeddings = Embeddings(encoder)
         keys, episodes = await fill(Path(folder) / "bank.sqlite", size, embeddings), Episodes(size)
         await embeddings.learn([goal(place) for place in range(math.ceil(size / LESSONS))])
         async with opened(Path(folder) / "bank.sqlite", embeddings) as manager:
@@ -346,7 +393,7 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
     except ImportError:
         return []
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     queries = {goal(place): embeddings.known[goal(place)] for place in range(math.ceil(len(keys) / LESSONS))}
     actor = ray.remote(PlainManager).remote(keys, queries)
 
@@ -358,7 +405,7 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
         begin, seen = time.monotonic(), []
         while time.monotonic() - begin < seconds or len(seen) < 6:
             seen.append(await burst(episodes.start(waiting), search))
-        rows.append({"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **medians(seen[1:])})
+        rows.append({"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **figures(seen)})
     ray.shutdown()
     print_rows(rows)
     return rows
@@ -368,21 +415,21 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
 
 
 def print_head() -> None:
-    print(f"{'bank':>8}{'waiting':>9}  {'load':<8}{'what':<9}" + "".join(f"{name:>12}" for name in (*COLUMNS, "ratio")))
+    print(f"{'bank':>8}{'waiting':>9}  {'load':<8}{'what':<9}" + "".join(f"{name:>12}" for name in (*COLUMNS, *SOME)))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-        cells = "".join(f"{row[name]:>12,.2f}" for name in COLUMNS) + (f"{row['ratio']:>12.2f}" if "ratio" in row else "")
-        print(f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}{row['what']:<9}{cells}", flush=True)
+        cells = "".join(f"{row[name]:>12,.2f}" if name in row else " " * 12 for name in (*COLUMNS, *SOME))
+        print(f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}{row['what']:<9}{cells}".rstrip(), flush=True)
 
 
 def under_load(rows: Sequence[Mapping[str, Any]]) -> str:
-    """p95 with writes, and during a merge, over p95 without; the known embedder."""
+    """p95 under each load over p95 when idle; the known embedder."""
     p95 = {(row["bank"], row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
     banks, waitings = sorted({bank for bank, _, _ in p95}), sorted({waiting for _, waiting, _ in p95})
     lines = []
-    for load in ("writes", "merge"):
+    for load in get_args(Load)[1:]:
         lines.append(f"{f'p95 {load} / idle':>17}" + "".join(f"{waiting:>9,}" for waiting in waitings))
         for bank in banks:
             ratios = [p95[bank, waiting, load] / p95[bank, waiting, "idle"] for waiting in waitings]
@@ -403,7 +450,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("known", "idle"),
             ("known", "writes"),
             ("known", "merge"),
-            ("hash", "idle"),
+            ("known", "compute"),
+            ("encoder", "idle"),
             ("ray", "idle"),
             ("asyncio", "idle"),
             ("numpy", "idle"),
@@ -420,22 +468,22 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two banks, few bursts")
+    parser.add_argument("--quick", action="store_true", help="two banks, five bursts of each")
     parser.add_argument("--banks", type=int, nargs="+", help="entries")
     parser.add_argument("--waiting", type=int, nargs="+", help="episodes that start at once")
     parser.add_argument("--seconds", type=float, help="of each measurement")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON, and a plot beside it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     banks = arguments.banks or (QUICK_BANKS if arguments.quick else BANKS)
     waitings = arguments.waiting or (QUICK_WAITING if arguments.quick else WAITING)
-    seconds = arguments.seconds or (0.5 if arguments.quick else 3.0)
+    seconds = arguments.seconds or (0.0 if arguments.quick else 3.0)
     print_head()
     rows = [row for bank in banks for row in asyncio.run(bank_latency(bank, waitings, seconds))]
     print(f"\n{under_load(rows)}")
-    if "ray" not in sys.modules:
-        print("\nno rows of ray: it is not installed")
+    if not any(row["what"] == "ray" for row in rows):
+        print("\nno rows of ray: it is not installed (pip install '.[benchmarks]')")
     if arguments.out:
         write_results(arguments.out, {"seconds": seconds, "rows": rows})
         plot(rows, arguments.out.with_suffix(".png"))

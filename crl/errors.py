@@ -21,6 +21,9 @@ class ConfigError(CrlError):
         super().__init__(f"{key} = {value!r}: {reason}. {remedy.rstrip('.')}.")
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        return type(self), (self.key, self.value, self.reason, self.remedy)  # it crosses processes
+
 
 class EngineError(CrlError):
     """An inference engine failed as a whole; requests in flight are lost."""

@@ -143,15 +143,36 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
+    """asked: which question of its episode it is, from 1; 0 = the search at the start."""
+
     query: str
     task: Task
     group: int
     member: int
+    asked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What an agent asks in the middle of an episode (search_and_ask, CRL §3.2.2).
+
+    name: the episode's address and the question's number, unique within the run; query: in the agent's words, may be empty; segments:
+    the episode so far, the question included.
+    """
+
+    name: str
+    task: Task
+    query: str
+    segments: tuple[Segment, ...]
 
 
 class Retriever(Protocol):
     async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
-        """At the start of episodes: the best experience for each, or None."""
+        """At the start of episodes, or for a question within one: the best experience for each, or None."""
+        ...
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        """What was found, fitted to the situation of the agent that asks; `hit` itself where it is not."""
         ...
 
 
@@ -175,10 +196,12 @@ class RolloutPlanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A parsed completion: the text that goes to the environment, and whatever else was found in it."""
+    """A parsed completion: the text that goes to the environment, and whatever else was found in it. query: what the agent asks, where
+    it calls search_and_ask; the action is then what the text is without such a tool."""
 
     action: str
     extras: Mapping[str, str]
+    query: str | None = None
 
 
 class Distiller(Protocol):
@@ -190,13 +213,28 @@ class Distiller(Protocol):
 class ContextProvider(Protocol):
     """Writes the prompts of an episode and reads its completions."""
 
-    def query(self, task: Task, observation: Observation) -> str:
-        """What an experience for this episode is searched by."""
+    def query_observes(self, task: Task) -> bool:
+        """Whether the query depends on the first observation."""
         ...
 
-    def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]: ...
+    def query(self, task: Task, observation: Observation | None) -> str:
+        """What an experience for this episode is searched by. observation: the first one; may be None where the query does not observe."""
+        ...
+
+    def opening(self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0) -> Sequence[Segment]:
+        """asks: questions that the agent may ask; with 0 it is told of no tool."""
+        ...
+
     def following(self, result: StepResult) -> Sequence[Segment]: ...
-    def parse(self, completion: str) -> Response: ...
+    def parse(self, task: Task, completion: str) -> Response: ...
+
+    def asked(self, task: Task, query: str) -> str:
+        """What an experience for a question is searched by."""
+        ...
+
+    def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
+        """What the agent is told that asked."""
+        ...
 
 
 class RewardShaper(Protocol):

@@ -8,6 +8,7 @@ context policy is a window, the next prompt starts a new trace.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from crl.types import Completion, Segment, TokenTrace
@@ -116,6 +117,12 @@ class Conversation:
         self._turns[-1].append(Segment("assistant", text, "policy"))
         self._turns.append([])
         return text
+
+    def asked(self) -> None:
+        """What was sampled last is a call of the tool: the turn goes on."""
+        self._turns.pop()
+        call = self._turns[-1].pop()
+        self._turns[-1].append(replace(call, origin="tool_call"))
 
     def _visible(self) -> list[Segment]:
         if self._window is None or len(self._turns) <= self._window:

@@ -17,6 +17,7 @@ Split = Literal["train", "known", "new"]
 Finish = Literal["stop", "length"]
 ExperienceStatus = Literal["active", "evicted", "merged"]
 UseKind = Literal["start", "ask", "ask_unrefined"]
+Verdict = Literal["accept", "refine", "reject"]
 Param = int | float | str | bool
 
 GUIDANCE_ORIGINS = frozenset({"experience", "tool_spec", "tool_call", "tool_result"})
@@ -163,16 +164,21 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceUse:
-    """That an episode was guided by one version of one experience, and how it got there."""
+    """That an episode was guided by one version of one experience, and how it got there.
+
+    verdict: what the actor said of it; None where it was not asked.
+    """
 
     uid: str
     version: int
     generation: str
     how: UseKind
-    verdict: str | None = None
+    verdict: Verdict | None = None
 
     def __post_init__(self) -> None:
         _one_of("how", self.how, UseKind)
+        if self.verdict is not None:
+            _one_of("verdict", self.verdict, Verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +190,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one action did. An invalid action does not advance the game: `valid` is False and `text` tells the agent."""
+    """What one action did. An invalid action does not advance the game: `valid` is False and `text` tells the agent.
+
+    score: how well the episode has gone so far, in [0, 1], where the environment grades that apart from its reward.
+    """
 
     text: str
     reward: float = 0.0
     done: bool = False
     success: bool = False
     valid: bool = True
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +217,11 @@ class RolloutPlan:
 class Trajectory:
     """A finished episode. `segments` is the conversation as the agent saw it; `traces` are its training samples.
 
-    `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict.
+    `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict, `score` its
+    grade in [0, 1] where it gives one: neither is trained on.
     `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
-    such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order.
+    such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order;
+    `rejected`: those that it went on without.
     """
 
     task: Task
@@ -222,10 +234,12 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     reward: float = 0.0
     success: bool = False
+    score: float | None = None
     turns: int = 0
     invalid_actions: int = 0
     used: tuple[ExperienceUse, ...] = ()
     shown: tuple[str, ...] = ()
+    rejected: tuple[ExperienceUse, ...] = ()
     truncated: bool = False
     error: str | None = None
 
@@ -234,8 +248,10 @@ class Trajectory:
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
         _same_length(used=self.used, shown=self.shown)
-        if self.condition == "free" and (self.used or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
+        if self.condition == "free" and (self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
             raise ValueError("an experience-free trajectory must not have seen an experience, nor a tool to ask for one")
+        if any(use.verdict == "reject" for use in self.used) or any(use.verdict != "reject" for use in self.rejected):
+            raise ValueError("what was rejected guides no trajectory, and what was not is not among the rejected")
         object.__setattr__(self, "rewards", dict(self.rewards))
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:

@@ -34,11 +34,11 @@ SHARED = {
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset[str](),
-    "crl.envs": frozenset({"base", "host", "mixture", "registry"}),
+    "crl.envs": frozenset({"actions", "base", "host", "mixture", "processes", "registry", "seeded"}),
 }
 """Rooms of concrete classes, and their modules that others may import all the same."""
 
-ASSEMBLERS = {"crl.run.assemble", "crl.models"}
+ASSEMBLERS = {"crl.run.assemble", "crl.run.context", "crl.models"}
 """The modules, and rooms, that may name concrete engines, learners, methods and environments."""
 
 
@@ -176,6 +176,9 @@ HEAVY = ("torch", "transformers", "vllm")
         "import crl.cli.main",
         "import crl.config",
         "import crl.envs.host",
+        "import crl.run.context",
+        "import crl.run.play",
+        "import crl.cli.tasks",
         "import crl.algo",
         "from crl.algo import critic_reward, diversity_score, training_weight",
         "from crl.algo import micro_batches, optimizer_minibatches",

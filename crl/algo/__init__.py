@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         step_advantages,
     )
     from crl.algo.batching import build_minibatches, micro_batches, optimizer_minibatches
-    from crl.algo.experience import critic_reward, diversity_score, training_weight
+    from crl.algo.experience import critic_reward, diversity_score, experience_reward, training_weight
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "critic_reward",
     "discounted_returns",
     "diversity_score",
+    "experience_reward",
     "group_advantages",
     "micro_batches",
     "nll",
@@ -50,7 +51,7 @@ _NAMES = {
         "step_advantages",
     ),
     "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches"),
-    "experience": ("critic_reward", "diversity_score", "training_weight"),
+    "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from crl.types import Verdict
+
+CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType({"accept": 1.0, "refine": 0.5, "reject": 0.0})
+"""s_c(m) of CRL appendix B.1."""
 
 
 def diversity_score(rank_score: float, count: int, recent: bool, *, lam: float) -> float:
@@ -38,6 +45,18 @@ def critic_reward(score: float, reward: float) -> float:
     if not 0 <= score <= 1:
         raise ValueError(f"score must be 1 (accept), 0.5 (refine) or 0 (reject), not {score}")
     return score + reward
+
+
+def experience_reward(verdict: Verdict | None, success: bool) -> float:
+    """What one episode earns the experience m that was found for it: r(m), or r̃(m) = s_c(m) + r(m) (CRL eq. 8) where m was judged.
+
+    verdict: None = the actor was not asked; success: of the episode, r(m) = +1 or −1. So r̃ is 2 or 0 for what was accepted, 1.5 or
+    −0.5 for what was refined, and **ours** 0 for what was rejected, however the episode ended: it went on without m.
+    """
+    reward = 1.0 if success else -1.0
+    if verdict is None:
+        return reward
+    return critic_reward(CRITIC_SCORES[verdict], 0.0 if verdict == "reject" else reward)
 
 
 def _not_negative(**values: float) -> None:

@@ -17,9 +17,9 @@ from crl.cli.command import command
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from crl.cli.bank_text import Story
+    from crl.cli.bank_text import Story, Told
     from crl.config.schema import EmbedderSection
-    from crl.manager.reading import EntryView, GenerationView, Keys, QueueState
+    from crl.manager.reading import BankReader, EntryView, GenerationView, Keys, QueueState
 
 Row = TypeVar("Row")
 
@@ -80,28 +80,21 @@ def list_entries(
 @command
 def show(
     run: Run,
-    uid: Annotated[str, typer.Argument(metavar="UID", help="As ls prints it, or what alone begins with it.")],
+    uid: Annotated[
+        str, typer.Argument(metavar="UID", help="As ls prints it, or what alone begins with it; or the id of an answer to a question.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Tell the story of one experience.
 
-    Its text and lineage, its credit over time, the episodes that it guided, and the answer of the extractor that wrote it.
+    Its text and lineage, its credit over time, the episodes that it guided, the questions that it answered, and the answer of the
+    extractor that wrote it. Of an answer to a question: what was told, what it was made from, and what it earned.
     """
-    from crl.cli.bank_text import Story
     from crl.manager.reading import reading, short_uids
 
     file = _file(run)
     with reading(file) as bank:
-        entry = bank.find(uid)
-        story = Story(
-            entry,
-            lineage=bank.lineage(entry.unit),
-            offspring=bank.offspring(entry.uid),
-            uses=bank.uses(entry.uid),
-            generation=bank.generation(entry.unit),
-            eviction=bank.eviction(entry.uid),
-        )
-        short = short_uids(bank.uids())
+        story, short = _story(bank, uid), short_uids(bank.uids())
     if story.generation:
         story = _with_texts(story, story.generation, file)
     if as_json:
@@ -170,19 +163,20 @@ def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
 @command
 def dead(
     run: Run,
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Queue all of them again, for when the run goes on. Not while it is running.")
-    ] = False,
+    episodes: Annotated[list[str] | None, typer.Argument(metavar="EPISODE", help="Those that --retry queues; default: all.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Queue them again, for when the run goes on. Not while it is running.")] = False,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
     """List episodes that could not be distilled."""
     if not retry:
+        if episodes:
+            raise ConfigError("dead", " ".join(episodes), "episodes are named for --retry alone", "Add --retry, or leave them out")
         _print_requests(run, ("dead",), limit, as_json)
         return
     from crl.manager.upkeep import retry_dead
 
-    retried = asyncio.run(retry_dead(_file(run)))
+    retried = asyncio.run(retry_dead(_file(run), episodes or None))
     if as_json:
         _print_json({"retried": retried})
     else:
@@ -363,7 +357,7 @@ async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, sec
     async with open_embedder(section) as embedder:
         if keys.made_by is None:
             vectors = list(await embedder.embed([entry.text for entry in entries]))
-        elif keys.made_by == embedder.name or keys.made_by.startswith(f"{embedder.name}: goal + "):
+        elif keys.comparable(embedder.name, embedder.dim):
             vectors = [keys.vectors[entry.uid] for entry in entries]
         else:
             reason = "the bank's vectors are not of the embedder that search has"
@@ -374,7 +368,24 @@ async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, sec
     return [float(vector @ query) for vector in vectors]
 
 
-def _with_texts(story: Story, generation: GenerationView, file: Path) -> Story:
+def _story(bank: BankReader, name: str) -> Story | Told:
+    from crl.cli.bank_text import Story, Told
+
+    if refinement := bank.refinement(name):
+        return Told(refinement, bank.uses(refinement.id), generation=bank.generation(refinement.unit))
+    entry = bank.find(name)
+    return Story(
+        entry,
+        lineage=bank.lineage(entry.unit),
+        offspring=bank.offspring(entry.uid),
+        uses=bank.uses(entry.uid),
+        refinements=bank.refinements(entry.uid),
+        generation=bank.generation(entry.unit),
+        eviction=bank.eviction(entry.uid),
+    )
+
+
+def _with_texts(story: Story | Told, generation: GenerationView, file: Path) -> Story | Told:
     from dataclasses import replace
 
     try:

@@ -11,15 +11,26 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from crl.cli.draw import one_line, printable
-from crl.manager.reading import BINS, Comparison, EntryView, Eviction, GenerationView, Lesson, RequestView, UseView, VersionView
+from crl.manager.reading import (
+    BINS,
+    Comparison,
+    EntryView,
+    Eviction,
+    GenerationView,
+    Lesson,
+    RefinementView,
+    RequestView,
+    UseView,
+    VersionView,
+)
 
 LAST = 10
-"""Episodes that `show` lists."""
+"""Episodes, and questions, that `show` lists."""
 
 PERIODS = 8
 """Parts of an entry's history that `show` tells apart at most."""
 
-LEFT = frozenset({"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by"})
+LEFT = frozenset({"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by", "answer"})
 """Columns of words; the others hold numbers."""
 
 Short = Mapping[str, str]
@@ -54,7 +65,7 @@ def helped(won: int, credited: int) -> str:
 
 
 def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]) -> list[str]:
-    """more: columns in front. Task and status are told where they differ."""
+    """more: columns in front. Task and status are told where they differ, votes where there are any."""
     columns = {
         **more,
         "uid": [short[entry.uid] for entry in entries],
@@ -62,6 +73,8 @@ def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, *
         "uses": [str(entry.retrieved) for entry in entries],
         "step": [str(entry.step) for entry in entries],
     }
+    if any(entry.votes for entry in entries):
+        columns["votes"] = [f"{entry.votes:+d}" if entry.votes else "0" for entry in entries]
     differing = {name: [getattr(entry, name) for entry in entries] for name in ("task", "status")}
     columns |= {name: values for name, values in differing.items() if len(set(values)) > 1}
     return table(columns | {"goal": [entry.goal for entry in entries], "text": [entry.text for entry in entries]}, width)
@@ -97,19 +110,42 @@ def line(text: str) -> str:
 # ── show ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What is known of the answer of the extractor that wrote this. prompt, answer: its texts; unreadable: why these cannot be told."""
+
+    generation: GenerationView | None
+    prompt: str | None = None
+    answer: str | None = None
+    unreadable: str | None = None
+
+    def _written(self) -> Iterator[str]:
+        made = self.generation
+        if made is None:
+            yield "The answer that wrote it is not here: it came from elsewhere, or there is nothing more to learn from it."
+            return
+        last = "" if made.trained_at is None else f", for the last time at step {made.trained_at}"
+        yield f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} tokens, finish {made.finish}"
+        yield f"{_often('trained on', made.trained)}{last}"
+        if self.prompt is None or self.answer is None:
+            yield f"Its text cannot be told: {line(self.unreadable or '')}"
+            return
+        yield "prompt"
+        yield from block(self.prompt)
+        yield "answer"
+        yield from block(self.answer)
+
+
 @dataclass(frozen=True)
-class Story:
-    """All that is known of an entry. prompt, answer: the texts of its generation; unreadable: why these cannot be told."""
+class Story(Written):
+    """All that is known of an entry."""
 
     entry: EntryView
     lineage: Sequence[VersionView]
     offspring: Sequence[VersionView]
     uses: Sequence[UseView]
-    generation: GenerationView | None
+    refinements: Sequence[RefinementView]
     eviction: Eviction | None
-    prompt: str | None = None
-    answer: str | None = None
-    unreadable: str | None = None
 
     def lines(self, short: Short) -> Iterator[str]:
         entry = self.entry
@@ -122,39 +158,42 @@ class Story:
         last = "" if entry.last_returned_step is None else f", for the last time at step {entry.last_returned_step}"
         yield f"{_often('retrieved', entry.retrieved)}{last}"
         yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)"
+        if entry.votes:
+            yield f"{entry.votes:+d} votes of the extractor (of this version)"
         yield from _titled("lineage, the newest first", _versions(self.lineage, short))
         yield from _titled("what came of it", _versions(self.offspring, short))
         yield from _titled("credit over time (of all versions)", history(self.uses))
-        shown = self.uses[-LAST:]
-        many = f"the last {LAST} of the {len(self.uses)} episodes" if len(self.uses) > LAST else "the episodes"
-        yield from _titled(f"{many} that it guided", _uses(shown))
+        yield from _titled(f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:]))
+        yield from _titled(f"{_last('questions', len(self.refinements))} that it answered", _refinements(self.refinements[-LAST:]))
         yield ""
         yield from self._written()
 
     def _status(self) -> str:
         if self.eviction is None:
             return self.entry.status
-        if self.eviction.by is None:
-            by = "by crl bank prune"
-        else:
-            by = f"{'by' if self.eviction.discarded else 'to make room for'} {line(self.eviction.by)}"
-        return f"evicted at step {self.eviction.step} {by}"
+        how = {"room": "to make room for", "votes": "by the votes up to", "discarded": "by", "pruned": "by"}[self.eviction.why]
+        return f"evicted at step {self.eviction.step} {how} {line(self.eviction.by or 'crl bank prune')}"
 
-    def _written(self) -> Iterator[str]:
-        made = self.generation
-        if made is None:
-            yield "The answer that wrote it is not here: the entry came from elsewhere, or there is nothing more to learn from it."
-            return
-        last = "" if made.trained_at is None else f", for the last time at step {made.trained_at}"
-        yield f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} tokens, finish {made.finish}"
-        yield f"{_often('trained on', made.trained)}{last}"
-        if self.prompt is None or self.answer is None:
-            yield f"Its text cannot be told: {line(self.unreadable or '')}"
-            return
-        yield "prompt"
-        yield from block(self.prompt)
-        yield "answer"
-        yield from block(self.answer)
+
+@dataclass(frozen=True)
+class Told(Written):
+    """All that is known of an answer to a question."""
+
+    refinement: RefinementView
+    uses: Sequence[UseView]
+
+    def lines(self, short: Short) -> Iterator[str]:
+        told = self.refinement
+        yield f"{line(told.id)}, an answer to a question at step {told.step}"
+        yield f"made from  {line(short.get(told.uid, told.uid))}@{told.version}"
+        if told.text is None:
+            yield "The agent was told what was found, as it stood."
+        else:
+            yield "text"
+            yield from block(told.text)
+        yield from _titled("the episode that it guided", _uses(self.uses))
+        yield ""
+        yield from self._written()
 
 
 def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -187,6 +226,20 @@ def _uses(uses: Sequence[UseView]) -> list[str]:
     return table(columns, None) if uses else []
 
 
+def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
+    columns = {
+        "step": [str(told.step) for told in refinements],
+        "answer": [told.id for told in refinements],
+        "version": [str(told.version) for told in refinements],
+        "text": ["(as it stood)" if told.text is None else told.text for told in refinements],
+    }
+    return table(columns, None) if refinements else []
+
+
+def _last(what: str, n: int) -> str:
+    return f"the last {LAST} of the {n:,} {what}" if n > LAST else f"the {what}"
+
+
 def history(uses: Sequence[UseView]) -> list[str]:
     """Won of credited episodes by step, neighbouring steps together where there are more than PERIODS."""
     steps = [list(group) for _, group in groupby(uses, key=lambda use: use.step)]
@@ -210,10 +263,11 @@ def _often(what: str, n: int) -> str:
 
 def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     used = stats["used"]
+    voted = f", {used['voted']:,} voted on" if used["voted"] else ""
     rows = {
         "bank": f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, {stats['log']:,} operations, the last at step {stats['step']}",
         "found by": line(stats["keys"] or "nothing yet: the run that opens it makes the vectors"),
-        "used": f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, {used['credited']:,} credited",
+        "used": f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, {used['credited']:,} credited{voted}",
         "operations": _counts(stats["ops"]) or "–",
         "dropped": _counts(stats["dropped"]) or "–",
         "queue": _counts(stats["queue"]),

@@ -87,10 +87,10 @@ PARTS = {
 
 OTHER_PART = ("▞", "white")
 
-WEIGHT = ("header", "success", "notes", "models", "time", "eval", "experiences", "probe", "stats")
+WEIGHT = ("header", "success", "notes", "models", "time", "eval", "tasks", "experiences", "probe", "stats")
 """Who gets its least lines first."""
 
-GROWTH = ("header", "success", "time", "eval", "models", "stats", "probe", "notes", "experiences")
+GROWTH = ("header", "success", "time", "eval", "tasks", "models", "stats", "probe", "notes", "experiences")
 """Who gets more of what is left."""
 
 
@@ -105,6 +105,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
     sections = {
         "header": Section(list(_header(snapshot, width))),
         "success": Section(list(_success(snapshot, width)), title="success"),
+        "tasks": Section(list(_tasks(snapshot, width))),
         "eval": Section(list(_evals(snapshot, width))),
         "models": models,
         "stats": stats,
@@ -141,6 +142,15 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
         yield _rate("episodes", r.success, width, FREE)
     else:
         yield Text("before the first step", DIM)
+
+
+def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
+    """Success and actions of each of several tasks, and how many of its guided episodes were guided by something."""
+    for name, task in s.tasks.items():
+        label = Text(one_line(name, width))
+        label.truncate(LABEL - 1, overflow="ellipsis")
+        used = f"  used {figure(task.used.last, '.0%')}" if task.used.values else ""
+        yield _rate(label.plain, task.success, width, FREE, "actions", f"{figure(task.turns.last, ',.1f')}{used}")
 
 
 def _rate(label: str, series: Series, width: int, style: str, name: str = "", more: str = "") -> Text:

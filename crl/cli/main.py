@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import crl
-from crl.cli import bank
+from crl.cli import bank, tasks
 from crl.cli.command import command
 
 if TYPE_CHECKING:
@@ -117,6 +117,10 @@ def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The direct
     from crl.run.main import evaluate_run
 
     return evaluate_run(run)
+
+
+app.command("tasks")(tasks.list_tasks)
+app.command("play")(tasks.play)
 
 
 @app.command("make-models")

@@ -1,11 +1,15 @@
-"""What the installation offers by name: tasks, presets, methods. Listed from the file system, so nothing heavy is imported."""
+"""What the installation offers by name: tasks, mixtures of them, presets, methods. Listed from the file system, so nothing heavy is
+imported."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from crl.config.layers import read_toml
 from crl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -18,7 +22,44 @@ def tasks_dir() -> Path:
 
 
 def tasks() -> list[str]:
+    """The shipped tasks and mixtures."""
     return sorted(path.stem for path in tasks_dir().glob("*.toml"))
+
+
+@dataclass(frozen=True)
+class MixtureFile:
+    """A file in tasks/ that names tasks instead of being one: `tasks = ["room", "webshop"]`, then a table of changed settings for each
+    task that has some."""
+
+    path: Path
+    tasks: Sequence[str]
+    changes: Mapping[str, Any]
+
+    def task_files(self) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+        """The file of each of its tasks, and what is changed; paths start at the mixture's folder. Raises `ConfigError`."""
+        for name in self.tasks:
+            try:
+                path = task_file(str(self.path.parent / name) if name.endswith(".toml") else name)
+            except ConfigError as error:
+                raise ConfigError("tasks", name, f"is in {self.path.name}, but {error.reason}", error.remedy) from error
+            if mixture(path):
+                raise ConfigError("tasks", name, f"is in {self.path.name}, but is a mixture itself", "Name its tasks instead")
+            yield path, self.changes.get(path.stem, {})
+
+
+def mixture(path: Path) -> MixtureFile | None:
+    """The mixture in a file; None for the file of one task. Raises `ConfigError`."""
+    data = read_toml(path, "tasks")
+    if "tasks" not in data:
+        return None
+    names = data.pop("tasks")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError("tasks", names, f"is not a list of tasks (from {path})", 'Write for example tasks = ["room", "webshop"]')
+    for key, value in data.items():
+        if key not in (Path(name).stem for name in names) or not isinstance(value, dict):
+            reason = f"is not a table for one of the tasks that {path} mixes"
+            raise ConfigError(f"tasks.{key}", value, reason, f"Write [NAME] with one of: {', '.join(names)}")
+    return MixtureFile(path, names, data)
 
 
 def presets() -> list[str]:

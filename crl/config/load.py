@@ -9,13 +9,14 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import crl
-from crl.config.catalog import did_you_mean, preset_file, require_method, task_file
+from crl.config.catalog import did_you_mean, mixture, preset_file, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, model_profile, resolve_model
 from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
@@ -88,21 +89,34 @@ def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
     if not named:
         raise ConfigError("tasks", ",".join(tasks), "names no task", "Give at least one: --tasks room")
     layers: dict[str, Layer] = {}
-    for task in named:
-        path = task_file(task)
-        data = task_settings(path, profile)
+    for path, changes in _task_files(named):
+        data = task_settings(path, profile, changes)
         if data["name"] in layers:
             raise ConfigError("tasks", ",".join(named), f"{data['name']} is there twice", "Name each task once")
         layers[data["name"]] = Layer(str(path), {"tasks": {data["name"]: data}})
     return layers
 
 
-def task_settings(path: Path, profile: Profile) -> Tree:
+def _task_files(named: Sequence[str]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """The files of the tasks, those of mixtures included, each with what its mixture changes."""
+    for name in named:
+        path = task_file(name)
+        if mixed := mixture(path):
+            yield from mixed.task_files()
+        else:
+            yield path, {}
+
+
+def task_settings(path: Path, profile: Profile, changes: Mapping[str, Any] = MappingProxyType({})) -> Tree:
     """The settings in a task's file for a model of this profile: `[compact]` overrides the rest for the compact one.
 
-    Both variants are checked, whichever is used, so that a mistake shows on every machine.
+    Both variants are checked, whichever is used, so that a mistake shows on every machine. changes: settings of a mixture, which
+    override the file's. A path in `env` starts at the file's folder.
     """
-    data = {"name": path.stem, **read_toml(path, "tasks")}
+    own = {"name": path.stem, **read_toml(path, "tasks")}
+    if isinstance(env := own.get("env"), str) and env.rpartition(":")[0].endswith(".py"):
+        own["env"] = str(path.resolve().parent / env)
+    data, _ = merge([Layer("", own), Layer("", changes)])
     compact = data.pop("compact", {})
     key = f"tasks.{data['name']}"
     if not isinstance(compact, dict):
@@ -154,6 +168,8 @@ def load_saved(run: Path) -> SavedRun:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
         data.setdefault("extractor", {}).setdefault("merge_every", 0)  # a run of before there were merges had none
+        if data.setdefault("bank", {}).get("cap") and data.get("retrieval", {}).get("choice") == "credit":
+            data["bank"].setdefault("evict", "credit")  # it followed the choice
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error

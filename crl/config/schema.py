@@ -22,6 +22,12 @@ SEQUENCE_CLIP = 3e-4
 SEQUENCE_CLIP_LIMIT = 1e-2
 """Wider than this, the clip of a sequence ratio never acts: averaged over an episode's tokens, the ratio stays that close to 1."""
 
+RATE_WINDOW = 64
+"""Free episodes of a goal, or of a task, over which its success rate is taken: the last ones."""
+
+OVERALL = "overall"
+"""What all tasks together are called in figures, so no task is."""
+
 WITHOUT_EXPERIENCE = frozenset({"grpo"})
 """Methods that have neither an extractor nor a bank."""
 
@@ -32,6 +38,8 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
 """Saved absolute: a saved run must find it from any working directory."""
+Environment = Annotated[str, AfterValidator(lambda name: str(Path(name).expanduser().resolve()) if ".py:" in name else name)]
+"""The same, where it is named by its file."""
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -63,6 +71,8 @@ class RolloutSection(Section):
     """steps that a rollout may start ahead of the last finished one; 0 = synchronous"""
     env_threads: Count = 4
     """threads that step environments"""
+    env_processes: Count = 2
+    """processes that step environments which need some of their own (ALFWorld), about 100 MB each; started when they are needed"""
     env_deadline: Annotated[float, Field(gt=0)] = 60.0
     """seconds that one environment reset or step may take before its episode is given up"""
 
@@ -170,7 +180,17 @@ class BankSection(Section):
     init: str = ""
     """start from a copy of this bank.sqlite of another run; empty = an empty bank"""
     cap: Count | None = None
-    """active experiences of one goal; the oldest goes, or with retrieval.choice = "credit" the worst; unset = any number"""
+    """active experiences of one goal; unset = any number"""
+    size: Count | None = None
+    """active experiences of the whole bank; when there are more, a hundredth of them goes at once; unset = any number"""
+    evict: Literal["fifo", "lru", "credit"] = "fifo"
+    """which goes over cap or size: the oldest, the one that was not returned for the longest time (in actor steps), or the one that helped
+    least; it stays in the history"""
+    vote_out: Count | None = None
+    """down votes less up votes of the extractor at which an experience goes; unset = it is not asked for votes"""
+    duplicate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """cosine similarity of the texts from which on a new experience is left out, because one that it could be found with says the same;
+    unset = none is"""
     queue_size: Count = 1024
     """episodes that may wait for distillation; a step that finds the queue full waits"""
     key_text_weight: Annotated[float, Field(gt=0)] | None = None
@@ -204,6 +224,22 @@ class RetrievalSection(Section):
     """threads that look through a large bank"""
 
 
+class AskSection(Section):
+    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor answers."""
+
+    enabled: bool = False
+    """offer the tool to guided episodes, also in evaluations with a bank"""
+    limit: Count = 3
+    """questions of one episode"""
+    deadline: Annotated[float, Field(gt=0)] = 30.0
+    """seconds that an agent waits for the extractor before it is told what was found as it is; a deterministic run waits for any time"""
+
+    @property
+    def questions(self) -> int:
+        """Of a guided episode."""
+        return self.limit if self.enabled else 0
+
+
 def _is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
@@ -235,6 +271,20 @@ class EmbedderSection(Section):
     @property
     def is_url(self) -> bool:
         return _is_url(self.model)
+
+
+class CriticSection(Section):
+    """Actor-critic (CRL appendix B.1): before a guided episode the actor accepts, refines or rejects the experience that was found."""
+
+    enabled: bool = False
+    """ask the actor; off, as in the paper's main runs: it costs one more answer for every experience that a group is given"""
+    warmup: Natural = 1
+    """batches that are played without experience and without training before the first step, to know how often the actor succeeds (the
+    paper gives no number)"""
+    enough: Annotated[int, Field(ge=1, le=RATE_WINDOW)] = 8
+    """free episodes of a goal from which on its own success rate is told, and not its task's; of its last 64"""
+    max_response_tokens: Count | None = None
+    """sampled tokens of one critique, thinking and the stop token included; unset = the task's max_response_tokens"""
 
 
 class ComplementarySection(Section):
@@ -291,8 +341,16 @@ class PromptsSection(Section):
     """file with what introduces a retrieved experience to such agents; unset = the bundled one"""
     distil: PromptFile | None = None
     """file with what asks the extractor for experience; unset = the bundled one"""
+    vote: PromptFile | None = None
+    """file with what asks the extractor for votes too, after prompts.distil (bank.vote_out); unset = the bundled one"""
     merge: PromptFile | None = None
     """file with what asks the extractor to merge experiences; unset = the bundled one"""
+    ask: PromptFile | None = None
+    """file with what tells agents that are language models how to ask; unset = the bundled one"""
+    refine: PromptFile | None = None
+    """file with what asks the extractor to answer such a question; unset = the bundled one"""
+    critic: PromptFile | None = None
+    """file with what asks such agents to judge an experience (critic.enabled); unset = the bundled one"""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -335,8 +393,8 @@ class TaskConfig(Section):
 
     name: Name
     """the task's name, as in --tasks and in the names of figures; the file's own unless given"""
-    env: str
-    """environment: a name in crl.envs, or package.module:ATTRIBUTE for one of your own"""
+    env: Environment
+    """environment: a name in crl.envs, gem:ID, or for one of your own path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"""
     rendering: Literal["full", "compact"]
     """observations for language models (full), or in few tokens for tiny ones (compact)"""
     turns: Count
@@ -378,8 +436,12 @@ class RunConfig(Section):
     """what is kept of what it wrote"""
     retrieval: RetrievalSection = RetrievalSection()
     """how an experience is chosen"""
+    ask: AskSection = AskSection()
+    """whether agents may ask for more"""
     embedder: EmbedderSection = EmbedderSection()
     """what experiences and queries are compared by"""
+    critic: CriticSection = CriticSection()
+    """whether the actor judges it"""
     complementary: ComplementarySection = ComplementarySection()
     """ablations of the method complementary"""
     engine: EngineSection = EngineSection()
@@ -407,6 +469,9 @@ class RunConfig(Section):
         if self.with_experience:
             _check_experience(self)
             _check_embedder(self)
+        elif self.ask.enabled:
+            raise ConfigError("ask.enabled", True, f"the method {self.method} has no bank to ask", "Leave it out, or choose another method")
+        _check_critic(self)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
@@ -473,8 +538,23 @@ def _check_experience(config: RunConfig) -> None:
     if extractor.merge_every and extractor.merge_tokens >= room:
         reason = f"leaves no room for the prompt: the extractor's context holds {room} tokens beside its answer"
         raise ConfigError("extractor.merge_tokens", extractor.merge_tokens, reason, "Lower it, or raise extractor.max_context_tokens")
+    if bank.evict != "fifo" and bank.cap is None and bank.size is None:
+        raise ConfigError("bank.evict", bank.evict, "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too")
     if bank.frozen and not bank.init:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
+
+
+def _check_critic(config: RunConfig) -> None:
+    critic, context = config.critic, config.actor.max_context_tokens
+    if critic.enabled and not config.with_experience:
+        reason = f"method {config.method} has no experience that the actor could judge"
+        raise ConfigError("critic.enabled", True, reason, "Leave it out, or use --method complementary")
+    if critic.enabled and not critic.warmup and config.complementary.guided == "all":
+        reason = "leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free"
+        raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
+    if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
+        reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {context}"
+        raise ConfigError("critic.max_response_tokens", critic.max_response_tokens, reason, "Lower it, or raise the other")
 
 
 def _check_embedder(config: RunConfig) -> None:
@@ -492,6 +572,8 @@ def _check_embedder(config: RunConfig) -> None:
 def _check_task(key: str, name: str, task: TaskConfig) -> None:
     if task.name != name:
         raise ConfigError(f"{key}.name", task.name, f'differs from the name that the run knows the task by, "{name}"', "Make them equal")
+    if name == OVERALL:
+        raise ConfigError(f"{key}.name", name, "is what all tasks together are called", "Give it another name")
     stream = task.stream
     if stream.permanent > stream.places:
         reason = f"is more than {key}.stream.places, which is {stream.places}"

@@ -2,25 +2,7 @@
 
 A `Game` is synchronous text in, text out: `reset(task)` and `step(action)`. An `EnvSpec` declares everything the rest of
 `crl` needs to know about it; `crl.envs.registry` finds specs by name and `crl.envs.host` runs games for the rollouts. A
-whole environment of one's own:
-
-    class Guess:                                                  # a Game; reset(task) twice is the same episode
-        def reset(self, task):
-            self.secret = random.Random(task.seed).randrange(8)
-            return "Guess a number from 0 to 7."
-
-        def step(self, action):
-            guess = parse_choice(action, NUMBERS)
-            if guess is None:                                     # told to the agent; the game does not advance
-                return StepResult("Answer with one number from 0 to 7.", valid=False)
-            won = int(guess) == self.secret
-            return StepResult("Right." if won else "Wrong.", reward=float(won), done=won, success=won)
-
-        def close(self): ...
-
-    SPEC = EnvSpec(name="guess", hosting="threads", make_game=lambda rendering: Guess(), ...)
-
-and `my_module:SPEC` is its name in a task file.
+whole environment of one's own is in examples/doors/doors.py: `doors.py:SPEC` is its name in a task file beside it.
 """
 
 from __future__ import annotations
@@ -70,6 +52,11 @@ class ScriptedPlayer(Protocol):
     def observe(self, observation: str) -> None:
         """Reads what the last action brought."""
         ...
+
+
+def no_player(rng: random.Random) -> ScriptedPlayer:
+    """The `scripted_player` of an environment that has none. Raises `LookupError`."""
+    raise LookupError("this environment has no scripted player")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +119,10 @@ class EnvSpec:
     task_source(seed, settings): the train stream of a run with that seed.
     eval_tasks(split, n, seed, settings): `known` tasks are fixed under the run's seed and settings, `new` ones are the
     same in every run; the first n of a larger request are the n of a smaller one. Leaves no trace anywhere.
-    scripted_player(rng): a player for either rendering.
+    scripted_player(rng): a player for either rendering; `no_player` where there is none.
     revisit(task, visit): the task's place under held-out dynamics of its own; None where places do not persist.
     digest(segments): an episode in few words, read off its texts alone, for tiny extractors; None: its whole texts.
+    extra: the extra of `crl` that it needs, named as the module that it brings; empty: none.
     advisor, probe_tasks(n): the truth for diagnostics, and the tasks of the advice probe; None and empty where there is no such truth.
     """
 
@@ -148,21 +136,30 @@ class EnvSpec:
     make_game: Callable[[Rendering], Game]
     task_source: Callable[[int, StreamSettings], TaskSource]
     eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
-    scripted_player: Callable[[random.Random], ScriptedPlayer]
+    scripted_player: Callable[[random.Random], ScriptedPlayer] = no_player
     revisit: Callable[[Task, int], Task] | None = None
     digest: Callable[[Sequence[Segment]], str] | None = None
     advisor: Advisor | None = None
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
+    extra: str = ""
+
+
+def refusal(rendering: Rendering, actions: Sequence[str]) -> str:
+    """What an agent is told whose text is none of a closed set of actions."""
+    if rendering == "compact":
+        return "unknown action."
+    return f"That is not an action, and nothing happened. The actions are: {', '.join(actions)}."
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode of a scripted player: the texts it saw (one more than actions) and what came of it."""
+    """An episode of a scripted player: the texts it saw (one more than actions) and what came of it. done: the game ended it."""
 
     observations: tuple[str, ...]
     actions: tuple[str, ...]
     reward: float
     success: bool
+    done: bool
 
 
 def play(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> Played:
@@ -175,6 +172,6 @@ def play(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> Played:
         observations.append(result.text)
         reward += result.reward
         if result.done:
-            return Played(tuple(observations), tuple(actions), reward, result.success)
+            return Played(tuple(observations), tuple(actions), reward, result.success, done=True)
         player.observe(result.text)
-    return Played(tuple(observations), tuple(actions), reward, False)
+    return Played(tuple(observations), tuple(actions), reward, success=False, done=False)

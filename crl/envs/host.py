@@ -1,10 +1,10 @@
-"""Runs the games of `hosting="threads"` environments for the rollouts.
+"""Runs games for the rollouts: those of `hosting="threads"` environments here, the others through `crl.envs.processes`.
 
 `ThreadHost` lends `ThreadEnvironment`s: async fronts of one game each. A game's calls run on one of a bounded number of
 threads, each call under a deadline. An episode whose game raises, or hangs, ends in a `RolloutError` of kind env and
 costs nothing else: the game is never lent again, and a hung thread is left to itself and replaced.
 
-This module imports no environment.
+`Hosts` is one pool of several. This module imports no environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from crl.envs.base import EnvSpec, Game, Rendering
 from crl.envs.scratch import scratch_folder
 from crl.errors import CrlError, RolloutError
-from crl.protocols import Environment
+from crl.protocols import Environment, EnvironmentPool
 from crl.types import Observation, StepResult, Task
 
 _Key = tuple[EnvSpec, Rendering]
@@ -105,6 +105,26 @@ class ThreadHost:
             await self.crew.run(game.close, abandoned=lambda: None)
 
 
+class Hosts:
+    """An `EnvironmentPool` of several: each task's environments are lent by its own host. hosts: by the task's name."""
+
+    def __init__(self, hosts: Mapping[str, EnvironmentPool]) -> None:
+        self._hosts = dict(hosts)
+        self._lenders: dict[Environment, EnvironmentPool] = {}
+
+    async def acquire(self, task: Task) -> Environment:
+        host = self._hosts[task.name]
+        environment = await host.acquire(task)
+        self._lenders[environment] = host
+        return environment
+
+    async def release(self, environment: Environment) -> None:
+        await self._lenders.pop(environment).release(environment)
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(host.aclose() for host in set(self._hosts.values())))
+
+
 class ThreadEnvironment:
     """One lent game. Every error of it is a `RolloutError` of kind env, after which the game is gone."""
 
@@ -126,11 +146,11 @@ class ThreadEnvironment:
 
     async def reset(self, task: Task) -> Observation:
         game = self._alive()
-        return Observation(await self._call("reset", lambda: _checked_text(game.reset(task)), abandoned=game.close))
+        return Observation(await self._call("reset", lambda: checked_text(game.reset(task)), abandoned=game.close))
 
     async def step(self, text: str) -> StepResult:
         game = self._alive()
-        return await self._call("step", lambda: _checked_result(game.step(text)), abandoned=game.close)
+        return await self._call("step", lambda: checked_result(game.step(text)), abandoned=game.close)
 
     async def aclose(self) -> None:
         """Closes the game for good."""
@@ -157,7 +177,7 @@ class ThreadEnvironment:
         if isinstance(outcome.error, CrlError) and not isinstance(outcome.error, RolloutError):
             raise outcome.error
         host.failures += 1
-        raise RolloutError("env", f"{self.spec.name}: {what}: {_describe(outcome.error)}") from outcome.error
+        raise RolloutError("env", f"{self.spec.name}: {what}: {describe(outcome.error)}") from outcome.error
 
     def _alive(self) -> Game:
         if self.game is None:
@@ -245,19 +265,24 @@ def _deliver(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
         future.set_result(outcome)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _checked_text(text: object) -> str:
+def checked_text(text: object) -> str:
+    """What a game's reset returned. Raises `TypeError` when it is no text."""
     if not isinstance(text, str):
         raise TypeError(f"reset must return the observation's text, not {type(text).__name__}")
     return text
 
 
-def _checked_result(result: object) -> StepResult:
+def checked_result(result: object) -> StepResult:
+    """What a game's step returned. Raises `TypeError` when it is no `StepResult`, `ValueError` when its reward is no number."""
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
     if not math.isfinite(result.reward):
         raise ValueError(f"a reward must be finite, not {result.reward}")
+    if result.score is not None and not 0 <= result.score <= 1:
+        raise ValueError(f"a score must be in [0, 1], not {result.score}")
     return result

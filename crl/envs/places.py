@@ -12,7 +12,7 @@ state is one cursor, and evals, which use other names, cannot disturb it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from crl.envs.base import StreamSettings
 from crl.protocols import State
@@ -119,6 +119,37 @@ def revisited(env: str, task: Task, visit: int) -> Task:
     """The task's place under the held-out dynamics of its visit number `visit` (from 0)."""
     core = _pick(HELD_OUT_DYNAMICS, 0, f"{env}/visit", int(task.params["lgen"]), visit)
     return replace(task, seed=core, params={**task.params, "core": core})
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The tasks of an environment of named places: what its `EnvSpec` declares of them. `goal` is a template with a `{place}`."""
+
+    env: str
+    goal: str
+
+    def stream(self, seed: int, settings: StreamSettings) -> PlaceStream:
+        """The train stream of a run with `seed`: named places that persist over visits."""
+        return PlaceStream(self.env, self.goal, seed, settings)
+
+    def eval_tasks(self, split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+        """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
+        if split == "known":
+            return known_tasks(self.env, self.goal, n, seed, settings)
+        if split == "new":
+            return fixed_tasks(self.env, self.goal, NEW_LAYOUTS, n)
+        raise ValueError(f"an eval split is known or new, not {split!r}")
+
+    def demonstration_tasks(self, n: int) -> tuple[Task, ...]:
+        """n places for warm-start demonstrations, which no run trains or is evaluated on."""
+        return fixed_tasks(self.env, self.goal, DEMONSTRATION_LAYOUTS, n)
+
+    def probe_tasks(self, n: int) -> tuple[Task, ...]:
+        """n places for the advice probe, apart from every other use."""
+        return fixed_tasks(self.env, self.goal, PROBE_LAYOUTS, n)
+
+    def revisit(self, task: Task, visit: int) -> Task:
+        return revisited(self.env, task, visit)
 
 
 def _task(env: str, goal: str, split: Split, place: str, lgen: int, core: int) -> Task:

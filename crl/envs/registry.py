@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 
 _ENVIRONMENTS = {
+    "alfworld": "crl.envs.alfworld:SPEC",
+    "alfworld_small": "crl.envs.alfworld:SMALL_SPEC",
+    "keyroom": "crl.envs.keyroom:SPEC",
+    "maze": "crl.envs.maze:SPEC",
+    "river": "crl.envs.river:SPEC",
     "room": "crl.envs.room:SPEC",
+    "sokoban": "crl.envs.sokoban:SPEC",
+    "webshop": "crl.envs.webshop:SPEC",
 }
+
+GEM = "gem:"
+"""What the names of the environments of the package gem-llm begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Official data that users download themselves. variable: the environment variable that names its folder; instead: what is played
+    without it."""
+
+    variable: str
+    instead: str
+
+
+DATA: Mapping[str, Data] = MappingProxyType(
+    {
+        "alfworld": Data("ALFWORLD_DATA", "generated games of the same domain"),
+        "webshop": Data("WEBSHOP_DATA", "a generated catalogue of 1,000 products"),
+    }
+)
+"""By the environment's name."""
 
 
 def names() -> tuple[str, ...]:
@@ -19,27 +54,63 @@ def names() -> tuple[str, ...]:
 
 
 def get_spec(name: str, key: str = "env") -> EnvSpec:
-    """The declared environment: one of `names()`, or `package.module:ATTRIBUTE` for one of the user's own.
+    """The declared environment: one of `names()`, `gem:ID`, or one of the user's own: `path/to/file.py:ATTRIBUTE`, or
+    `package.module:ATTRIBUTE` of what is installed or on PYTHONPATH.
 
-    Raises `ConfigError` (its key is `key`) when there is no such environment, or its module cannot be imported.
+    Raises `ConfigError` (its key is `key`) when there is no such environment, or it cannot be imported.
     """
+    if name.startswith(GEM):
+        return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM), key)
     target = _ENVIRONMENTS.get(name, name)
-    module_name, colon, attribute = target.partition(":")
-    if not colon or not all(part.isidentifier() for part in module_name.split(".")):
+    source, _, attribute = target.rpartition(":")
+    if not source or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
         raise ConfigError(key, name, f"no such environment; there are: {', '.join(names())}", _remedy(name))
+    spec = getattr(_module(source, name, key), attribute, None)
+    if not isinstance(spec, EnvSpec):
+        raise ConfigError(key, name, f"{attribute!r} of {source!r} is not an EnvSpec", "See examples/doors for one")
+    if source.endswith(".py") and spec.hosting == "processes":
+        reason = "is hosted by processes, which import it by name, but it is in a file that has none"
+        raise ConfigError(key, name, reason, "Put it into a package on PYTHONPATH and name it package.module:ATTRIBUTE")
+    return spec
+
+
+def require_extra(spec: EnvSpec, key: str) -> None:
+    """Raises `ConfigError` when the environment needs an extra that is not installed."""
+    if spec.extra and importlib.util.find_spec(spec.extra) is None:
+        reason = f"it needs the extra {spec.extra!r}, which is not installed"
+        raise ConfigError(key, spec.name, reason, f"Run pip install 'crl[{spec.extra}]'")
+
+
+def _module(source: str, name: str, key: str) -> ModuleType:
+    if source.endswith(".py") and not Path(source).is_file():
+        raise ConfigError(key, name, "there is no such file", "In a task's file its path starts at that file's folder")
     try:
-        spec = getattr(importlib.import_module(module_name), attribute, None)
+        return _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:  # whatever a user's module does when it is imported
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(key, name, f"there is no module {module_name!r}", "Check its name and PYTHONPATH") from error
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{source}.".startswith(f"{error.name}."):
+            raise ConfigError(key, name, f"there is no module {source!r}", "Check its name and PYTHONPATH, or name its file") from error
         reason = f"its module cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(key, name, reason, "Install what it needs, or mend it") from error
-    if not isinstance(spec, EnvSpec):
-        raise ConfigError(key, name, f"{attribute!r} of {module_name!r} is not an EnvSpec", "See crl/envs/base.py for an example")
-    return spec
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, imported once a process, under a name that no other file has."""
+    name = f"crl_env_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(found)  # there before it runs: dataclasses look themselves up
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _remedy(name: str) -> str:
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-    own = "an environment of your own is named package.module:ATTRIBUTE"
+    own = "an environment of your own is named path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"
     return f"Did you mean {close[0]!r}? Otherwise, {own}" if close else f"Choose one of them; {own}"

@@ -7,6 +7,7 @@ from crl.manager.manager import ExperienceManager
 from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
 from crl.manager.records import Distilled, DistilRequest
+from crl.manager.refine import RefinePromptWriter
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.settings import ManagerSettings, Progress, Prompts
 
@@ -25,5 +26,6 @@ __all__ = [
     "Progress",
     "PromptWriter",
     "Prompts",
+    "RefinePromptWriter",
     "RetrievalSettings",
 ]

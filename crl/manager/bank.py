@@ -34,7 +34,7 @@ class Bank:
         self.entries: dict[str, Entry] = {}  # the last written last
         self._indexes: dict[str, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
-        self._picks: dict[tuple[str, int], Hit | None] = {}
+        self._picks: dict[tuple[str, int], Hit | None] = {}  # with per = "group" alone
         self._counts: dict[UnitKey, tuple[int, int | None]] = {}
 
     def put(self, entry: Entry, vector: Vector) -> None:
@@ -53,10 +53,14 @@ class Bank:
 
     def credit(self, unit: UnitKey, reward: float) -> None:
         """One more credited episode of the unit, if it is a current version."""
-        entry = self.entries.get(unit.uid)
-        if entry is not None and entry.version == unit.version:
+        if entry := self._current(unit):
             entry.credited += 1
             entry.credit += reward
+
+    def vote(self, unit: UnitKey, value: int) -> None:
+        """One more vote on the unit, if it is a current version."""
+        if entry := self._current(unit):
+            entry.votes += value
 
     def nearest(self, task: str, query: Vector) -> list[Neighbour]:
         """What `task` may be guided by, the most similar first: at most as many as are looked at."""
@@ -73,25 +77,36 @@ class Bank:
 
     def decided(self, request: SearchRequest, *, counted: bool) -> bool:
         """Whether a member of the request's group has searched before it, and its pick is shared."""
-        return counted and self._settings.per == "group" and (request.task.name, request.group) in self._picks
+        return counted and not request.asked and (request.task.name, request.group) in self._picks
+
+    def remembered(self, requests: Sequence[SearchRequest]) -> list[Hit | None] | None:
+        """The picks that earlier members of the requests' groups made for all of them; None where one has to be made."""
+        if any(request.asked for request in requests):
+            return None
+        try:
+            return [self._picks[request.task.name, request.group] for request in requests]
+        except KeyError:
+            return None
 
     def search(
         self, request: SearchRequest, query: Vector, step: int, *, counted: bool, near: Sequence[Neighbour] | None = None
     ) -> Hit | None:
         """The experience for one episode, counted at once, so that the next search sees it as retrieved.
 
-        With `per = "group"` the members of a group get what the first of them got, and it counts once. counted = False leaves
-        no trace: it neither counts nor remembers. near: what `nearest` finds, where it was asked before.
+        With `per = "group"` the members of a group get at their start what the first of them got, and it counts once. A question is
+        answered to its member alone. counted = False leaves no trace: it neither counts nor remembers. near: what `nearest` finds, where
+        it was asked before.
         """
         group = (request.task.name, request.group)
         if self.decided(request, counted=counted):
             return self._picks[group]
-        shared = self._settings.per == "group"
-        address = (step, request.group) if shared else (step, request.group, request.member)
+        shared = self._shared(request)
+        address = (step, request.group) if shared else (step, request.group, request.member, *([request.asked] if request.asked else []))
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         entry = pick(candidates, step, partial(generator, self._seed, "retrieval", *address), self._settings)
-        hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, "start"), entry.goal) if entry else None
+        how = "ask_unrefined" if request.asked else "start"
+        hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal) if entry else None
         if counted:
             if entry:
                 entry.retrieved += 1
@@ -106,10 +121,17 @@ class Bank:
         counts, self._counts = self._counts, {}
         return counts
 
+    def _current(self, unit: UnitKey) -> Entry | None:
+        entry = self.entries.get(unit.uid)
+        return entry if entry is not None and entry.version == unit.version else None
+
     def _remember(self, group: tuple[str, int], hit: Hit | None) -> None:
         self._picks[group] = hit
         if len(self._picks) > GROUPS:
             del self._picks[next(iter(self._picks))]
+
+    def _shared(self, request: SearchRequest) -> bool:
+        return self._settings.per == "group" and not request.asked
 
     def _room(self, task: str) -> str:
         return task if self._scope == "task" else ""

@@ -1,6 +1,7 @@
 """What the extractor is trained on: which credit units make a batch, with what weight and advantage. Pure.
 
-CRL §3.3 and appendix B. A unit is one op of one generation; its reward the mean of r = ±1 over the pending episodes it guided.
+CRL §3.3 and appendix B. A unit is one op of one generation; its reward the mean of r = ±1 over the pending episodes it guided, or
+of r̃ (eq. 8) over those it was found for where the actor judges.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class CreditSettings:
 class ExtractorSample:
     """A training sample: a generation with the mask on one op's tokens, or on those before its first op.
 
-    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1]; weight: w of eq. 7; advantage: w·(r̄ − baseline of the batch).
+    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1], with verdicts up to 2; weight: w of eq. 7; advantage: w·(r̄ − baseline of the batch).
     """
 
     id: str

@@ -7,19 +7,20 @@ all of it: the statements of a transaction follow one another without a way thro
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, TypeVar
 
 from crl.errors import StoreError
-from crl.manager.schema import APPLICATION_ID, SCHEMA_VERSION, prepare
-from crl.manager.writer import WriterClaim
+from crl.manager.schema import APPLICATION_ID, DAMAGED, SCHEMA_VERSION, prepare
+from crl.manager.writer import WriterClaim, beside, several_names
 
 T = TypeVar("T")
 Work = Callable[[Connection], T]
@@ -38,6 +39,7 @@ class Database:
         self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
         self._committing: asyncio.Future[list[Any]] | None = None
         self._closed = False
+        self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, path: Path) -> Database:
@@ -114,8 +116,28 @@ class Database:
 
         await _to_its_end(self._on_thread(copying))
 
+    async def compact(self) -> None:
+        """Makes the bank one file without unused pages, for one that goes elsewhere: nothing of it is left in the log beside it.
+
+        Raises `StoreError`, also while somebody reads it.
+        """
+        self._require_open()
+
+        def compacting() -> None:
+            with store_errors(self.path):
+                self.connection.execute("VACUUM")
+                if self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()["busy"]:
+                    raise StoreError(f"{self.path}: somebody reads it, so it cannot be made one file. End that reader first.")
+
+        await _to_its_end(self._on_thread(compacting))
+
     async def aclose(self) -> None:
-        """Closes the file after the transactions that have begun or wait."""
+        """Closes the file after the transactions that have begun or wait; closing it again does nothing."""
+        if not self._ending:
+            self._ending = asyncio.create_task(self._end())
+        await _to_its_end(self._ending)
+
+    async def _end(self) -> None:
         while self._waiting or self._committing:
             self._commit_waiting()
             if self._committing:
@@ -126,7 +148,7 @@ class Database:
             with store_errors(self.path):
                 self._closing.close()
 
-        await _to_its_end(self._on_thread(close))
+        await self._on_thread(close)
         self._thread.shutdown(wait=False)
 
     def _require_open(self) -> None:
@@ -182,6 +204,8 @@ class Database:
 def check_bank(path: Path, *, guiding: bool) -> None:
     """Raises `StoreError` with the reason alone when there is no bank at `path` that this crl reads, and where it shall be `guiding`,
     when it has no active entry. The file is only read."""
+    if reason := several_names(path):
+        raise StoreError(reason)
     try:
         with closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
             ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
@@ -189,10 +213,19 @@ def check_bank(path: Path, *, guiding: bool) -> None:
                 raise StoreError("it is not a bank of crl")
             if version > SCHEMA_VERSION:
                 raise StoreError(f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}")
-            if guiding and not list(db.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1")):
+            if version < 1:
+                raise StoreError(f"its schema version {version} is one that no crl writes: the file is damaged")
+            if guiding and _is_empty(db):
                 raise StoreError("it holds no experience, and a frozen one that is empty guides nobody")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"it is not a bank of crl ({error})") from error
+
+
+def _is_empty(bank: Connection) -> bool:
+    try:
+        return not bank.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1").fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"it is damaged ({error})") from error
 
 
 async def copy_database(source: Path, target: Path) -> None:
@@ -243,7 +276,7 @@ async def _to_its_end(work: asyncio.Future[T]) -> T:
 
 def read_only_uri(path: Path) -> str:
     """Without a write-ahead log nobody has it open: then SQLite needs no files beside it, which it would leave behind."""
-    closed = not path.with_name(f"{path.name}-wal").exists()
+    closed = not beside(path, "wal").exists()
     return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
 
 
@@ -254,11 +287,17 @@ def _refuse_existing(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Not an error when there is nothing."""
-    path.unlink(missing_ok=True)
+    for file in files_of(path):
+        file.unlink(missing_ok=True)
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """A bank's own, and those that SQLite leaves beside it when a process ends without closing it."""
+    return path, *(path.with_name(f"{path.name}-{suffix}") for suffix in ("wal", "shm"))
 
 
 class store_errors:
-    """SQLite's errors as `StoreError`s that name the file."""
+    """SQLite's errors, and what cannot be text or JSON, as `StoreError`s that name the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -267,12 +306,21 @@ class store_errors:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError | json.JSONDecodeError):
             raise StoreError(f"{self._path}: {error}. {_remedy(error)}") from error
 
 
-def _remedy(error: sqlite3.Error) -> str:
-    name = getattr(error, "sqlite_errorname", "") or ""
+@contextmanager
+def readable_rows(path: Path) -> Iterator[None]:
+    """Of rows that crl did not write like this, `StoreError`s that name the file."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError) as error:
+        raise StoreError(f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}") from error
+
+
+def _remedy(error: Exception) -> str:
+    name = (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
     for prefix, remedy in REMEDIES.items():
         if name.startswith(prefix):
             return remedy
@@ -281,9 +329,11 @@ def _remedy(error: sqlite3.Error) -> str:
 
 REMEDIES = {
     "SQLITE_NOTADB": "It is not a bank, or it is damaged: restore a copy or choose another path.",
-    "SQLITE_CORRUPT": "The file is damaged: restore a copy or choose another path.",
+    "SQLITE_CORRUPT": DAMAGED,
+    "SQLITE_ERROR": DAMAGED,  # the statements are always the same: it is the tables that are others
     "SQLITE_READONLY": "Make the file and its directory writable.",
     "SQLITE_CANTOPEN": "Its directory must exist and be writable.",
     "SQLITE_FULL": "Free some disk space; what was acknowledged before is safe.",
+    "SQLITE_IOERR": "See whether its disk is full, over a quota or gone; what was acknowledged before is safe.",
     "SQLITE_BUSY": "Another process is writing to it: end that one first.",
 }

@@ -2,8 +2,9 @@
 
 The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read;
 `Searcher` gathers them, and lets changes in between. `DistilQueue` keeps episodes until `Distiller` has asked the extractor about
-them; `Merger` asks it about the bank. `credit` chooses what the extractor is trained on. The manager wires them and keeps the clock;
-engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write or the disk.
+them; `Merger` asks it about the bank, `Refiner` for an agent. `credit` chooses what the extractor is trained on. The manager wires
+them and keeps the clock; engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write
+or the disk.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,15 +24,17 @@ from crl.manager.bank import Bank, Vector
 from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database, remove
 from crl.manager.distil import Distiller
+from crl.manager.duplicates import DuplicateFilter
 from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
 from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
-from crl.manager.records import Applied, ApplyRules, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
+from crl.manager.records import Applied, ApplyRules, Credit, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
+from crl.manager.refine import Refiner
 from crl.manager.searching import Searcher
 from crl.manager.settings import ManagerSettings, Progress, Prompts, unseen
 from crl.manager.store import Store
-from crl.protocols import Embedder, Engine, Hit, SearchRequest
+from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 from crl.types import Experience, ExperienceUse
@@ -39,8 +44,8 @@ T = TypeVar("T")
 EMBEDDED = 1024
 """Entries that are embedded in one call when a bank is embedded again."""
 
-SEARCH_TIMES = 4096
-"""Search times that are kept for whoever takes them."""
+TIMES = 4096
+"""Durations of a kind that are kept for whoever takes them."""
 
 
 class ExperienceManager:
@@ -58,19 +63,24 @@ class ExperienceManager:
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
         self._keys = Keys(embedder, settings.distil.key_text_weight)
-        self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits)
+        votes = settings.vote_out is not None
+        self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes)
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._apply)
         self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
         self._merging = False
         self._merges_skipped = 0
+        self._refiner = Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
+        self._refines_failed = 0
         self._begin_empty()
         self._step = 0
-        self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.retrieval.choice)
+        self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.size, settings.evict, settings.vote_out)
         self._places = asyncio.Semaphore(settings.concurrency)
+        self._comparing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
-        self._search_times: deque[float] = deque(maxlen=SEARCH_TIMES)
+        self._search_times: deque[float] = deque(maxlen=TIMES)
+        self._refine_times: deque[float] = deque(maxlen=TIMES)
 
     @classmethod
     async def open(
@@ -87,7 +97,9 @@ class ExperienceManager:
         store = await Store.open(path)
         try:
             distil = settings.distil
-            extractor = Extractor(engine, renderer, max_tokens=distil.max_tokens, temperature=distil.temperature, seed=seed)
+            extractor = Extractor(
+                engine, renderer, max_tokens=distil.max_tokens, temperature=distil.temperature, seed=seed, threaded=settings.threaded
+            )
             manager = cls(store, extractor, prompts, engine, embedder, settings, seed, on_distilled, progress)
             await manager._load()
         except BaseException:
@@ -99,12 +111,14 @@ class ExperienceManager:
         retrieval = self._settings.retrieval
         self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
         self._searcher = Searcher(self._bank, self._embedder, retrieval)
+        least, with_goals = self._settings.duplicate, self._settings.distil.key_text_weight is not None
+        self._duplicates = None if least is None else DuplicateFilter(self._bank, self._embedder, least, with_goals=with_goals)
 
     async def _load(self) -> None:
         """Fills the empty bank from the store."""
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
-        if await self._store.embedder() != self._keys.name:
+        if await self._store.embedder() != self._keys.name or (vectors and len(vectors[0]) != self._embedder.dim):
             vectors = await self._embed_again([entry for entry, _ in entries])
         await self._searcher.change([(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)])
 
@@ -161,9 +175,38 @@ class ExperienceManager:
         return hits
 
     def take_search_times(self) -> list[float]:
-        """Seconds that each counted `search` took since the last call of this, the embedder's time included; the last SEARCH_TIMES."""
+        """Seconds that each counted `search` took since the last call of this, the embedder's time included; the last TIMES."""
         times = list(self._search_times)
         self._search_times.clear()
+        return times
+
+    async def refine(self, question: Question, hit: Hit, *, counted: bool = True) -> Hit:
+        """`Retriever`: the extractor's answer to the question; durable then, and its use is of the generation that wrote it.
+
+        `hit` as it is where nothing is to be fitted, where the answer cannot be used, where the extractor fails, and past `ask_deadline`.
+        counted = False (evaluations): nothing is kept, nothing is counted. Raises `EngineError` when the engine is gone.
+        """
+        if self._refiner is None:
+            return hit
+        start = time.perf_counter()
+        try:
+            # Beside the places of `concurrency`: an agent waits, and there are no more of these than episodes in flight.
+            refined = await self._served(partial(self._refiner.refine, question, hit), self._settings.ask_deadline, "deadline")
+        except RolloutError:
+            self._refines_failed += counted
+            refined = None
+        if refined and counted:
+            await self._whole(self._store.refine(refined, Stamp(self._step, refined.generation.extractor), self._rules))
+        if counted:
+            self._refine_times.append(time.perf_counter() - start)
+        if refined is None or refined.text is None:
+            return hit
+        return replace(hit, text=refined.text, use=replace(hit.use, generation=refined.generation.id, how="ask"))
+
+    def take_refine_times(self) -> list[float]:
+        """Seconds that each counted `refine` took since the last call of this; the last TIMES."""
+        times = list(self._refine_times)
+        self._refine_times.clear()
         return times
 
     # ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,42 +236,67 @@ class ExperienceManager:
     async def flush(self) -> None:
         """Writes retrieval counts down and drops generations that can earn nothing any more; waits for no distillation.
 
-        Searches do not wait for the disk: a crash forgets the counts since the last flush.
+        Searches do not wait for the disk: a crash forgets the counts since the last flush. Raises what went wrong in building an index.
         """
+        before = self._step - self._settings.keep_steps
+        spent = await self._store.spent(before)
+        if self._changes:  # until these are done, searches find what they evict or update, and its count is to be written
+            await asyncio.wait(set(self._changes))
         await self._write_counts()
-        await self._store.prune(self._step - self._settings.keep_steps)
+        await self._store.prune(spent, before)
+        self._searcher.check()
 
     async def _write_counts(self) -> None:
         if counts := self._bank.take_counts():
             await self._store.retrieved(counts, self._stamp())
 
     async def _distil(self, request: DistilRequest) -> Distilled:
-        return await self._attempt(partial(self._distiller.distil, request))
+        async def ask() -> Distilled:
+            distilled = await self._distiller.distil(request)
+            if self._duplicates:
+                await self._duplicates.prepare(distilled)
+            return distilled
+
+        return await self._attempt(ask)
 
     async def _attempt(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Raises `TransientError` also when it outlives its lease, and when the engine failed and serves again."""
         async with self._places:
-            try:
-                async with asyncio.timeout(self._settings.lease):
-                    return await ask()
-            except TimeoutError as error:
-                raise TransientError("engine", f"no answer within the lease of {self._settings.lease:g} s") from error
-            except EngineError as error:
-                await self._engine.health()
-                raise TransientError("engine", str(error)) from error
+            return await self._served(ask, self._settings.lease, "lease")
+
+    async def _served(self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str) -> T:
+        """Raises `TransientError` also when it takes longer than `seconds`, and when the engine failed and serves again."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await ask()
+        except TimeoutError as error:
+            raise TransientError("engine", f"no answer within the {bound} of {seconds:g} s") from error
+        except EngineError as error:
+            await self._engine.health()
+            raise TransientError("engine", str(error)) from error
 
     async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
         async def change() -> None:
             if isinstance(outcome, str):
                 await self._store.bury(request, outcome, self._stamp())
-            else:
-                stamp = Stamp(self._step, outcome.generation.extractor)
-                await self._show(await self._store.apply(outcome, stamp, self._rules))
+                await self._queue.count_settled()
+                return
+            written = await self._write(outcome)
             await self._queue.count_settled()
-            if self._on_distilled and isinstance(outcome, Distilled):
-                self._on_distilled(outcome)
+            if self._on_distilled:
+                self._on_distilled(written)
 
         await self._whole(change())
+
+    async def _write(self, distilled: Distilled) -> Distilled:
+        """Applies an answer, without what the bank says already; that is looked for by one answer after the other, or of two that say the
+        same at the same time both would get in."""
+        async with self._comparing if self._duplicates else nullcontext():
+            distilled = self._duplicates.novel(distilled) if self._duplicates else distilled
+            applied = await self._store.apply(distilled, Stamp(self._step, distilled.generation.extractor), self._rules)
+            await self._show(applied)
+        for vote in applied.votes:
+            self._bank.vote(vote.unit, vote.value)
+        return distilled
 
     async def _show(self, applied: Applied) -> None:
         """What was written can be found from now on, and what went no more."""
@@ -238,8 +306,13 @@ class ExperienceManager:
         """Runs a change of store and memory to its end, also when the caller is cancelled."""
         task = asyncio.create_task(change)
         self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._changed)
         await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # it counts as seen when its caller was cancelled meanwhile
 
     # ── merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -308,15 +381,17 @@ class ExperienceManager:
     # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str) -> None:
-        """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3).
+        """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3); r̃(m) where it was judged (eq. 8).
 
-        episode: the id of its request; a second call for it changes nothing. Episodes with an error are not credited.
+        uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record of what helped. episode: the
+        id of its request; a second call for it changes nothing. Episodes with an error are not credited.
         """
-        reward = 1.0 if success else -1.0
+        given = [Credit.of(use, success) for use in uses]
 
         async def change() -> None:
-            for unit in await self._store.credit(episode, uses, reward, self._stamp()):
-                self._bank.credit(unit, reward)
+            for credit in await self._store.credit(episode, given, self._stamp()):
+                if credit.outcome is not None:
+                    self._bank.credit(credit.unit, credit.outcome)
 
         await self._whole(change())
 
@@ -343,28 +418,31 @@ class ExperienceManager:
         A generation counts once, however many of its samples are among them. Raises `ValueError` for an id that the last
         batch does not hold.
         """
+        ids = list(dict.fromkeys(ids))
         if unknown := [name for name in ids if name not in self._offered_by]:
             raise ValueError(f"the last batch holds no {unknown}")
-        trained = [self._offered[name] for name in ids if name in self._offered]
-        await self._store.mark_trained(trained, [self._offered_by[name] for name in ids], step, self._stamp())
-        for name in ids:
-            self._offered.pop(name, None)
-            self._offered_by.pop(name, None)
+        # No more on offer from here on: a caller that is cancelled, or a second one, must not spend the rewards again.
+        trained = [self._offered.pop(name) for name in ids if name in self._offered]
+        generations = [self._offered_by.pop(name) for name in ids]
+        await self._store.mark_trained(trained, generations, step, self._stamp())
 
     # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def snapshot(self) -> int:
-        """The log's sequence number that `rollback` takes to bring the bank back to what it is now; for a checkpoint's manifest."""
+    async def snapshot(self, kept: Collection[int] | None = None) -> int:
+        """The log's sequence number that `rollback` takes to bring the bank back to what it is now; for a checkpoint's manifest.
+
+        kept: of those before, the ones that somebody may go back to, None = all; the others are forgotten.
+        """
         await self._write_counts()
-        return await self._store.snapshot(self._stamp())
+        return await self._store.snapshot(self._stamp(), kept)
 
     async def rollback(self, seq: int) -> RolledBack:
         """The bank and its clock are what they were at the snapshot `seq`; what was done since is kept in the archive alone.
 
         Requests that were open then are pending, those submitted since are unknown, as they were. For the start of a run: raises
-        `RuntimeError` while `run` has requests or `merge` a chunk in work, `StoreError` when there is no such snapshot.
+        `RuntimeError` while `run` or `drain` has requests or `merge` a chunk in work, `StoreError` when there is no such snapshot.
         """
-        if self._queue.working or self._merging or self._changes:
+        if self._queue.busy or self._merging or self._changes:
             raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
         await self._write_counts()
         done = await self._store.rollback(seq)
@@ -380,11 +458,16 @@ class ExperienceManager:
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def stats(self) -> dict[str, int]:
-        """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …"""
+        """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …
+
+        refine/failed: questions that the extractor did not answer in time, or at all.
+        """
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         figures = {"queue/refused": self._queue.refused, "queue/retried": self._queue.retried, "merge/skipped": self._merges_skipped}
+        if self._refiner:
+            figures["refine/failed"] = self._refines_failed
         return {**sizes, **await self._store.counts(), **figures}
 
     def latest(self, n: int) -> list[Experience]:

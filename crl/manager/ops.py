@@ -4,18 +4,25 @@ The answer is what follows the thinking (`</think>`). Of an episode (CRL §3.2.1
 
     [{"op": "add", "text": "The exit is behind the altar."},
      {"op": "update", "target": 1, "text": "Go southeast first; the exit is behind the altar."},
+     {"op": "up", "target": 2},
      {"op": "return"}]
 
-add: a new experience. update: a better text for a retrieved experience, `target` its number in the prompt, from 1. return: nothing
-to learn here; so says an empty list too. Of a chunk of the bank (its periodic merge)
+add: a new experience. update: a better text for a retrieved experience, `target` its number in the prompt, from 1. up, down: a vote on
+a retrieved experience, where the extractor is asked for votes. return: nothing to learn here; so says an empty list too. Of a chunk of
+the bank (its periodic merge)
 
     [{"op": "merge", "targets": [1, 4], "text": "Go southeast first; the exit is behind the altar."},
      {"op": "discard", "target": 2},
      {"op": "keep", "target": 3}]
 
 merge: one text in the place of several experiences. discard: one that is wrong or says nothing. keep: what stays as it is, as does
-what is not mentioned. Objects are read wherever they stand: in a code fence, between sentences, one after the other without a list,
-inside another object.
+what is not mentioned. To the question of an agent (search_and_ask) it is
+
+    [{"op": "refine", "text": "The altar is two rooms east of you."}]
+
+refine: what was found, fitted to the agent's situation; or return: it is to stay as it is.
+
+Objects are read wherever they stand: in a code fence, between sentences, one after the other without a list, inside another object.
 """
 
 from __future__ import annotations
@@ -27,10 +34,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OpKind = Literal["add", "update", "return", "merge", "discard", "keep"]
+OpKind = Literal["add", "update", "return", "up", "down", "merge", "discard", "keep", "refine"]
 Span = tuple[int, int]
 
 THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
+
+ATTEMPTS = 256
+"""Braces of an answer that open no op, as far as it is read."""
 
 _LOOKS_LIKE_AN_OP = re.compile(r'\{\s*["\']?op\b')
 _NOTHING = re.compile(r"\[\s*\]")
@@ -47,12 +57,16 @@ class OpLimits:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. span: its characters in the completion; targets: 0-based, one of an update, several of a merge."""
+    """One operation. span: its characters in the completion; targets: 0-based, one of an update or a vote, several of a merge."""
 
     kind: OpKind
     span: Span
     text: str = ""
     targets: tuple[int, ...] = ()
+
+    @property
+    def is_vote(self) -> bool:
+        return self.kind in ("up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +83,18 @@ class ParsedOps:
         return not self.ops
 
 
-def parse_ops(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
-    """What the completion says of an episode: add, update and return, in order.
+def parse_ops(completion: str, shown: int, *, thinking: bool = False, votes: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+    """What the completion says of an episode: add, update, return and, where `votes` were asked for, up and down, in order.
 
     shown: how many experiences the prompt numbered; thinking: the prompt itself opened the thinking, so that an answer comes
     only after its end. Any text is parsed; nothing is raised and nothing is evaluated.
     """
     limits = limits or OpLimits()
-    return _parse(completion, "return", lambda value, span: _distil_op(value, span, shown, limits), limits.max_ops, thinking)
+
+    def read(value: Any, span: Span) -> Op | str:
+        return _vote(value, span, shown) if votes and value["op"] in ("up", "down") else _distil_op(value, span, shown, limits)
+
+    return _parse(completion, "return", read, limits.max_ops, thinking)
 
 
 def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
@@ -93,6 +111,12 @@ def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: 
         return op
 
     return _parse(completion, "keep", read, shown, thinking)
+
+
+def parse_refine(completion: str, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+    """What the completion says to a question: one refine or one return."""
+    limits = limits or OpLimits()
+    return _parse(completion, "return", lambda value, span: _refine_op(value, span, limits), 1, thinking)
 
 
 def _parse(completion: str, nothing: OpKind, read: Callable[[Any, Span], Op | str], most: int, thinking: bool) -> ParsedOps:
@@ -129,8 +153,16 @@ def _answer(completion: str, thinking: bool) -> int | None:
 
 
 def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
-    """JSON objects with an "op", and None for what begins like one and is not JSON; each with its span."""
+    """JSON objects with an "op", and None for what begins like one and is not JSON; each with its span.
+
+    After ATTEMPTS at something else the rest is one None: each may read the text to its end.
+    """
+    attempts = 0
     while (position := text.find("{", position)) >= 0:
+        if attempts == ATTEMPTS:
+            yield None, (position, len(text))
+            return
+        attempts += 1
         try:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
@@ -142,6 +174,7 @@ def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
         if "op" in value:
             yield value, (position, end)
             position = end
+            attempts -= 1
         else:  # an object around the ops, such as {"operations": […]}
             position += 1
 
@@ -161,6 +194,11 @@ def _distil_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str
     return target if isinstance(target, str) else Op("update", span, text, (target,))
 
 
+def _vote(value: Any, span: Span, shown: int) -> Op | str:
+    target = _target(value.get("target"), shown)
+    return target if isinstance(target, str) else Op(value["op"], span, targets=(target,))
+
+
 def _merge_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
     kind = value["op"]
     if kind not in ("merge", "discard", "keep"):
@@ -177,6 +215,15 @@ def _merge_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
         return "merge of less than two"
     text, reason = _text(value, limits)
     return reason or Op("merge", span, text, targets)
+
+
+def _refine_op(value: Any, span: Span, limits: OpLimits) -> Op | str:
+    if value["op"] == "return":
+        return Op("return", span)
+    if value["op"] != "refine":
+        return "unknown op"
+    text, reason = _text(value, limits)
+    return reason or Op("refine", span, text)
 
 
 def _text(value: Any, limits: OpLimits) -> tuple[str, str]:

@@ -18,8 +18,7 @@ class DistilQueue:
     """stamp: of what happens now; attempt: asks the extractor about a request, once; settle: writes an outcome to its end, also when
     its caller is cancelled, and tells so by `count_settled`.
 
-    refused: requests for which there was no room; retried: attempts that failed and were not the last; working: requests that `run`
-    has in its hands.
+    refused: requests for which there was no room; retried: attempts that failed and were not the last.
     """
 
     def __init__(
@@ -27,10 +26,22 @@ class DistilQueue:
         attempt: Callable[[DistilRequest], Awaitable[Distilled]], settle: Callable[[DistilRequest, Outcome], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._store, self._settings, self._stamp, self._attempt, self._settle = store, settings, stamp, attempt, settle
-        self.refused = self.retried = self.working = 0
+        self.refused = self.retried = 0
         self._settled = 0
+        self._held: set[str] = set()  # what `run` has in its hands
+        self._leasing = False
+        self._draining = asyncio.Lock()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
+
+    @property
+    def busy(self) -> bool:
+        """`run` or `drain` has requests in its hands."""
+        return self._running or self._draining.locked()
+
+    @property
+    def _running(self) -> bool:
+        return self._leasing or bool(self._held)
 
     async def submit(self, request: DistilRequest) -> bool:
         """See `ExperienceManager.submit`."""
@@ -53,24 +64,25 @@ class DistilQueue:
                     for request in await self._next():
                         tasks.create_task(self._consume(request), name=f"distil {request.id}")
         finally:
-            self.working = 0
-            await self._store.release()
+            held, self._held = self._held, set()
+            await self._store.release(held)
             async with self._changed:
                 self._changed.notify_all()
 
     async def drain(self) -> None:
         """Returns when every request submitted before is settled, those of this call in request order."""
-        requests = await self._store.lease()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
-            # Begun in request order, and so written and put into memory in it.
-            await asyncio.gather(*(self._settle(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
-        except BaseException:
-            await self._store.release()
-            raise
+        async with self._draining:  # another call has some of them in its hands
+            requests = await self._store.lease()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
+                # Begun in request order, and so written and put into memory in it.
+                await asyncio.gather(*(self._settle(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
+            except BaseException:
+                await self._store.release([request.id for request in requests])
+                raise
         async with self._changed:
-            await self._changed.wait_for(lambda: not self.working)
+            await self._changed.wait_for(lambda: not self._running)
 
     async def count_settled(self) -> None:
         """A request was applied or buried: there is room for another one."""
@@ -86,23 +98,24 @@ class DistilQueue:
         """As many pending requests as there is room for, at least one."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self.working < self._settings.concurrency)
+                await self._changed.wait_for(lambda: len(self._held) < self._settings.concurrency)
             self._arrived.clear()
-            room = self._settings.concurrency - self.working
-            self.working += room  # before the lease: `drain` must not see a leased request in nobody's hands
-            leased = await self._store.lease(room)
-            await self._put_down(room - len(leased))
+            self._leasing = True  # `drain` must not see a leased request in nobody's hands
+            try:
+                leased = await self._store.lease(self._settings.concurrency - len(self._held))
+                self._held.update(request.id for request in leased)
+            finally:
+                self._leasing = False
             if leased:
                 return leased
+            async with self._changed:
+                self._changed.notify_all()
             await self._arrived.wait()
 
     async def _consume(self, request: DistilRequest) -> None:
         await self._settle(request, await self._outcome(request))
-        await self._put_down(1)
-
-    async def _put_down(self, n: int) -> None:
         async with self._changed:
-            self.working -= n
+            self._held.discard(request.id)
             self._changed.notify_all()
 
     async def _outcome(self, request: DistilRequest) -> Outcome:

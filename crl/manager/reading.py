@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError, StoreError
-from crl.manager.database import check_bank, read_only_uri, store_errors
+from crl.manager.database import check_bank, read_only_uri, readable_rows, store_errors
 from crl.manager.records import DistilRequest, Stamp, UnitKey
+from crl.manager.tables import read_vectors
 from crl.types import ExperienceStatus
 
 QueueState = Literal["pending", "leased", "done", "dead"]
@@ -38,7 +39,7 @@ BINS = 5
 class EntryView:
     """An entry at its current version. step: completed actor steps when that was written; retrieved: c(m) of CRL eq. 6;
     last_returned_step: None before the first time, and in a copy for another run; credited: episodes that it guided and that were
-    credited; credit: Σ r over them, r = ±1."""
+    credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes."""
 
     uid: str
     version: int
@@ -53,6 +54,7 @@ class EntryView:
     last_returned_step: int | None
     credited: int
     credit: float
+    votes: int
 
     @property
     def unit(self) -> UnitKey:
@@ -90,6 +92,23 @@ class UseView:
 
 
 @dataclass(frozen=True, slots=True)
+class RefinementView:
+    """An answer of the extractor to a question of an agent (search_and_ask, CRL §3.2.2). id: of its generation; step: completed actor steps
+    then; uid, version: of the entry that it was made from; text: what the agent was told, None = the entry as it stood."""
+
+    id: str
+    step: int
+    uid: str
+    version: int
+    text: str | None
+
+    @property
+    def unit(self) -> UnitKey:
+        """What it earns credit by."""
+        return UnitKey(self.id, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationView:
     """An answer of the extractor. extractor: its policy version; prompt, sampled: token ids; span: the entry's tokens of `sampled`,
     [start, stop); trained: how often it was trained on, for the last time after `trained_at` actor steps."""
@@ -106,12 +125,12 @@ class GenerationView:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """step: completed actor steps then; by: the request whose entries needed room, or the merge in which the extractor discarded it;
-    None where somebody pruned the bank."""
+    """step: completed actor steps then; by: the request whose entries needed room (why = "room") or whose answer voted it out ("votes"),
+    or the merge in which the extractor discarded it ("discarded"); None where somebody pruned the bank ("pruned")."""
 
     step: int
     by: str | None
-    discarded: bool
+    why: Literal["room", "votes", "discarded", "pruned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +140,11 @@ class Keys:
 
     made_by: str | None
     vectors: Mapping[str, NDArray[np.float32]]
+
+    def comparable(self, embedder: str, dim: int) -> bool:
+        """With the vectors of that embedder."""
+        by = self.made_by or ""
+        return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(len(vector) == dim for vector in self.vectors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +205,8 @@ def reading(path: Path) -> Iterator[BankReader]:
     with store_errors(path), closing(sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)) as db:
         db.row_factory = sqlite3.Row
         db.execute("BEGIN")  # all that follows sees one state
-        yield BankReader(path, db)
+        with readable_rows(path):
+            yield BankReader(path, db)
 
 
 class BankReader:
@@ -225,14 +250,16 @@ class BankReader:
     def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
         written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', step FROM log WHERE {WROTE}")
         steps = {(uid, version): step for uid, version, step in written}
-        counters = "generation, retrieved, last_returned_step, credited, credit"
+        ((version,),) = self._rows("PRAGMA user_version")
+        votes = "votes" if version > 2 else "0 AS votes"  # there were none before
+        counters = f"generation, retrieved, last_returned_step, credited, credit, {votes}"
         columns = f"uid, version, status, task, goal, text, parents, {counters}"
         sql = f"SELECT {columns} FROM entries JOIN units USING (uid, version) WHERE {where} ORDER BY entries.rowid"
         return [
             EntryView(
                 row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"], tuple(json.loads(row["parents"])),
                 steps.get((row["uid"], row["version"]), 0), row["generation"], row["retrieved"], row["last_returned_step"],
-                row["credited"], row["credit"],
+                row["credited"], row["credit"], row["votes"],
             )
             for row in self._rows(sql, *parameters)
         ]  # fmt: skip
@@ -258,18 +285,33 @@ class BankReader:
         return [_version(row, json.loads(row["data"])) for row in rows]
 
     def uses(self, uid: str) -> list[UseView]:
-        """The credited episodes of all its versions, in order."""
+        """The credited episodes of all its versions, in order; not those that went on without it."""
         columns = "step, origin, data ->> 'version', data ->> 'reward'"
-        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'credit' AND data ->> 'uid' = ? ORDER BY seq", uid)
+        where = "kind = 'credit' AND data ->> 'uid' = ? AND data ->> 'reward' IS NOT NULL"
+        rows = self._rows(f"SELECT {columns} FROM log WHERE {where} ORDER BY seq", uid)
         return [UseView(*row) for row in rows]
+
+    def refinement(self, name: str) -> RefinementView | None:
+        """The one of this id; None where there is none."""
+        return next(iter(self._refinements("origin = ?", name)), None)
+
+    def refinements(self, uid: str) -> list[RefinementView]:
+        """What was made of all versions of an entry for those who asked, in order."""
+        return self._refinements("data ->> 'uid' = ?", uid)
+
+    def _refinements(self, where: str, *parameters: Any) -> list[RefinementView]:
+        columns = "origin, step, data ->> 'uid', data ->> 'version', data ->> 'text'"
+        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'refine' AND {where} ORDER BY seq", *parameters)
+        return [RefinementView(*row) for row in rows]
 
     def eviction(self, uid: str) -> Eviction | None:
         """None where the entry is not evicted."""
-        for row in self._rows("SELECT step, data ->> 'for' FROM log WHERE kind = 'evict' AND origin = ?", uid):
-            return Eviction(*row, discarded=False)
+        columns = "step, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
+        for row in self._rows(f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid):
+            return Eviction(row[0], row[1], row[2])
         discards = "log, json_each(data, '$.targets') AS target WHERE kind = 'discard' AND target.value LIKE ? ESCAPE '\\'"
         for row in self._rows(f"SELECT step, origin FROM {discards}", _versions_of(uid)):
-            return Eviction(*row, discarded=True)
+            return Eviction(row[0], row[1], "discarded")
         return None
 
     def generation(self, unit: UnitKey) -> GenerationView | None:
@@ -286,7 +328,7 @@ class BankReader:
     def keys(self) -> Keys:
         made_by = next((row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")), None)
         rows = self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
-        return Keys(made_by, {row["uid"]: np.frombuffer(row["vector"], "<f4") for row in rows})
+        return Keys(made_by, dict(zip((row["uid"] for row in rows), read_vectors(row["vector"] for row in rows), strict=True)))
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -312,8 +354,8 @@ class BankReader:
         """Figures of the whole bank.
 
         entries: by task, how many of each status, and the number of goals that active ones are about; used: of the active ones, how
-        many were ever retrieved and credited; won: how many of those that were credited have which share of won episodes, in BINS
-        equal parts of [0, 1]; ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+        many were ever retrieved, credited and have votes; won: how many of those that were credited have which share of won episodes, in
+        BINS equal parts of [0, 1]; ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
@@ -332,6 +374,7 @@ class BankReader:
                 "active": len(active),
                 "retrieved": sum(entry.retrieved > 0 for entry in active),
                 "credited": sum(entry.credited > 0 for entry in active),
+                "voted": sum(entry.votes != 0 for entry in active),
             },
             "won": [bins[i] for i in range(BINS)],
             "ops": self._pairs("SELECT kind, COUNT(*) FROM log GROUP BY kind ORDER BY kind"),

@@ -11,8 +11,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, Trajectory
+from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, Trajectory, Verdict
+
+Evict = Literal["fifo", "lru", "credit"]
+"""Which entry goes where there is no room: the first written, the least recently returned, or the one of the lowest `credit_score`."""
 
 
 class UnitKey(NamedTuple):
@@ -23,6 +27,11 @@ class UnitKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.uid}@{self.version}"
+
+    @classmethod
+    def earning(cls, use: ExperienceUse) -> UnitKey:
+        """What an episode's outcome is credited to: the refinement where there was one, else the entry."""
+        return cls(use.generation, 1) if use.how == "ask" else cls(use.uid, use.version)
 
 
 class Stamp(NamedTuple):
@@ -95,8 +104,8 @@ class DistilRequest:
 class Generation:
     """What the extractor sampled once, as it is trained: prompt ids and the completion with its behaviour log-probs.
 
-    id: the request's; extractor: policy version when it began; head: sampled tokens before the first op; c_train, t_last: the
-    counters of eq. 7, which belong to the generation.
+    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op;
+    c_train, t_last: the counters of eq. 7, which belong to the generation.
     """
 
     id: str
@@ -123,18 +132,30 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Vote:
+    """What an answer says of an experience that guided its episode: value +1 (up) or −1 (down). op: its index in the generation."""
+
+    op: int
+    unit: UnitKey
+    value: Literal[1, -1]
+
+
+@dataclass(frozen=True, slots=True)
 class Distilled:
-    """What became of one request. returned: `return` ops; dropped: refused ops by reason; malformed: not one op stood."""
+    """What became of one request. returned: `return` ops; dropped: refused ops by reason; duplicates: adds that were left out because
+    the bank says nearly the same; malformed: not one op stood."""
 
     request: DistilRequest
     generation: Generation
     writes: tuple[Write, ...]
     returned: int
     dropped: Mapping[str, int]
+    votes: tuple[Vote, ...] = ()
+    duplicates: int = 0
 
     @property
     def malformed(self) -> bool:
-        return not self.writes and not self.returned
+        return not (self.writes or self.returned or self.votes or self.duplicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +171,28 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
+class Refined:
+    """What the extractor said to a question. source: the use of what was found; text: what it made of it, None = it is returned as it is;
+    span: the op's tokens [start, stop) in what was sampled; dropped: refused ops by reason; malformed: not one op stood."""
+
+    generation: Generation
+    source: ExperienceUse
+    text: str | None
+    span: tuple[int, int]
+    dropped: Mapping[str, int]
+    malformed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ApplyRules:
-    """malformed_reward: what a generation without any op earns, None = it is not kept. cap: active entries of one goal, None =
-    any number; over it those go that `surplus` says, by `choice`."""
+    """malformed_reward: what a generation without any op earns, None = it is not kept. cap, size: active entries of one goal and of the
+    whole bank, None = any number; over them those go that `evict` says. vote_out: net down votes at which an entry goes, None = never."""
 
     malformed_reward: float | None = None
     cap: int | None = None
-    choice: Literal["diverse", "credit"] = "diverse"
+    size: int | None = None
+    evict: Evict = "fifo"
+    vote_out: int | None = None
 
 
 @dataclass(slots=True)
@@ -164,7 +200,7 @@ class Entry:
     """An entry of the bank at its current version, with the counters of that version (its unit).
 
     retrieved: c(m) of eq. 6; last_returned_step: the actor step of the last time, None before; credited: episodes that it
-    guided and that were credited; credit: Σ r over them, r = ±1.
+    guided and that were credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes.
     """
 
     uid: str
@@ -180,6 +216,7 @@ class Entry:
     last_returned_step: int | None = None
     credited: int = 0
     credit: float = 0.0
+    votes: int = 0
 
     @property
     def unit(self) -> UnitKey:
@@ -196,10 +233,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """changed: the entries that were written, each with the write that made it; evicted: uids that are active no more."""
+    """changed: the entries that were written, each with the write that made it; evicted: uids that are active no more; votes: those that
+    counted."""
 
     changed: tuple[tuple[Entry, Write], ...] = ()
     evicted: tuple[str, ...] = ()
+    votes: tuple[Vote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +249,26 @@ class RolledBack:
     archive: Path | None
 
 
+class Credit(NamedTuple):
+    """What one episode says of one unit. outcome: r = ±1 of the episode that it guided, for the record of what helped; None after a
+    reject, where it guided nothing. reward: what its generation is trained on, which depends on the verdict too (CRL eq. 8)."""
+
+    unit: UnitKey
+    verdict: Verdict | None
+    outcome: float | None
+    reward: float
+
+    @classmethod
+    def of(cls, use: ExperienceUse, success: bool) -> Credit:
+        outcome = None if use.verdict == "reject" else 1.0 if success else -1.0
+        return cls(UnitKey.earning(use), use.verdict, outcome, experience_reward(use.verdict, success))
+
+
 @dataclass(frozen=True, slots=True)
 class PendingUnit:
     """A credit unit with rewards that were not trained on yet. Version 0 is a generation without any op.
 
-    span: its tokens in the generation; count, total: pending episodes and Σ r over them.
+    span: its tokens in the generation; count, total: pending episodes and Σ of their rewards.
     """
 
     unit: UnitKey

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -61,27 +60,28 @@ def pick(candidates: Sequence[Candidate], step: int, rng: Callable[[], random.Ra
     floor = max(candidates[0].similarity - settings.margin - EQUAL, settings.min_similarity)
     equals = [candidate for candidate in candidates if candidate.similarity >= floor]
     if settings.choice == "credit":
-        scores = [credit_score(candidate.entry) for candidate in equals]
+        scores = [credit_score(candidate.entry.credited, candidate.entry.credit) for candidate in equals]
     else:
-        scores = diverse_scores(equals, step, settings)
+        scores = list(diverse_scores(equals, step, settings))
     best = max(scores)
-    tied = [candidate.entry for candidate, score in zip(equals, scores, strict=True) if score == best]
+    tied = [candidate.entry for candidate, score in zip(equals, scores, strict=False) if score == best]  # those without a score cannot win
     return rng().choice(tied) if len(tied) > 1 else tied[0]
 
 
-def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> list[float]:
-    """s(m) of CRL eq. 6 of each. candidates: the most similar first. **Ours**: s_rank = −(number of candidates that are more similar),
-    so that equals have one rank."""
-    falling = [-candidate.similarity for candidate in candidates]
-    return [
-        diversity_score(
-            -float(bisect_left(falling, -candidate.similarity - EQUAL)),
-            candidate.entry.retrieved,
-            is_recent(candidate.entry, step, settings.recent_steps),
-            lam=settings.lam,
-        )
-        for candidate in candidates
-    ]
+def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> Iterator[float]:
+    """s(m) of CRL eq. 6 of each, as far as one may be the highest: it is s_rank at most. candidates: the most similar first.
+
+    **Ours**: s_rank = −(number of candidates that are more similar), so that equals have one rank.
+    """
+    rank, best = 0, -math.inf
+    for entry, similarity in candidates:
+        while candidates[rank].similarity > similarity + EQUAL:
+            rank += 1
+        if -rank < best:
+            return
+        score = diversity_score(-float(rank), entry.retrieved, is_recent(entry, step, settings.recent_steps), lam=settings.lam)
+        best = max(best, score)
+        yield score
 
 
 def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
@@ -92,17 +92,9 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
     return entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
 
 
-def credit_score(entry: Entry) -> float:
-    """**Ours**: (guided successes + 0.6) / (n + 1) + 0.2 / √(n + 1) over the n credited episodes of this version."""
-    visits = entry.credited + PRIOR_VISITS
-    successes = (entry.credit + entry.credited) / 2  # credit sums r = ±1
+def credit_score(credited: int, credit: float) -> float:
+    """**Ours**: (guided successes + 0.6) / (n + 1) + 0.2 / √(n + 1) over the n credited episodes of an entry's version, whose Σ r = ±1
+    is `credit`."""
+    visits = credited + PRIOR_VISITS
+    successes = (credit + credited) / 2
     return (successes + PRIOR_SUCCESS * PRIOR_VISITS) / visits + BONUS / math.sqrt(visits)
-
-
-def surplus(entries: Sequence[Entry], cap: int, choice: Choice) -> list[Entry]:
-    """The entries that go so that `cap` remain: the lowest `credit_score` first with choice "credit", else the oldest.
-
-    entries: the oldest first; among equal scores the oldest goes.
-    """
-    over = max(0, len(entries) - cap)
-    return sorted(entries, key=credit_score)[:over] if choice == "credit" else list(entries[:over])

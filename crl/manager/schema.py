@@ -9,10 +9,12 @@ from sqlite3 import Connection
 from typing import Any
 
 from crl.errors import StoreError
+from crl.manager.retrieval import credit_score
 from crl.manager.snapshots import keep_images
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
+DAMAGED = "The file is damaged: restore a copy or choose another path."
 
 
 def prepare(db: Connection, path: Path) -> None:
@@ -22,24 +24,24 @@ def prepare(db: Connection, path: Path) -> None:
     """
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA busy_timeout = 5000")
+    db.create_function("credit_score", 2, credit_score, deterministic=True)
     version = _pragma(db, "user_version")
     if version > SCHEMA_VERSION:
         raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")
     tables = db.execute("SELECT name FROM sqlite_master").fetchall()
     if tables and _pragma(db, "application_id") != APPLICATION_ID:
         raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
+    if tables and version < 1:
+        raise StoreError(f"{path}: the bank has schema version {version}, which no crl writes. {DAMAGED}")
     if _pragma(db, "journal_mode = WAL") != "wal":
         raise StoreError(f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk.")
     db.execute("PRAGMA synchronous = FULL")
     # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
     db.execute("BEGIN IMMEDIATE")
-    if not tables:
-        _run(db, "schema.sql")
+    for script in [f"upgrade_{old}_to_{old + 1}.sql" for old in range(version, SCHEMA_VERSION)] if tables else ["schema.sql"]:
+        _run(db, script)
         keep_images(db)
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    elif version == 1:
-        _run(db, "upgrade_1_to_2.sql")
-        keep_images(db)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     db.execute("COMMIT")
 

@@ -1,11 +1,11 @@
--- The bank, version 2. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
+-- The bank, version 3. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
 
 CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
-    kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, drop, malformed, evict
-                                  -- | chunk, merge, discard | import | retrieve, credit, stray, train | snapshot
+    kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, up, down, drop, malformed,
+                                  -- evict | refine | chunk, merge, discard | import | retrieve, credit, stray, train | snapshot
     origin    TEXT NOT NULL,      -- the request, the merge, the episode or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON
@@ -13,7 +13,8 @@ CREATE TABLE log (
 
 -- What a request, a merge or an episode did, it did once.
 CREATE UNIQUE INDEX log_once ON log (origin, op, kind)
-    WHERE kind IN ('add', 'update', 'return', 'drop', 'malformed', 'evict', 'chunk', 'merge', 'discard', 'credit', 'stray');
+    WHERE kind IN ('add', 'update', 'return', 'up', 'down', 'drop', 'malformed', 'evict', 'refine', 'chunk', 'merge', 'discard', 'credit',
+        'stray');
 
 CREATE INDEX log_kind ON log (kind);
 
@@ -31,7 +32,7 @@ CREATE TABLE requests (
 CREATE INDEX requests_queue ON requests (state, step, team, member, id);
 
 CREATE TABLE generations (
-    id         TEXT PRIMARY KEY,  -- the request's id
+    id         TEXT PRIMARY KEY,  -- the request's, the merge's or the question's
     extractor  INTEGER NOT NULL,  -- policy version when it began
     prompt     BLOB NOT NULL,     -- token ids, little-endian int32
     sampled    BLOB NOT NULL,     -- token ids, little-endian int32
@@ -44,7 +45,7 @@ CREATE TABLE generations (
 );
 
 CREATE TABLE entries (
-    written INTEGER PRIMARY KEY,  -- in the order in which current versions were written
+    written INTEGER PRIMARY KEY,  -- seq at which the current version was written; in an upgraded bank an earlier one, in the same order
     uid     TEXT NOT NULL UNIQUE, -- request#op of the add that made it
     version INTEGER NOT NULL,
     text    TEXT NOT NULL,
@@ -56,8 +57,10 @@ CREATE TABLE entries (
 );
 
 CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';
+CREATE INDEX entries_written ON entries (written) WHERE status = 'active';
 
--- What earns credit: one version of one entry, or (version 0) a generation that held no op.
+-- What earns credit: one version of one entry, a refinement (uid is its generation, version 1), or (version 0) a generation that held
+-- no op.
 CREATE TABLE units (
     uid                TEXT NOT NULL,
     version            INTEGER NOT NULL,
@@ -71,6 +74,7 @@ CREATE TABLE units (
     pending_count      INTEGER NOT NULL DEFAULT 0,  -- episodes not yet trained on
     pending_sum        REAL NOT NULL DEFAULT 0,
     ready              INTEGER,                     -- seq at which it became ready; NULL with nothing pending
+    votes              INTEGER NOT NULL DEFAULT 0,  -- the extractor's up votes on this version less its down votes
     PRIMARY KEY (uid, version)
 ) WITHOUT ROWID;
 

@@ -6,7 +6,7 @@ that it was not there. So at snapshot s a row was what its earliest image of s o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from sqlite3 import Connection
 
 TABLES = ("requests", "generations", "entries", "units", "facts")
@@ -14,15 +14,16 @@ TABLES = ("requests", "generations", "entries", "units", "facts")
 
 
 def keep_images(db: Connection) -> None:
-    """Makes the tables of images, and the triggers that fill them."""
+    """Makes the tables of images, and the triggers that fill them, where they are not there yet."""
     for table in TABLES:
         columns, key = _columns(db, table)
-        db.execute(f"CREATE TABLE {table}_before (snapshot, existed, {', '.join(columns)}, PRIMARY KEY ({', '.join(key)}, snapshot))")
+        image_key = f"PRIMARY KEY ({', '.join(key)}, snapshot)"
+        db.execute(f"CREATE TABLE IF NOT EXISTS {table}_before (snapshot, existed, {', '.join(columns)}, {image_key})")
         for event, row in (("INSERT", "new"), ("UPDATE", "old"), ("DELETE", "old")):
             existed = event != "INSERT"
             image = [f"{row}.{column}" if existed or column in key else "NULL" for column in columns]
             db.execute(f"""
-                CREATE TRIGGER {table}_{event.lower()} AFTER {event} ON {table} BEGIN
+                CREATE TRIGGER IF NOT EXISTS {table}_{event.lower()} AFTER {event} ON {table} BEGIN
                     INSERT INTO {table}_before SELECT last, {int(existed)}, {", ".join(image)} FROM (SELECT MAX(seq) AS last FROM snapshots)
                     WHERE last IS NOT NULL AND NOT EXISTS (
                         SELECT 1 FROM {table}_before WHERE snapshot = last AND {_both(key, f"{table}_before", row)});
@@ -49,6 +50,23 @@ def go_back(db: Connection, seq: int) -> None:
     db.execute("DELETE FROM log WHERE seq > ?", (seq,))
     db.execute("UPDATE requests SET state = 'pending' WHERE state = 'leased'")
     db.executemany("INSERT INTO snapshots VALUES (?)", kept)
+
+
+def forget_all_but(db: Connection, kept: Collection[int]) -> None:
+    """Nobody goes back to the other snapshots any more. Within a transaction."""
+    seqs = [seq for (seq,) in db.execute("SELECT seq FROM snapshots ORDER BY seq")]
+    for i in reversed(range(len(seqs))):
+        if seqs[i] not in kept:
+            _forget(db, seqs[i], seqs[i - 1] if i else None)
+
+
+def _forget(db: Connection, seq: int, before: int | None) -> None:
+    """The snapshot before it, None where there is none, takes over the images of rows that it has no image of."""
+    for table in TABLES:
+        if before is not None:
+            db.execute(f"UPDATE OR IGNORE {table}_before SET snapshot = ? WHERE snapshot = ?", (before, seq))
+        db.execute(f"DELETE FROM {table}_before WHERE snapshot = ?", (seq,))
+    db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))
 
 
 def forget_all(db: Connection) -> None:

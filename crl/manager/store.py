@@ -7,9 +7,10 @@ distilled twice, no use is credited twice. `snapshot` marks a state of all of it
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from sqlite3 import Connection
 
@@ -17,24 +18,27 @@ import numpy as np
 
 from crl.errors import StoreError
 from crl.manager.credit import Ready
-from crl.manager.database import Database
+from crl.manager.database import Database, readable_rows
 from crl.manager.records import (
     Applied,
     ApplyRules,
+    Credit,
     Distilled,
     DistilRequest,
     Entry,
     Generation,
     Merged,
     PendingUnit,
+    Refined,
     RolledBack,
     Stamp,
     UnitKey,
     Write,
 )
-from crl.manager.snapshots import forget_all, go_back
+from crl.manager.snapshots import forget_all, forget_all_but, go_back
 from crl.manager.tables import (
     ENTRIES,
+    count_vote,
     credit,
     current,
     fact,
@@ -46,15 +50,17 @@ from crl.manager.tables import (
     make_room,
     read_entry,
     read_generation,
+    read_vectors,
     retire,
     set_fact,
     take_in,
     vector_bytes,
+    vote_out,
     write_entry,
     write_merge,
+    write_refinement,
 )
 from crl.manager.tally import Tally
-from crl.types import ExperienceUse
 
 
 class Store:
@@ -98,13 +104,24 @@ class Store:
             self._tally.reset()
 
         await self._database.transaction(work)
+        await self.compact()
+
+    async def compact(self) -> None:
+        """Makes the bank one file without unused pages. Raises `StoreError`, also while somebody reads it."""
+        await self._database.compact()
 
     # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def snapshot(self, stamp: Stamp) -> int:
-        """The sequence number that `rollback` takes to bring back what the bank holds now."""
+    async def snapshot(self, stamp: Stamp, kept: Collection[int] | None = None) -> int:
+        """The sequence number that `rollback` takes to bring back what the bank holds now.
+
+        kept: of the snapshots before, those that somebody may go back to, None = all; the others are forgotten, for each of them
+        costs a copy of every row that changed since.
+        """
 
         def work(db: Connection) -> int:
+            if kept is not None:
+                forget_all_but(db, kept)
             seq = log(db, stamp, "snapshot", "", 0, {})
             assert seq is not None, "snapshots may repeat"
             db.execute("INSERT INTO snapshots VALUES (?)", (seq,))
@@ -150,21 +167,34 @@ class Store:
 
         return await self._database.transaction(work)
 
-    async def release(self) -> None:
-        """Leased requests are pending again: whoever leased them is gone."""
-        await self._database.transaction(lambda db: db.execute("UPDATE requests SET state = 'pending' WHERE state = 'leased'"))
+    async def release(self, ids: Collection[str] | None = None) -> None:
+        """Of these requests, those that are leased are pending again; None = all of them, for whoever leased them is gone."""
+
+        def work(db: Connection) -> None:
+            sql = "UPDATE requests SET state = 'pending' WHERE state = 'leased'"
+            db.execute(sql) if ids is None else db.executemany(f"{sql} AND id = ?", [(name,) for name in ids])
+
+        await self._database.transaction(work)
 
     async def lease(self, limit: int | None = None) -> list[DistilRequest]:
         """Takes pending requests, at most `limit`, in (step, group, member) order. They are the caller's until they are settled or
-        released, or until the bank is opened again: there is one writer, and its leases end with it."""
+        released, or until the bank is opened again: there is one writer, and its leases end with it. A caller that is cancelled has
+        leased nothing."""
+        taken: list[str] = []
 
         def work(db: Connection) -> list[DistilRequest]:
             sql = "SELECT id, payload FROM requests WHERE state = 'pending' ORDER BY step, team, member, id LIMIT ?"
             rows = db.execute(sql, (-1 if limit is None else limit,)).fetchall()
-            db.executemany("UPDATE requests SET state = 'leased' WHERE id = ?", [(row["id"],) for row in rows])
-            return [DistilRequest.from_json(row["payload"]) for row in rows]
+            taken.extend(row["id"] for row in rows)
+            db.executemany("UPDATE requests SET state = 'leased' WHERE id = ?", [(name,) for name in taken])
+            with readable_rows(self._database.path):
+                return [DistilRequest.from_json(row["payload"]) for row in rows]
 
-        return await self._database.transaction(work)
+        try:
+            return await self._database.transaction(work)
+        except asyncio.CancelledError:
+            await self.release(taken)  # after `work`, which was not interrupted
+            raise
 
     async def failed(self, request: DistilRequest, reason: str) -> int:
         """An attempt at the request came to nothing; the caller keeps it. Returns how many have so far, in earlier processes too."""
@@ -195,7 +225,8 @@ class Store:
             dead = [row["id"] for row in db.execute("SELECT id FROM requests WHERE state = 'dead' ORDER BY step, team, member, id")]
             wanted = set(dead if ids is None else ids)
             if unknown := sorted(wanted.difference(dead)):
-                raise StoreError(f"{self._database.path}: not the ids of dead requests: {', '.join(unknown)}. Nothing was changed.")
+                names = ", ".join(unknown)
+                raise StoreError(f"{self._database.path}: no dead episodes: {names}. Nothing was changed; crl bank dead lists them.")
             revived = [name for name in dead if name in wanted]
             for name in revived:
                 db.execute("UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?", (name,))
@@ -218,10 +249,13 @@ class Store:
             changed = [(write_entry(db, request, write, stamp), write) for write in distilled.writes]
             if distilled.returned:
                 log(db, stamp, "return", request.id, 0, {"count": distilled.returned})
-            log_dropped(db, request.id, distilled.dropped, stamp)
+            votes = [vote for vote in distilled.votes if count_vote(db, request, vote, stamp)]
+            more = {"near duplicate": distilled.duplicates, "stale target": len(distilled.votes) - len(votes)}
+            log_dropped(db, request.id, {**distilled.dropped, **{reason: n for reason, n in more.items() if n}}, stamp)
             learn_from(db, distilled.generation, bool(changed), distilled.malformed, rules, stamp)
-            evicted = make_room(db, request, rules, stamp) if changed and rules.cap is not None else ()
-            return Applied(tuple(changed), tuple(evicted))
+            evicted = vote_out(db, request, votes, rules.vote_out, stamp) if rules.vote_out is not None else []
+            evicted += make_room(db, request, rules, stamp) if changed else []
+            return Applied(tuple(changed), tuple(evicted), tuple(votes))
 
         return await self._database.transaction(work)
 
@@ -257,6 +291,16 @@ class Store:
 
         return await self._database.transaction(work)
 
+    async def refine(self, refined: Refined, stamp: Stamp, rules: ApplyRules) -> None:
+        """Keeps what a question came to, so that it can earn credit; nothing when that was done before."""
+
+        def work(db: Connection) -> None:
+            if write_refinement(db, refined, stamp):
+                log_dropped(db, refined.generation.id, refined.dropped, stamp)
+                learn_from(db, refined.generation, refined.text is not None, refined.malformed, rules, stamp)
+
+        await self._database.transaction(work)
+
     async def merges(self) -> int:
         """How many chunks were merged, ever."""
         return (await self._database.rows("SELECT COUNT(*) FROM log WHERE kind = 'chunk'"))[0][0]
@@ -266,7 +310,8 @@ class Store:
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
         rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
-        return [(read_entry(row), np.frombuffer(row["vector"], "<f4")) for row in rows]
+        with readable_rows(self._database.path):
+            return list(zip(map(read_entry, rows), read_vectors(row["vector"] for row in rows), strict=True))
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
@@ -322,15 +367,18 @@ class Store:
 
     # ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def credit(self, episode: str, uses: Sequence[ExperienceUse], reward: float, stamp: Stamp) -> list[UnitKey]:
-        """Adds `reward` to the unit of each use; returns those that this call credited. A repeat for an episode is a no-op.
+    async def credit(self, episode: str, given: Sequence[Credit], stamp: Stamp) -> list[Credit]:
+        """Credits the units of an episode; returns what this call credited. A repeat for an episode is a no-op. Of several credits of one
+        unit, which was found more than once, the first counts.
 
         A use of what the bank does not know is logged as stray. What no generation is kept for counts for the entry alone.
         """
 
-        def work(db: Connection) -> list[UnitKey]:
-            units = [UnitKey(use.uid, use.version) for use in uses]
-            return [unit for op, unit in enumerate(units) if credit(db, stamp, episode, op, unit, reward)]
+        def work(db: Connection) -> list[Credit]:
+            units: dict[UnitKey, Credit] = {}
+            for one in given:
+                units.setdefault(one.unit, one)
+            return [one for op, one in enumerate(units.values()) if credit(db, stamp, episode, op, one)]
 
         return await self._database.transaction(work)
 
@@ -352,7 +400,9 @@ class Store:
     async def generations(self, ids: Iterable[str]) -> dict[str, Generation]:
         """Those that are kept, by id."""
         sql = "SELECT * FROM generations WHERE id IN (SELECT value FROM json_each(?))"
-        return {row["id"]: read_generation(row) for row in await self._database.rows(sql, (json.dumps(list(ids)),))}
+        rows = await self._database.rows(sql, (json.dumps(list(ids)),))
+        with readable_rows(self._database.path):
+            return {row["id"]: read_generation(row) for row in rows}
 
     async def mark_trained(self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp) -> None:
         """Takes the rewards that were trained on out of the pending ones and moves the counters of the generations.
@@ -375,19 +425,19 @@ class Store:
 
         await self._database.transaction(work)
 
-    async def prune(self, before: int) -> int:
-        """Drops generations that can earn nothing any more; returns how many.
+    async def spent(self, before: int) -> list[str]:
+        """Generations that can earn nothing any more.
 
         That is: no unit of it is the current version of an active entry, has pending reward, or was returned at or after the
         actor step `before` (an episode that it guides may still be running).
         """
-        sql = """
-            DELETE FROM generations WHERE NOT EXISTS (
-                SELECT 1 FROM units LEFT JOIN entries ON entries.uid = units.uid AND entries.version = units.version
-                WHERE generation = generations.id
-                    AND (pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
-        """
-        return await self._database.transaction(lambda db: db.execute(sql, (before,)).rowcount)
+        return [row["id"] for row in await self._database.rows(f"SELECT id FROM generations WHERE {_SPENT}", (before,))]
+
+    async def prune(self, names: Iterable[str], before: int) -> None:
+        """Drops those of these generations that are spent still."""
+        sql = f"DELETE FROM generations WHERE id IN (SELECT value FROM json_each(?)) AND {_SPENT}"
+        values = (json.dumps(list(names)), before)
+        await self._database.transaction(lambda db: db.execute(sql, values))
 
     # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -397,6 +447,13 @@ class Store:
         Operations count since the bank was made, or begun anew.
         """
         return await self._database.read(self._tally.read)
+
+
+_SPENT = """
+    NOT EXISTS (
+        SELECT 1 FROM units LEFT JOIN entries ON entries.uid = units.uid AND entries.version = units.version
+        WHERE generation = generations.id AND (pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
+"""
 
 
 def _open_requests(db: Connection, most: int) -> int:

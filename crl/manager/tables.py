@@ -6,16 +6,31 @@ A log row of one origin (request, merge or episode) and op exists once: `log` sa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from sqlite3 import Connection, Row
 
 import numpy as np
+from numpy.typing import NDArray
 
-from crl.manager.records import ApplyRules, DistilRequest, Entry, Generation, Stamp, UnitKey, Write
-from crl.manager.retrieval import surplus
+from crl.manager.records import ApplyRules, Credit, DistilRequest, Entry, Evict, Generation, Refined, Stamp, UnitKey, Vote, Write
 from crl.types import Completion, ExperienceStatus
 
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
+
+_WRITTEN_AT = """
+    (SELECT step FROM log WHERE seq = written AND seq > IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0))
+"""
+"""Completed actor steps when an entry was written; NULL where that was in another run, whose clock was another one."""
+
+FIRST_TO_GO: dict[Evict, str] = {
+    "fifo": "written",
+    "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",  # never returned: as if it had been when it was written
+    "credit": "credit_score(credited, credit), written",
+}
+"""ORDER BY of active entries. What was returned since the last flush is not known here yet."""
+
+SPARE = 100
+"""When the bank is over its size, one part in so many goes beside the surplus: finding those that go reads all active entries."""
 
 
 # ── the log, facts ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,27 +87,40 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
 def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
             "span": entry.span, "parents": entry.parents}  # fmt: skip
-    log(db, stamp, kind, entry.generation, write.op, data)
+    seq = log(db, stamp, kind, entry.generation, write.op, data)
     db.execute("DELETE FROM entries WHERE uid = ?", (entry.uid,))
-    _insert_entry(db, entry, vector_bytes(write.vector))
+    _insert_entry(db, seq, entry, vector_bytes(write.vector))
     sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
     db.execute(sql, (*entry.unit, entry.generation, *entry.span))
+
+
+def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
+    """The unit of a refinement, returned at once; False: it was written before."""
+    name, (start, stop) = refined.generation.id, refined.span
+    data = {"uid": refined.source.uid, "version": refined.source.version, "text": refined.text, "span": refined.span}
+    if log(db, stamp, "refine", name, 0, data) is None:
+        return False
+    if refined.text is not None:
+        columns = "uid, version, generation, start, stop, retrieved, last_returned_step"
+        db.execute(f"INSERT INTO units ({columns}) VALUES (?, 1, ?, ?, ?, 1, ?)", (name, name, start, stop, stamp.step))
+    return True
 
 
 def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
     """Adds an entry from elsewhere, without a vector."""
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
             "parents": entry.parents}  # fmt: skip
-    log(db, stamp, "import", entry.uid, entry.version, data)
-    _insert_entry(db, entry, b"")
-    columns = "uid, version, generation, start, stop, retrieved, credited, credit"
-    unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit)
-    db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
+    seq = log(db, stamp, "import", entry.uid, entry.version, data)
+    _insert_entry(db, seq, entry, b"")
+    columns = "uid, version, generation, start, stop, retrieved, credited, credit, votes"
+    unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit, entry.votes)
+    db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", unit)
 
 
-def _insert_entry(db: Connection, entry: Entry, vector: bytes) -> None:
-    row = (*entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, vector)
-    db.execute("INSERT INTO entries (uid, version, text, task, goal, parents, status, vector) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) -> None:
+    row = (seq, *entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, vector)
+    columns = "written, uid, version, text, task, goal, parents, status, vector"
+    db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def current(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
@@ -132,14 +160,47 @@ def _punish(db: Connection, generation: Generation, reward: float | None, stamp:
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
 
 
+def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp) -> bool:
+    """Counts the vote; False: what it is about is no longer the current version of an active entry, and nothing changes."""
+    if not current(db, [vote.unit]):
+        return False
+    log(db, stamp, "up" if vote.value > 0 else "down", request.id, vote.op, {"uid": vote.unit.uid, "version": vote.unit.version})
+    db.execute("UPDATE units SET votes = votes + ? WHERE uid = ? AND version = ?", (vote.value, *vote.unit))
+    return True
+
+
+def vote_out(db: Connection, request: DistilRequest, votes: Sequence[Vote], least: int, stamp: Stamp) -> list[str]:
+    """Evicts those of what was voted on that have `least` net down votes."""
+    sql = "SELECT 1 FROM units WHERE uid = ? AND version = ? AND votes <= ?"
+    units = [vote.unit for vote in votes if db.execute(sql, (*vote.unit, -least)).fetchone()]
+    return _evict(db, units, {"for": request.id, "reason": "votes"}, stamp)
+
+
 def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
-    """Makes room among the entries of the request's goal; an evicted entry stays in the history."""
-    sql = f"{ENTRIES} AND task = ? AND goal = ? ORDER BY written"
-    rows = db.execute(sql, (request.task.name, request.task.goal)).fetchall()
-    gone = surplus([read_entry(row) for row in rows], rules.cap or 0, rules.choice)
-    for entry in gone:
-        log(db, stamp, "evict", entry.uid, entry.version, {"for": request.id})
-    return retire(db, [entry.unit for entry in gone], "evicted")
+    """Evicts what is over the bounds, of the request's goal and of the bank."""
+    surplus = []
+    if rules.cap is not None:
+        surplus += _surplus(db, rules.evict, rules.cap, 0, "AND task = ? AND goal = ?", request.task.name, request.task.goal)
+    gone = _evict(db, surplus, {"for": request.id}, stamp)
+    if rules.size is not None:
+        gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), {"for": request.id}, stamp)
+    return gone
+
+
+def _surplus(db: Connection, evict: Evict, most: int, spare: int, where: str = "", *values: str) -> list[UnitKey]:
+    """Of active entries those that go first, so that `most` remain; `spare` less when it must be any."""
+    (active,) = db.execute(f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values).fetchone()
+    if active <= most:
+        return []
+    sql = f"SELECT uid, version FROM entries JOIN units USING (uid, version) WHERE status = 'active' {where}"
+    return [UnitKey(*row) for row in db.execute(f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT ?", (*values, active - most + spare))]
+
+
+def _evict(db: Connection, units: Sequence[UnitKey], data: Mapping[str, object], stamp: Stamp) -> list[str]:
+    """The entries stay in the history; their uids."""
+    for unit in units:
+        log(db, stamp, "evict", unit.uid, unit.version, data)
+    return retire(db, units, "evicted")
 
 
 def _keep_generation(db: Connection, generation: Generation) -> None:
@@ -157,19 +218,25 @@ def _keep_generation(db: Connection, generation: Generation) -> None:
 # ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def credit(db: Connection, stamp: Stamp, episode: str, op: int, unit: UnitKey, reward: float) -> bool:
-    """False: the bank does not know the unit, or this use of the episode was credited before."""
-    data = {"uid": unit.uid, "version": unit.version, "reward": reward}
+def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -> bool:
+    """False: the bank does not know the unit, or this use of the episode was credited before.
+
+    In the log `reward` is r = ±1, which a rejected use has not.
+    """
+    unit, outcome = given.unit, given.outcome
+    data = {"uid": unit.uid, "version": unit.version} | ({"reward": outcome} if outcome is not None else {})
+    data |= {"verdict": given.verdict} if given.verdict else {}
     known = db.execute("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit).fetchone()
     seq = log(db, stamp, "credit" if known else "stray", episode, op, data)
     if seq is None or not known:
         return False
-    db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (reward, *unit))
+    if outcome is not None:
+        db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (outcome, *unit))
     sql = """
         UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)
     """
-    db.execute(sql, (reward, seq, *unit))
+    db.execute(sql, (given.reward, seq, *unit))
     return True
 
 
@@ -180,6 +247,7 @@ def read_entry(row: Row) -> Entry:
     return Entry(
         row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"], (row["start"], row["stop"]),
         tuple(json.loads(row["parents"])), row["status"], row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
+        row["votes"],
     )  # fmt: skip
 
 
@@ -196,3 +264,11 @@ def read_generation(row: Row) -> Generation:
 
 def vector_bytes(vector: np.ndarray) -> bytes:
     return np.asarray(vector, "<f4").tobytes()
+
+
+def read_vectors(blobs: Iterable[bytes]) -> list[NDArray[np.float32]]:
+    """Raises `ValueError` where they are not float32 of one dimension."""
+    vectors = [np.frombuffer(blob, "<f4") for blob in blobs]
+    if len(lengths := {len(vector) for vector in vectors}) > 1:
+        raise ValueError(f"vectors of {' and '.join(map(str, sorted(lengths)))} numbers")
+    return vectors

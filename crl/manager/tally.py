@@ -26,7 +26,7 @@ class Tally:
         """Figures by name, see `Store.counts`."""
         self._count_new(db)
         found: Counter[str] = Counter({f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")})
-        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "drop", "merge", "discard")})
+        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "up", "down", "drop", "merge", "discard")})
         found.update(self._counts)
         sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
         undone = {f"queue/{state}": number for state, number in db.execute(sql)}

@@ -1,11 +1,12 @@
 """What people change in a bank that no run has open: evicting entries, trying dead requests again, taking entries out and in.
 
-An exported bank is JSON lines. The first is {"crl_bank": 1}, the version of the format; every other one is an active entry:
+An exported bank is JSON lines. The first is {"crl_bank": 2, "entries": 1}, the version of the format and how many entries follow;
+every other one is an active entry:
 
     {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0", "version": 1, "parents": [],
-     "retrieved": 5, "credited": 4, "credit": 2.0}
+     "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1}
 
-Only task, goal and text must be there. Not in it: evicted entries, the log, what the extractor could be trained on, and vectors.
+Only crl_bank, task, goal and text must be there. Not in it: evicted entries, the log, what the extractor could be trained on, and vectors.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crl.errors import ConfigError
+from crl.manager.database import files_of
 from crl.manager.reading import EntryView, require_bank
 from crl.manager.records import Entry, Stamp, UnitKey
 from crl.manager.store import Store
 from crl.manager.writer import WriterClaim
 
-FORMAT = 1
-"""Version of the exported lines."""
+FORMAT = 2
+"""Version of the exported lines; 1 had no votes."""
 
 # ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -48,10 +50,10 @@ async def evict(path: Path, units: Sequence[UnitKey]) -> int:
         return await store.evict(units)
 
 
-async def retry_dead(path: Path) -> int:
-    """How many dead requests are pending again. Raises `StoreError`, also while a run has the bank open."""
+async def retry_dead(path: Path, ids: Sequence[str] | None = None) -> int:
+    """How many dead requests are pending again: those of these ids, or all. Raises `StoreError`, also while a run has the bank open."""
     async with _opened(path) as store:
-        return len(await store.retry_dead())
+        return len(await store.retry_dead(ids))
 
 
 def require_closed(path: Path) -> None:
@@ -74,7 +76,7 @@ async def _opened(path: Path) -> AsyncIterator[Store]:
 
 def exported(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
     """The lines of an exported bank."""
-    yield {"crl_bank": FORMAT}
+    yield {"crl_bank": FORMAT, "entries": len(entries)}
     for entry in entries:
         yield {name: getattr(entry, name) for name in _Line.model_fields}
 
@@ -109,6 +111,7 @@ class _Line(BaseModel):
     retrieved: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credited: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credit: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    votes: Annotated[int, Field(gt=-(2**31), lt=2**31)] = 0
 
     @model_validator(mode="after")
     def _adds_up(self) -> _Line:
@@ -123,7 +126,7 @@ def parse_exported(path: Path) -> list[Entry]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError("file", str(path), f"cannot be read ({error.strerror})", "Give what crl bank export wrote") from error
-    _require_header(path, lines[0])
+    expected = _read_header(path, lines[0])
     entries: dict[str, Entry] = {}
     places: dict[str, int] = {}
     for number, line in enumerate(lines[1:], start=2):
@@ -133,19 +136,27 @@ def parse_exported(path: Path) -> list[Entry]:
         if entry.uid in entries:
             raise _refused(path, number, ".uid", entry.uid, f"line {places[entry.uid]} has it too", "Give each experience a uid of its own")
         entries[entry.uid], places[entry.uid] = entry, number
+    if expected not in (None, len(entries)):
+        remedy = "Export it again; where lines were taken out or added on purpose, write their number here or nothing"
+        raise _refused(path, 1, ".entries", expected, f"{len(entries)} follow, so it may be cut off", remedy)
     return list(entries.values())
 
 
-def _require_header(path: Path, line: bytes) -> None:
+def _read_header(path: Path, line: bytes) -> int | None:
+    """How many entries shall follow, if it says so."""
     wanted = f'Its first line must be {{"crl_bank": {FORMAT}}}, as crl bank export writes it'
     try:
-        version = json.loads(line)["crl_bank"]
+        header = json.loads(line)
+        version, entries = header["crl_bank"], header.get("entries")
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(path, 1, "", line, "this is no exported bank", wanted) from error
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if type(version) is not int or version < 1:  # a bool is an int too
         raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)
     if version > FORMAT:
         raise _refused(path, 1, ".crl_bank", version, f"is newer than this crl's {FORMAT}", "Upgrade crl")
+    if not (entries is None or (type(entries) is int and entries >= 0)):
+        raise _refused(path, 1, ".entries", entries, "is no number of experiences", wanted)
+    return entries
 
 
 def _entry(path: Path, number: int, line: bytes) -> Entry:
@@ -161,7 +172,7 @@ def _entry(path: Path, number: int, line: bytes) -> Entry:
     uid = read.uid or f"import/0/0/{number}#0"
     return Entry(
         uid, read.version, read.text, read.task, read.goal, "import", (0, 0), read.parents,
-        retrieved=read.retrieved, credited=read.credited, credit=read.credit,
+        retrieved=read.retrieved, credited=read.credited, credit=read.credit, votes=read.votes,
     )  # fmt: skip
 
 
@@ -173,8 +184,9 @@ def _refused(path: Path, number: int, key: str, value: object, reason: str, reme
 
 def make_bank(path: Path, entries: Sequence[Entry]) -> None:
     """A new bank at `path` with these entries: all of it, or nothing. Raises `ConfigError` when it cannot be made there."""
-    if path.exists():
-        raise ConfigError("bank", str(path), "it exists, and is not written over", "Choose another path for the new bank")
+    for file in files_of(path):
+        if file.exists():
+            raise ConfigError("bank", str(file), "it exists, and is not written over", "Choose another path for the new bank")
     try:
         with TemporaryDirectory(prefix=".crl-import-", dir=path.parent) as folder:
             draft = Path(folder) / path.name
@@ -189,5 +201,6 @@ async def _fill(path: Path, entries: Sequence[Entry]) -> None:
     store = await Store.open(path)
     try:
         await store.take_in(entries, Stamp(0, 0))
+        await store.compact()  # what lies beside it would not come along when it is renamed
     finally:
         await store.aclose()

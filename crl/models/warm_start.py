@@ -1,6 +1,6 @@
 """The supervised warm start: a tokenizer and a small model from scratch, taught by demonstrations.
 
-A demonstration is a conversation in segments; what the demonstrator said (origin policy) is trained. It becomes tokens on
+A demonstration is a conversation in segments; what the demonstrator said (origin policy or tool_call) is trained. It becomes tokens on
 the same path as a rollout (`crl.tokens.Conversation`), so the model meets in RL exactly what it was taught on.
 """
 
@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from crl.algo import micro_batches, nll
 from crl.modeling import token_logprobs
-from crl.tokens import ChatRenderer, Conversation
+from crl.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.types import Completion, Segment, TokenTrace
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -105,7 +105,7 @@ def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> 
     """The demonstration as one training sample: the mask is on what the demonstrator said and its stop token."""
     conversation = Conversation(renderer)
     for segment in demonstration:
-        if segment.origin != "policy":
+        if segment.origin not in SAMPLED_ORIGINS:
             conversation.add([segment])
             continue
         conversation.prompt()

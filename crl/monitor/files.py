@@ -76,10 +76,12 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "condition": trajectory.condition,
         "reward": trajectory.reward,
         "success": trajectory.success,
+        "score": trajectory.score,
         "turns": trajectory.turns,
         "segments": [{"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments],
         **_columns(trajectory.traces),
         "used": [dataclasses.asdict(use) for use in trajectory.used],
+        "rejected": [dataclasses.asdict(use) for use in trajectory.rejected],
         "truncated": trajectory.truncated,
         "error": trajectory.error,
     }

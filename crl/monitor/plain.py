@@ -24,7 +24,14 @@ TRAIN_COLUMNS: Columns = (
     ("ref kl", "actor/reference_kl", ".3f"),
     ("clip", "actor/clip_fraction", ".3f"),
     ("stale", "staleness/mean", ".2f"),
+    ("accepted", "critic/accept", ".2f"),
+    ("refined", "critic/refine", ".2f"),
+    ("rejected", "critic/reject", ".2f"),
+    ("malformed", "critic/malformed", ".2f"),
 )
+
+UNLESS_ZERO = frozenset({"critic/malformed"})
+"""Shown only when it is not 0."""
 
 CONDITIONS = frozenset({"rollout/success/guided", "rollout/success/free"})
 """Shown only when both are there: one alone is the success rate itself."""
@@ -70,7 +77,7 @@ def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = N
     of = f"/{steps}" if steps is not None else ""
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
     if kind in COLUMNS:
-        left_out = set() if figures.keys() >= CONDITIONS else CONDITIONS
+        left_out = {name for name in UNLESS_ZERO if not figures.get(name)} | (set() if figures.keys() >= CONDITIONS else CONDITIONS)
         cells = [f"{label} {_number(figures[name], form)}" for label, name, form in COLUMNS[kind] if name in figures.keys() - left_out]
         cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
     elif kind == "eval":

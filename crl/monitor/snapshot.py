@@ -1,7 +1,7 @@
 """What a dashboard shows of a run, folded from the lines that the run logs. Pure: nothing here draws.
 
 `fold` makes the next `Snapshot` of the last one and a line; `SnapshotMonitor` keeps the newest and the time. The annotation of
-a series names the figure that it follows; {} in it is the model that the record is about.
+a series names the figure that it follows; {} in it is the model, or the task, that the record is about.
 """
 
 from __future__ import annotations
@@ -81,6 +81,15 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class TaskRollout:
+    """The training episodes of one of several tasks. turns: actions an episode; used: share of the guided that were guided by something."""
+
+    success: Annotated[Series, "rollout/{}/success"] = EMPTY
+    turns: Annotated[Series, "rollout/{}/turns"] = EMPTY
+    used: Annotated[Series, "rollout/{}/used"] = EMPTY
+
+
+@dataclass(frozen=True)
 class Model:
     """One trained model: the actor a value a step, the extractor a value an update. updates: since the start of the run."""
 
@@ -155,9 +164,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of it. step: finished steps; elapsed, left: seconds, `left` None until it can be told; seconds: parts of the last
-    step's time in order; extractor, bank: None until a line speaks of them; experiences: those first that guided an episode last;
-    notes: lines, oldest first.
+    """All of it. step: finished steps; elapsed, left: seconds, `left` None until it can be told; tasks: each, where there are several;
+    seconds: parts of the last step's time in order; extractor, bank: None until a line speaks of them; experiences: those first that
+    guided an episode last; notes: lines, oldest first.
     """
 
     run: RunInfo
@@ -165,6 +174,7 @@ class Snapshot:
     elapsed: float = 0.0
     left: float | None = None
     rollout: Rollout = Rollout()
+    tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
     actor: Model = Model()
     extractor: Model | None = None
     bank: Bank | None = None
@@ -197,7 +207,9 @@ def _train(s: Snapshot, step: int, figures: Figures) -> Snapshot:
     total = (s.actor.updates.last or 0.0) + (number(figures.get("actor/updates")) or 0.0)  # the line counts those of its step
     seconds = {name.removeprefix("time/"): number(value) or 0.0 for name, value in figures.items() if name.startswith("time/")}
     actor = _extend(s.actor, {**figures, "actor/updates": total}, "actor")
-    return replace(s, step=step, rollout=_extend(s.rollout, figures), actor=actor, seconds=seconds)
+    played = [task for task in s.run.tasks if f"rollout/{task}/success" in figures]
+    tasks = {**s.tasks, **{task: _extend(s.tasks.get(task, TaskRollout()), figures, task) for task in played}}
+    return replace(s, step=step, rollout=_extend(s.rollout, figures), tasks=tasks, actor=actor, seconds=seconds)
 
 
 def _extractor(s: Snapshot, step: int, figures: Figures) -> Snapshot:
@@ -247,11 +259,11 @@ _FOLDS: Mapping[str, Callable[[Snapshot, int, Figures], Snapshot]] = {
 }
 
 
-def _extend(record: R, figures: Figures, model: str = "") -> R:
+def _extend(record: R, figures: Figures, subject: str = "") -> R:
     """`record` with the figures that are there appended to the series that follow them."""
     there = {}
     for name, template in _followed(type(record)).items():
-        if (figure := template.format(model)) in figures:
+        if (figure := template.format(subject)) in figures:
             there[name] = getattr(record, name).then(number(figures[figure]))
     return replace(record, **there)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
 

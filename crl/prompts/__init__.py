@@ -18,9 +18,13 @@ FOLDER = Path(__file__).parent
 SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "actor": frozenset({"turns", "actions", "example"}),
+        "ask": frozenset({"limit"}),
+        "critic": frozenset({"goal", "rate", "experience"}),
         "distil": frozenset({"goal", "outcome", "experiences", "transcript"}),
         "experience": frozenset({"experience"}),
         "merge": frozenset({"experiences"}),
+        "refine": frozenset({"goal", "experience", "question", "transcript"}),
+        "vote": frozenset(),
     }
 )
 """Every prompt, and the slots that its text has."""

@@ -35,15 +35,18 @@ class Collector:
                 async with self._changed:
                     await self._changed.wait_for(lambda first=step * size: self._gate.may_start(first))
                 self._source_states[step] = self._source.state()
-                for group, task in enumerate(self._source.draw(size), start=step * size):
-                    self._start(tasks, step, group, task)
+                drawn = list(enumerate(self._source.draw(size), start=step * size))
+                keys = {group: self._join(step, group) for group, _ in drawn}
+                for group, task in drawn:
+                    tasks.create_task(self._play(group, task, keys[group]), name=f"group {group}")
+                    await asyncio.sleep(0)  # hundreds of first prompts at once would keep everything else waiting
 
-    def _start(self, tasks: asyncio.TaskGroup, step: int, group: int, task: Task) -> None:
+    def _join(self, step: int, group: int) -> list[EpisodeKey]:
         self._gate.start(group)
         keys = [EpisodeKey("train", step, group, member) for member in range(self._group_size)]
         for key in keys:
-            self._runner.sampler.join(key.session)
-        tasks.create_task(self._play(group, task, keys), name=f"group {group}")
+            self._runner.join(key)
+        return keys
 
     async def _play(self, group: int, task: Task, keys: Sequence[EpisodeKey]) -> None:
         plans = self._planner.plan(task, len(keys), keys[0].step)

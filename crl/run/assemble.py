@@ -1,4 +1,4 @@
-"""From a config to a run's parts, wired: the only file that names concrete classes."""
+"""From a config to a run's parts, wired: the only file, with context.py, that names concrete classes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from crl.config import RunConfig, TaskConfig, resolve_model
+from crl.config import RunConfig, resolve_model
 from crl.config.models import model_profile
-from crl.config.schema import ActorSection, ExtractorSection
+from crl.config.schema import RATE_WINDOW, ActorSection, ExtractorSection
 from crl.embedders import open_embedder
 from crl.engines.torch import TorchEngine
-from crl.envs.base import EnvSpec, Rendering
-from crl.envs.host import ThreadHost
+from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
@@ -34,26 +33,31 @@ from crl.manager import (
     ManagerSettings,
     Progress,
     Prompts,
-    PromptWriter,
     RetrievalSettings,
 )
 from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder
+from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
-from crl.methods.parts.merging import FullMergePrompt
-from crl.methods.parts.rollouts import ChatContext
+from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
+from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
-from crl.prompts import Overrides, fill, prompt
+from crl.prompts import prompt
 from crl.protocols import Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
-from crl.rollout.episode import EpisodeRunner, Limits, Nothing
+from crl.rollout.critic import Critic
+from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
 from crl.rollout.gate import StalenessGate
+from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import Direct, Sampler, Waves
 from crl.run import tasks
+from crl.run.checkpoint import read_state
+from crl.run.context import chat_context
+from crl.run.critic import CriticSide, Warmup
 from crl.run.diagnostics import Diagnostics
 from crl.run.evaluate import Evaluator
-from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted, WatchedRetriever
+from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted
 from crl.run.loop import Loop, Schedule
 from crl.run.online import OnlineBank
 from crl.run.probe import AdviceProbe
@@ -82,14 +86,17 @@ async def training(
         if adviser:
             method = replace(method, distiller=None, extractor=None)
         learner = _learner(config, actor, method.actor.loss, stack)
-        engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
+        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
         experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
-        retriever = WatchedRetriever(experience.manager, experience.diagnostics) if experience else adviser or Nothing()
+        retriever = experience.retriever if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
+        critic = _critic_side(config, specs, runner) if config.critic.enabled else None
+        if critic:
+            runner = replace(runner, judge=critic.critic)
         source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         size = config.rollout.group_size
-        evaluator, probe = _measures(config, specs, runner, engine, bank)
+        evaluator, probe = _measures(config, specs, runner, engine, bank, critic.rates if critic else None)
         yield Loop(
             method=method,
             schedule=Schedule(
@@ -107,6 +114,7 @@ async def training(
             evaluator=evaluator,
             probe=probe,
             experience=experience,
+            critic=critic,
             monitor=monitor,
             checkpoints=run.checkpoints,
             companions={"actor": actor.path} | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
@@ -119,7 +127,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
-        engine, pool = _engine(config, actor, stack), _pool(config, specs, stack)
+        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
         bank = None
         if method.distiller:
             trained = checkpoint / "extractor"
@@ -135,7 +143,11 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             manager.advance(int(checkpoint.name))
             bank = RunBank(manager, distilling, parts, partial(_engine, config, _extractor(config)))
         runner = _runner(config, specs, actor, method, engine, pool, Nothing())
-        yield _measures(config, specs, runner, engine, bank)[0]
+        rates = None
+        if config.critic.enabled:
+            rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
+            rates.load_state(read_state(checkpoint)["success_rates"])
+        yield _measures(config, specs, runner, engine, bank, rates)[0]
 
 
 # ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,21 +177,8 @@ def _extractor(config: RunConfig) -> ModelRole:
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
-    files, full = config.prompts.files, [name for name, task in config.tasks.items() if task.rendering == "full"]
-    context = ChatContext(
-        {name: _instructions(task, specs[name], files) for name, task in config.tasks.items()},
-        introductions=dict.fromkeys(full, prompt("experience", files)),
-        observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
-    )
-    return module.build(config, context)
-
-
-def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
-    """The system prompt; none for tiny models, which were taught the game's texts alone."""
-    if task.rendering == "compact":
-        return ""
-    example = spec.actions[0] if spec.actions else "your action"
-    return fill(prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example)
+    goal_keys = config.bank.key_text_weight is not None
+    return module.build(config, chat_context(config.tasks, specs, config.prompts.files, asks=config.ask.enabled, goal_keys=goal_keys))
 
 
 def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> LocalLearner:
@@ -218,13 +217,6 @@ def _require_context(role: ModelRole, model: PreTrainedModel) -> None:
         raise ConfigError(key, wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
 
 
-def _pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
-    hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
-    host = ThreadHost(hosted, threads=config.rollout.env_threads, deadline=config.rollout.env_deadline)
-    stack.push_async_callback(host.aclose)
-    return host
-
-
 def _runner(
     config: RunConfig, specs: Mapping[str, EnvSpec], role: ModelRole, method: Method, engine: Engine, pool: EnvironmentPool,
     retriever: Retriever,
@@ -236,23 +228,41 @@ def _runner(
         shaper=method.shaper,
         retriever=retriever,
         renderer=role.renderer,
-        limits=_limits(config, overtime=method.distiller is not None),
+        limits=_limits(config, overtime=method.distiller is not None, asks=config.ask.questions),
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
         seed=config.run.seed,
     )
 
 
-def _limits(config: RunConfig, *, overtime: bool) -> dict[str, Limits]:
+def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits]:
     """overtime: only where somebody reads what is played in it."""
     return {
-        name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime if overtime else 0)
+        name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime if overtime else 0, asks)
         for name, task in config.tasks.items()
     }
 
 
 def _sampler(config: RunConfig, engine: Engine) -> Sampler:
     return Waves(engine) if config.run.deterministic else Direct(engine)
+
+
+def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Critic:
+    """The judge of this runner's episodes."""
+    compact = model_profile(_actor(config).path) == "compact"
+    tokens = {name: config.critic.max_response_tokens or task.max_response_tokens for name, task in config.tasks.items()}
+    return Critic(
+        runner.sampler, runner.renderer, CompactCriticPrompt() if compact else FullCriticPrompt(prompt("critic", config.prompts.files)),
+        rates, tokens, max_context=runner.max_context, temperature=runner.temperature, seed=runner.seed,
+    )  # fmt: skip
+
+
+def _critic_side(config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner) -> CriticSide:
+    rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
+    playing = replace(runner, retriever=Nothing(), limits=_limits(config, overtime=False, asks=0))
+    source = tasks.train_stream(config, specs)
+    warmup = Warmup(playing, source, config.critic.warmup, config.rollout.groups, config.rollout.group_size)
+    return CriticSide(_critic(config, runner, rates), rates, warmup)
 
 
 # ── extractor and bank ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -317,9 +327,15 @@ async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress:
         # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         lease=None if config.run.deterministic else extractor.lease,
+        ask_deadline=None if config.run.deterministic else config.ask.deadline,
         keep_steps=config.rollout.max_staleness + 8,
         cap=bank.cap,
+        size=bank.size,
+        evict=bank.evict,
+        vote_out=bank.vote_out,
+        duplicate=bank.duplicate,
         merge_tokens=extractor.merge_tokens,
+        threaded=not config.run.deterministic,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
@@ -327,18 +343,24 @@ async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress:
     embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic))
     cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
-    prompts = Prompts(_distil_prompt(config, specs, renderer), FullMergePrompt(prompt("merge", config.prompts.files)))
+    prompts = _prompts(config, specs, renderer)
     return BankParts(cached, renderer, prompts, settings, seed, progress)
 
 
-def _distil_prompt(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> PromptWriter:
-    """By the extractor's profile: a compact one reads digests, another the whole episode."""
+def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> Prompts:
+    """By the extractor's profile: a compact one reads digests, another whole episodes."""
     tasks.require_readable(config)
-    extractor = config.extractor
-    if model_profile(_extractor(config).path, "extractor.model") == "full":
-        room = extractor.max_context_tokens - extractor.max_response_tokens
-        return FullDistilPrompt(prompt("distil", config.prompts.files), renderer, room)
-    return CompactDistilPrompt({name: spec.digest or whole_text for name, spec in specs.items()})
+    extractor, ask = config.extractor, config.ask.enabled
+    if model_profile(_extractor(config).path, "extractor.model") == "compact":
+        digests = {name: spec.digest or whole_text for name, spec in specs.items()}
+        return Prompts(CompactDistilPrompt(digests), CompactMergePrompt(), CompactRefinePrompt(digests) if ask else None)
+    text = partial(prompt, overrides=config.prompts.files)
+    room = extractor.max_context_tokens - extractor.max_response_tokens
+    return Prompts(
+        FullDistilPrompt(text("distil"), renderer, room, text("vote") if config.bank.vote_out is not None else None),
+        FullMergePrompt(text("merge")),
+        FullRefinePrompt(text("refine"), renderer, room) if ask else None,
+    )
 
 
 async def _experience(
@@ -371,17 +393,24 @@ async def _experience(
 
 
 def _measures(
-    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine, bank: RunBank | None
-) -> tuple[Evaluator, AdviceProbe]:
-    """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode."""
+    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine, bank: RunBank | None,
+    rates: SuccessRates | None,
+) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
+    """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode.
+
+    rates: what the actor is told when it judges the bank's experience there; None = it is not asked. The probe's advice is not judged.
+    """
     sets = tasks.eval_sets(config, specs)
     seed = derive_seed(config.run.seed, "eval")
     sampler, temperature = _sampler(config, engine), config.eval.temperature
-    watched = replace(runner, sampler=sampler, temperature=temperature, seed=seed, retriever=Nothing())
-    own = replace(watched, limits=_limits(config, overtime=False))
+    watched = replace(runner, sampler=sampler, temperature=temperature, seed=seed, retriever=Nothing(), judge=Unasked())
+    probed = replace(watched, limits=_limits(config, overtime=False, asks=0))
+    if rates:
+        watched = replace(watched, judge=_critic(config, watched, rates))
+    own = replace(watched, limits=_limits(config, overtime=False, asks=config.ask.questions))
     concurrency = config.rollout.groups * config.rollout.group_size
     online = None
     if bank and not config.bank.frozen:  # a frozen bank learns nothing of new places
         online = OnlineBank(watched, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
     evaluator = Evaluator(own, sets, concurrency=concurrency, bank=Uncounted(bank.manager) if bank else None, online=online)
-    return evaluator, AdviceProbe(own, tasks.probe_tasks(config, specs), concurrency=concurrency)
+    return evaluator, AdviceProbe(probed, tasks.probe_tasks(config, specs), concurrency=concurrency)

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from crl.errors import ConfigError
+from crl.errors import ConfigError, LearnerError
 from crl.protocols import Learner, State
 
 MANIFEST = "manifest.json"
@@ -25,7 +25,11 @@ async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner]
     for role, learner in learners.items():
         directory = draft / role
         directory.mkdir(parents=True)
-        await learner.save(directory)
+        try:
+            await learner.save(directory)
+        except LearnerError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise LearnerError(f"{directory}: not written, {error}. Is the disk full? The checkpoints that are there are whole.") from error
         for file in companions[role].iterdir():
             if _travels(file) and not (directory / file.name).exists():
                 shutil.copy2(file, directory / file.name)
@@ -33,6 +37,11 @@ async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner]
     (draft / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     draft.rename(target)
     return target
+
+
+def read_state(checkpoint: Path) -> State:
+    """The state of every part, as `save_checkpoint` was given it."""
+    return json.loads((checkpoint / MANIFEST).read_text("utf-8"))["state"]
 
 
 def _travels(file: Path) -> bool:
@@ -43,7 +52,16 @@ def _travels(file: Path) -> bool:
 
 def latest_checkpoint(root: Path) -> Path:
     """The newest complete checkpoint under RUN/checkpoints. Raises `ConfigError` when there is none."""
-    complete = [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]
+    complete = _complete(root)
     if not complete:
         raise ConfigError("run", str(root.parent), "it holds no complete checkpoint", "Give a run that reached its first checkpoint")
     return max(complete, key=lambda path: int(path.name))
+
+
+def saved_states(root: Path) -> list[State]:
+    """The states of the complete checkpoints under RUN/checkpoints."""
+    return [json.loads((path / MANIFEST).read_text("utf-8"))["state"] for path in _complete(root)]
+
+
+def _complete(root: Path) -> list[Path]:
+    return [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]

@@ -5,7 +5,7 @@ guide, whether they are of the right place, and what being guided is worth. Noth
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from crl.envs.base import Advisor, Verdict
@@ -20,54 +20,45 @@ class Diagnostics:
 
     def __init__(self, advisors: Mapping[str, Advisor]) -> None:
         self._advisors = advisors
-        self._lessons: Counter[str] = Counter()
-        self._retrieval: Counter[str] = Counter()
+        self._lessons: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by task
+        self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.gaps: list[list[float]] = []
         """Guided minus free, per step and group."""
         self.lessons: list[tuple[int, int]] = []
         """(correct, all) answers of the extractor, per step."""
 
     def searched(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
+        """Counts the searches at the start of episodes; what agents ask has figures of its own (`rollout/asks`)."""
         for request, hit in zip(requests, hits, strict=True):
-            self._retrieval["asked"] += 1
-            self._retrieval["found"] += hit is not None
-            self._retrieval["right"] += hit is not None and hit.goal == request.task.goal
+            if request.asked:
+                continue
+            counts = self._retrieval[request.task.name]
+            counts["asked"] += 1
+            counts["found"] += hit is not None
+            counts["right"] += hit is not None and hit.goal == request.task.goal
 
     def distilled(self, distilled: Distilled) -> None:
         """One answer of the extractor counts once: by its first lesson, else as `return` or `malformed`."""
         advisor = self._advisors.get(distilled.request.task.name)
         if advisor is None:
             return
-        found = verdict(advisor, distilled)
-        self._lessons["all"] += 1
-        self._lessons[f"kind/{found.kind}"] += 1
-        self._lessons["correct"] += found.correct
+        found, counts = verdict(advisor, distilled), self._lessons[distilled.request.task.name]
+        counts["all"] += 1
+        counts[f"kind/{found.kind}"] += 1
+        counts["correct"] += found.correct
         if advisor.informative(distilled.request.segments):
-            self._lessons["informed"] += 1
-            self._lessons["informed correct"] += found.correct
+            counts["informed"] += 1
+            counts["informed correct"] += found.correct
 
     def take(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """The figures since the last call, `batch` being the step's episodes."""
         self.gaps.append(group_gaps(batch))
-        self.lessons.append((self._lessons["correct"], self._lessons["all"]))
-        figures = self._retrieval_figures() | self._lesson_figures() | self._kind_figures(batch)
+        answers = sum(self._lessons.values(), Counter())
+        self.lessons.append((answers["correct"], answers["all"]))
+        figures = _by_task("retrieval", self._retrieval, _retrieval_figures)
+        figures |= _by_task("lessons", self._lessons, _lesson_figures) | self._kind_figures(batch)
         self._lessons.clear()
         self._retrieval.clear()
-        return figures
-
-    def _retrieval_figures(self) -> dict[str, float]:
-        asked, found = self._retrieval["asked"], self._retrieval["found"]
-        figures = {"retrieval/hit_rate": found / asked} if asked else {}
-        return figures | ({"retrieval/right_place": self._retrieval["right"] / found} if found else {})
-
-    def _lesson_figures(self) -> dict[str, float]:
-        counts, total = self._lessons, self._lessons["all"]
-        if not total:
-            return {}
-        figures = {f"lessons/{name}": count / total for name, count in sorted(counts.items()) if name.startswith("kind/")}
-        figures |= {"lessons/answers": total, "lessons/correct": counts["correct"] / total}
-        if counts["informed"]:
-            figures["lessons/correct_when_seen"] = counts["informed correct"] / counts["informed"]
         return figures
 
     def _kind_figures(self, batch: Sequence[Trajectory]) -> dict[str, float]:
@@ -82,6 +73,32 @@ class Diagnostics:
         for kind, won in sorted(successes.items()):
             figures |= {f"guided/{kind}/success": fmean(won), f"guided/{kind}/episodes": len(won)}
         return figures
+
+
+def _by_task(prefix: str, counts: Mapping[str, Counter[str]], figures: Callable[[str, Counter[str]], dict[str, float]]) -> dict[str, float]:
+    """Figures of all counts together and, where several tasks have some, of each."""
+    found = figures(prefix, sum(counts.values(), Counter()))
+    if len(counts) > 1:
+        for task, own in sorted(counts.items()):
+            found |= figures(f"{prefix}/{task}", own)
+    return found
+
+
+def _retrieval_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
+    asked, found = counts["asked"], counts["found"]
+    figures = {f"{prefix}/hit_rate": found / asked} if asked else {}
+    return figures | ({f"{prefix}/right_place": counts["right"] / found} if found else {})
+
+
+def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
+    total = counts["all"]
+    if not total:
+        return {}
+    figures = {f"{prefix}/{name}": count / total for name, count in sorted(counts.items()) if name.startswith("kind/")}
+    figures |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
+    if counts["informed"]:
+        figures[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
+    return figures
 
 
 def verdict(advisor: Advisor, distilled: Distilled) -> Verdict:

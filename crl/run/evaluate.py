@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
+from crl.config.schema import OVERALL
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.figures import Mean
+from crl.run.figures import Mean, mean_score
 from crl.run.online import OnlineBank
 from crl.run.playing import play_all
 from crl.types import Condition, Split, Task, Trajectory
@@ -40,6 +43,42 @@ class Rate:
         return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
 
 
+@dataclass(frozen=True)
+class MeanRate:
+    """The mean of several tasks' success rates, each of the same weight, with its 95 % interval."""
+
+    rates: tuple[Rate, ...]
+
+    @property
+    def value(self) -> float:
+        return fmean(rate.value for rate in self.rates)
+
+    @property
+    def episodes(self) -> int:
+        return sum(rate.episodes for rate in self.rates)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """From the rates' own intervals, by MOVER (Zou & Donner 2008): the distances of their ends are added in squares."""
+        n = len(self.rates)
+        low = math.hypot(*(rate.value - rate.interval[0] for rate in self.rates)) / n
+        high = math.hypot(*(rate.interval[1] - rate.value for rate in self.rates)) / n
+        return self.value - low, self.value + high
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def difference(before: Rate | MeanRate, after: Rate | MeanRate) -> tuple[float, float]:
+    """The 95 % interval of after − before, by the same (Newcombe 1998), as if the two were independent."""
+    value, (low, high), (low_after, high_after) = after.value - before.value, before.interval, after.interval
+    return (
+        value - math.hypot(after.value - low_after, high - before.value),
+        value + math.hypot(high_after - after.value, before.value - low),
+    )
+
+
 EvalSet = tuple[str, Split]
 """(task name, split)."""
 
@@ -52,28 +91,40 @@ episodes of `online` without it)."""
 class Evaluation:
     """What one evaluation found. `errors` counts episodes that could not be played; they count as failures.
 
-    visits: of an online set, the success of every visit; lift: what the bank adds there, over places. lessons,
-    untrained_lessons: by task, the share of right lessons that the extractor, and the one that the run started with, write of the
-    same episodes.
+    scores: mean score × 100 of what is graded; visits: of an online set, the success of every visit; lift: what the bank adds there,
+    over places. lessons, untrained_lessons: by task, the share of right lessons that the extractor, and the one that the run started
+    with, write of the same episodes.
     """
 
     rates: Mapping[Setting, Rate]
     turns: Mapping[Setting, float]
     errors: int
+    scores: Mapping[Setting, float] = field(default_factory=dict)
     visits: Mapping[str, Sequence[Rate]] = field(default_factory=dict)
     lift: Mapping[str, Mean] = field(default_factory=dict)
     lessons: Mapping[str, Rate] = field(default_factory=dict)
     untrained_lessons: Mapping[str, Rate] = field(default_factory=dict)
 
+    @property
+    def overall(self) -> dict[Setting, MeanRate]:
+        """Over several tasks, in the settings that all of them are evaluated in."""
+        tasks = {task for task, _, _ in self.rates}
+        settings: defaultdict[Setting, list[Rate]] = defaultdict(list)
+        for (_, split, setting), rate in self.rates.items():
+            settings[OVERALL, split, setting].append(rate)
+        return {setting: MeanRate(tuple(rates)) for setting, rates in settings.items() if len(rates) == len(tasks) > 1}
+
     def figures(self) -> dict[str, float]:
-        """For metrics.jsonl: eval/TASK/SPLIT/success/SETTING and others."""
+        """For metrics.jsonl: eval/TASK/SPLIT/success/SETTING and others; of several tasks also eval/overall/…"""
         figures: dict[str, float] = {}
-        for (task, split, setting), rate in self.rates.items():
+        for (task, split, setting), rate in {**self.rates, **self.overall}.items():
             low, high = rate.interval
             name = f"eval/{task}/{split}/success/{setting}"
             figures |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
             figures |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
-            figures |= {f"eval/{task}/{split}/turns/{setting}": self.turns[task, split, setting]}
+        figures |= {f"eval/{task}/{split}/turns/{setting}": turns for (task, split, setting), turns in self.turns.items()}
+        for (task, split, setting), score in self.scores.items():
+            figures[f"eval/{task}/{split}/score/{setting}"] = score
         for task, visits in self.visits.items():
             figures |= {f"eval/{task}/new/success/online/visit{i}": rate.value for i, rate in enumerate(visits, start=1)}
         for task, lift in self.lift.items():
@@ -116,6 +167,7 @@ class Evaluator:
             rates={setting: rate(ts) for setting, ts in played.items()},
             turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
             errors=sum(t.error is not None for ts in played.values() for t in ts),
+            scores={setting: score for setting, ts in played.items() if (score := mean_score(ts)) is not None},
             visits={name: [rate(visit) for visit in result.visits] for name, result in found.items()},
             lift={name: Mean.of(result.lift) for name, result in found.items()},
             lessons={name: Rate(*result.lessons) for name, result in found.items() if result.lessons},

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 
 from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample
-from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, SearchRequest, State
+from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
 from crl.run.diagnostics import Diagnostics
 from crl.run.sync import sync
 from crl.types import Minibatch, TrainSample, Trajectory
@@ -91,15 +92,18 @@ def extractor_minibatches(samples: Sequence[ExtractorSample]) -> tuple[Minibatch
 
 
 class WatchedRetriever:
-    """A `Retriever` that tells the diagnostics what it found."""
+    """A `Retriever` that tells the diagnostics what it found. run: the name that marks this run's questions in the bank."""
 
-    def __init__(self, manager: ExperienceManager, diagnostics: Diagnostics) -> None:
-        self._manager, self._diagnostics = manager, diagnostics
+    def __init__(self, manager: ExperienceManager, diagnostics: Diagnostics, *, run: str) -> None:
+        self._manager, self._diagnostics, self._run = manager, diagnostics, run
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         hits = await self._manager.search(requests)
         self._diagnostics.searched(requests, hits)
         return hits
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return await self._manager.refine(replace(question, name=f"{self._run}/{question.name}"), hit)
 
 
 class Uncounted:
@@ -110,6 +114,9 @@ class Uncounted:
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         return await self._manager.search(requests, counted=False)
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return await self._manager.refine(question, hit, counted=False)
 
 
 class ExperienceSide:
@@ -125,6 +132,7 @@ class ExperienceSide:
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
         self._engine, self._busy = engine, engine.busy
         self._credited, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
+        self.retriever = WatchedRetriever(manager, diagnostics, run=run)
 
     async def run(self) -> None:
         """Distils and trains until it is cancelled; returns at once where that happens at step boundaries. For the caller's task group."""
@@ -172,7 +180,8 @@ class ExperienceSide:
         busy, self._busy = self._busy, self._engine.busy
         figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
         figures["perf/embed_cache_hits"] = self._cache.hit_rate
-        self._monitor.log(self.manager.step, "bank", figures | search_figures(self.manager.take_search_times()))
+        figures |= percentiles("search", self.manager.take_search_times()) | percentiles("refine", self.manager.take_refine_times())
+        self._monitor.log(self.manager.step, "bank", figures)
         self._monitor.experiences(self.manager.latest(SHOWN))
 
     async def settle(self) -> None:
@@ -188,24 +197,27 @@ class ExperienceSide:
     def learners(self) -> dict[str, Learner]:
         return {"extractor": self.trainer.learner} if self.trainer else {}
 
-    async def state(self) -> State:
-        """For a checkpoint: the snapshot of the bank that belongs to it, and the extractor's learner."""
-        state: State = {"bank": await self.manager.snapshot(), "mark": self._run}
+    async def state(self, saved: Iterable[State]) -> State:
+        """For a checkpoint: the snapshot of the bank that belongs to it, and the extractor's learner.
+
+        saved: of the checkpoints that there are; to other snapshots the bank does not go back any more.
+        """
+        state: State = {"bank": await self.manager.snapshot(kept=[one["bank"] for one in saved]), "mark": self._run}
         if trainer := self.trainer:
             state["extractor"] = {"learner": trainer.learner.state(), "updates": trainer.updates, "skipped_updates": trainer.skipped}
         return state
 
 
 async def learn(bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory]) -> None:
-    """Credits what guided the episodes `played` and queues those `distilled`. run: the name that marks them in the bank."""
-    credited = [DistilRequest.of(run, t) for t in played if t.error is None and t.used]
-    await asyncio.gather(*(bank.credit([hit.use for hit in r.shown], r.success, episode=r.id) for r in credited))
+    """Credits what was found for the episodes `played` and queues those `distilled`. run: the name that marks them in the bank."""
+    credited = [t for t in played if t.error is None and (t.used or t.rejected)]
+    await asyncio.gather(*(bank.credit([*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id) for t in credited))
     await asyncio.gather(*(bank.submit(DistilRequest.of(run, t)) for t in distilled))
 
 
-def search_figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile, in milliseconds; empty without a search."""
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile of durations, in milliseconds; empty without any."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
-    return {f"perf/search_p{q}_ms": 1000 * ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 95)}
+    return {f"perf/{name}_p{q}_ms": 1000 * ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 95)}

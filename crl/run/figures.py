@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -30,6 +30,12 @@ class Mean:
         return f"{self.value:+.3f} ± {self.half:.3f}" if self.n > 1 else "unknown"
 
 
+def mean_score(played: Sequence[Trajectory]) -> float | None:
+    """The mean score of the episodes that were graded, × 100 as it is usually told; None where none was."""
+    scores = [t.score for t in played if t.score is not None]
+    return 100 * fmean(scores) if scores else None
+
+
 def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
     """Guided minus free success of each group that was guided by something: paired, since both played the same task."""
     groups: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
@@ -46,24 +52,53 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
 
 def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, float]:
     """`version`: the policy version that is about to be trained; staleness is how many versions older a sampled token is."""
-    figures = _success(batch, "rollout")
+    figures = _episodes(batch, "rollout")
     names = {t.task.name for t in batch}
     if len(names) > 1:
         for name in sorted(names):
-            figures |= _success([t for t in batch if t.task.name == name], f"rollout/{name}")
-    if used := [t.success for t in batch if t.used]:
-        figures["rollout/success/used"] = fmean(used)
-    if gaps := group_gaps(batch):
-        gap = Mean.of(gaps)
-        figures |= {"rollout/gap": gap.value, "rollout/gap/half_width": gap.half, "rollout/gap/groups": gap.n}
+            figures |= _episodes([t for t in batch if t.task.name == name], f"rollout/{name}")
+    figures |= _asks(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return figures | {
-        "rollout/episodes": len(batch),
-        "rollout/errors": sum(t.error is not None for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),
     }
+
+
+def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
+    """Questions per episode that had the tool; the shares of them for which something was found, and was refined."""
+    able = [t for t in batch if any(s.origin == "tool_spec" for s in t.segments)]
+    if not able:
+        return {}
+    asks = sum(s.origin == "tool_call" for t in able for s in t.segments)
+    answers = Counter(use.how for t in able for use in t.used)
+    figures = {"rollout/asks": asks / len(able)}
+    if asks:
+        found = answers["ask"] + answers["ask_unrefined"]
+        figures |= {"rollout/asks/found": found / asks, "rollout/asks/refined": answers["ask"] / asks}
+    return figures
+
+
+def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """How episodes went: of all of them, or of one task's."""
+    return {**_success(batch, prefix), **_guidance(batch, prefix)} | {
+        f"{prefix}/episodes": len(batch),
+        f"{prefix}/errors": sum(t.error is not None for t in batch),
+    }
+
+
+def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """The share of guided episodes that were guided by something, their success, and what they gain over the free ones."""
+    figures = {}
+    if guided := [t for t in batch if t.condition == "guided"]:
+        figures[f"{prefix}/used"] = fmean(bool(t.used) for t in guided)
+    if used := [t.success for t in batch if t.used]:
+        figures[f"{prefix}/success/used"] = fmean(used)
+    if gaps := group_gaps(batch):
+        gap = Mean.of(gaps)
+        figures |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half, f"{prefix}/gap/groups": gap.n}
+    return figures
 
 
 def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
@@ -75,6 +110,8 @@ def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
         f"{prefix}/truncated": fmean(t.truncated for t in batch),
         f"{prefix}/invalid_actions": sum(t.invalid_actions for t in batch) / max(turns, 1),
     }
+    if (score := mean_score(batch)) is not None:
+        figures[f"{prefix}/score"] = score
     for condition in sorted({t.condition for t in batch}):
         figures[f"{prefix}/success/{condition}"] = fmean(t.success for t in batch if t.condition == condition)
     return figures

@@ -23,7 +23,8 @@ import torch
 from crl.algo import build_minibatches
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
-from crl.run.checkpoint import save_checkpoint
+from crl.run.checkpoint import save_checkpoint, saved_states
+from crl.run.critic import CriticSide
 from crl.run.evaluate import Evaluation, Evaluator
 from crl.run.experience import ExperienceSide
 from crl.run.figures import rollout_figures
@@ -52,7 +53,7 @@ class Schedule:
 class Loop:
     """One run. `stop` asks it to end after the step that is under way; `completed` says how far it came.
 
-    experience: None in a run without experience. companions: see `save_checkpoint`.
+    experience: None in a run without experience; critic: None where the actor does not judge it. companions: see `save_checkpoint`.
     """
 
     method: Method
@@ -64,6 +65,7 @@ class Loop:
     evaluator: Evaluator
     probe: AdviceProbe
     experience: ExperienceSide | None
+    critic: CriticSide | None
     monitor: Monitor
     checkpoints: Path
     companions: Mapping[str, Path]
@@ -80,6 +82,7 @@ class Loop:
 
     async def run(self) -> None:
         """Trains to the end, or to `stop`, and writes a checkpoint either way. What kills a part ends the run with its cause."""
+        await self._warm_up()
         await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.collector.run(), name="collector")]
@@ -102,7 +105,9 @@ class Loop:
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
                 learners |= self.experience.learners
-                state |= await self.experience.state()
+                state |= await self.experience.state(saved_states(self.checkpoints))
+            if self.critic:
+                state["success_rates"] = self.critic.rates.state()
             state["skipped_updates"] = self.skipped_updates
             return await save_checkpoint(self.checkpoints, self.completed, learners, self.companions, state)
 
@@ -131,6 +136,9 @@ class Loop:
             with clock("bank"):
                 await self.experience.complete(step + 1, batch)
         self.source.observe(batch)
+        if self.critic:
+            self.critic.rates.observe(batch)
+            figures |= self.critic.critic.take()
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
         figures |= self._step_figures(stats, batch, clock) | {"perf/rollout_busy_s": self.engine.busy - busy}
@@ -155,6 +163,19 @@ class Loop:
         views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw)
+
+    async def _warm_up(self) -> None:
+        """Not of a run that goes on: its rates are in its checkpoint."""
+        if not self.critic or not self.critic.warmup.batches or self.completed:
+            return
+        clock = Clock()
+        with clock("warmup"):
+            played = await self._unless_stopped(self.critic.warmup.play(self.critic.rates))
+        if played == 0:
+            self.monitor.note("no episode of the warm-up could be played: the critic knows no success rate until a free one is")
+        if played is not None:
+            rates = {f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()}
+            self.monitor.log(0, "warmup", {"warmup/episodes": played, **rates, **clock.figures()})
 
     async def _measure(self, step: int) -> None:
         await self._evaluate(step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import os
 import signal
 import time
@@ -46,7 +48,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:
-        with _terminable(), closing(_monitor(config, run, screen)) as monitor:
+        with _terminable(), _disk_errors(run), closing(_monitor(config, run, screen)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
             return asyncio.run(_train(config, run, monitor, screen, command, begin))
     except ConfigError:
@@ -54,11 +56,31 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
             run.clear()
         raise
     except BaseException as error:
-        if isinstance(error, CrlError):
-            error.args = (f"{error} (traceback: {run.log})",)
-        with run.log.open("a", encoding="utf-8") as stream:
-            stream.write("".join(traceback.format_exception(error)))
+        _keep_traceback(error, run.log)
         raise
+
+
+@contextmanager
+def _disk_errors(run: RunDir) -> Iterator[None]:
+    """Of the files that a run writes beside its bank."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise CrlError(f"{run.path}: {error.strerror}. Free some disk space; the checkpoints that are there are whole.") from error
+
+
+def _keep_traceback(error: BaseException, log: Path) -> None:
+    """Writes it down, unless the disk is full, which may be what the run died of; the error says so."""
+    where = f"traceback: {log}"
+    try:
+        with log.open("a", encoding="utf-8") as stream:
+            stream.write("".join(traceback.format_exception(error)))
+    except OSError as refused:
+        where = f"no traceback, {log}: {refused.strerror}"
+    if isinstance(error, CrlError):
+        error.args = (f"{error} ({where})",)
 
 
 def evaluate_run(run_dir: Path) -> int:
@@ -79,9 +101,20 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
             raise _first_cause(group) from group
 
 
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """What was imported and loaded is not looked through for garbage inside: that would stop rollouts for a fifth of a second at a time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float) -> int:
     async with training(config, run, monitor, bar=isinstance(screen, PlainMonitor)) as loop:
-        with _interruptible(loop, screen):
+        with frozen_heap(), _interruptible(loop, screen):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:

@@ -56,8 +56,14 @@ def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _devices(config: RunConfig) -> str:
     rows = (("engine", config.engine.kind, config.engine), ("learner", config.learner.kind, config.learner))
     lines = [f"{name:<12} {kind} on {_device(part.device)}, {_count(part.threads, 'CPU thread')}" for name, kind, part in rows]
-    lines.append(f"{'environments':<12} {_count(config.rollout.env_threads, 'thread')}")
+    lines.append(f"{'environments':<12} {_hosts(config)}")
     return "\n".join(lines)
+
+
+def _hosts(config: RunConfig) -> str:
+    hostings = {spec.hosting for spec in tasks.specs(config).values()}
+    counts = {"threads": (config.rollout.env_threads, "thread"), "processes": (config.rollout.env_processes, "process", "processes")}
+    return ", ".join(_count(*counts[hosting]) for hosting in counts if hosting in hostings)
 
 
 def _device(device: str) -> str:
@@ -82,7 +88,9 @@ def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     training = f"a step for every {_count(extractor.batch, 'credit unit')}" if extractor.train and not bank.frozen else "not trained"
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
-    kept = f"at most {bank.cap} experiences of one goal" if bank.cap else "any number of experiences"
+    sizes = {" of one goal": bank.cap, "": bank.size}
+    bounds = [f"{most:,} experiences{of}" for of, most in sizes.items() if most is not None]
+    kept = f"at most {' and '.join(bounds)} (evicts by {bank.evict})" if bounds else "any number of experiences"
     guided = "all members of a group are" if config.complementary.guided == "all" else "half of a group is"
     return "\n".join(
         [
@@ -91,8 +99,15 @@ def _experience(config: RunConfig) -> str:
             f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by "
             f"{'credit' if retrieval.choice == 'credit' else 'similarity and diversity (eq. 6)'}",
+            *([f"questions  at most {config.ask.limit} of a guided episode"] if config.ask.enabled else []),
+            *(["critic     the actor accepts, refines or rejects what was found" + _warmup(config)] if config.critic.enabled else []),
         ]
     )
+
+
+def _warmup(config: RunConfig) -> str:
+    batches = config.critic.warmup
+    return f"; before the first step {_count(batches, 'batch', 'batches')} without experience" if batches else ""
 
 
 def _embedder(section: EmbedderSection) -> str:
@@ -121,10 +136,10 @@ def _batch(config: RunConfig) -> str:
     rollouts = rollout.groups * rollout.group_size
     staleness = f"at most {_count(rollout.max_staleness, 'step')} ahead" if rollout.max_staleness else "synchronous"
     episodes = sum(_eval_episodes(task, config) for task in config.tasks.values())
-    evals = _evaluations(config)
+    evals, groups = _evaluations(config), _count(rollout.groups, "group")
     return "\n".join(
         [
-            f"a step    {_count(rollout.groups, 'group')} × {rollout.group_size} members = {rollouts} rollouts, {staleness}",
+            f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, {staleness}{_shares(config)}",
             f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
             f"{rollouts / config.actor.minibatches:g} rollouts = as many optimizer updates",
             f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, {steps * config.actor.minibatches:,} updates",
@@ -132,6 +147,13 @@ def _batch(config: RunConfig) -> str:
             f"{config.eval.temperature:g}",
         ]
     )
+
+
+def _shares(config: RunConfig) -> str:
+    """How a batch is shared out to several tasks."""
+    least, more = divmod(config.rollout.groups, len(config.tasks))
+    shares = f"{least} or {_count(least + 1, 'group')}" if more else _count(least, "group")
+    return f"; {shares} of each task" if len(config.tasks) > 1 else ""
 
 
 def _eval_episodes(task: TaskConfig, config: RunConfig) -> int:

@@ -17,7 +17,7 @@ async def play_all(
     for first in range(0, len(tasks), concurrency):
         some = slice(first, first + concurrency)
         for key in keys[some]:
-            runner.sampler.join(key.session)
+            runner.join(key)
         async with asyncio.TaskGroup() as group:
             plan = RolloutPlan(condition)
             plays = [group.create_task(runner.play(k, t, plan)) for k, t in zip(keys[some], tasks[some], strict=True)]

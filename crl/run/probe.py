@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from crl.envs.base import Advisor
-from crl.protocols import Hit, SearchRequest
+from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.figures import Mean
 from crl.run.playing import play_all
@@ -28,6 +28,9 @@ class Told:
         use = ExperienceUse("told", 1, "told", "start")
         hits = (Hit(self.texts[request.task.goal], use, request.task.goal) for request in requests)
         return list(hits)
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return hit
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crl.run.evaluate import Evaluation, Rate, Setting
+from crl.run.evaluate import Evaluation, MeanRate, Rate, Setting, difference
 from crl.run.figures import Mean
 from crl.types import Experience
 
@@ -31,12 +31,22 @@ def success_lines(temperature: float, before: Evaluation, after: Evaluation | No
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes]:"]
     lines += [_row(setting, rate, after.rates if after else None) for setting, rate in before.rates.items()]
+    lines += [_overall_row(setting, rate, after.overall if after else None) for setting, rate in before.overall.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
     return lines
 
 
-def _row(setting: Setting, before: Rate, after: Mapping[Setting, Rate] | None) -> str:
+def _overall_row(setting: Setting, before: MeanRate, after: Mapping[Setting, MeanRate] | None) -> str:
+    """With the interval of the difference: it is what a run of several tasks is judged by."""
+    row = _row(setting, before, after)
+    if after is None:
+        return row
+    low, high = difference(before, after[setting])
+    return f"{row} [{low:+.3f}, {high:+.3f}]"
+
+
+def _row(setting: Setting, before: Rate | MeanRate, after: Mapping[Setting, Rate] | Mapping[Setting, MeanRate] | None) -> str:
     task, split, condition = setting
     row = f"  {task} {split:<6} {SETTINGS[condition]:<25} {before.episodes:>4} episodes   {before}"
     if after is None:
@@ -151,8 +161,15 @@ class Summary:
         return [
             f"the trained models, in Hugging Face format: {self.checkpoint}",
             f"  repeat the eval:   crl eval {shlex.quote(str(self.run))}",
-            f"  train further:     {self.command}{further}",
+            f"  train further:     {_without(self.command, sets)}{further}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
             f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
         ]
+
+
+def _without(command: str, keys: Collection[str]) -> str:
+    """A command line without what it sets of these keys."""
+    words = shlex.split(command)
+    old = [i for i, word in enumerate(words) if word == "--set" and words[i + 1].partition("=")[0] in keys]
+    return shlex.join(word for i, word in enumerate(words) if i not in old and i - 1 not in old)

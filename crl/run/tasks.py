@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from crl import embedders
 from crl.config.models import model_profile, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
-from crl.envs.base import EnvSpec, StreamSettings
+from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings
+from crl.envs.host import Hosts, ThreadHost
 from crl.envs.mixture import Mixture
-from crl.envs.registry import get_spec
+from crl.envs.processes import ProcessHost
+from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError, StoreError
 from crl.manager.database import check_bank
-from crl.protocols import TaskSource
+from crl.protocols import EnvironmentPool, TaskSource
 from crl.run.evaluate import EvalSet
 from crl.run.online import OnlineTask
 from crl.run.probe import ProbeTask
@@ -23,17 +25,20 @@ from crl.types import Split, Task
 
 
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
-    """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not."""
-    return {name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()}
+    """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not, or that lacks its extra."""
+    found = {name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()}
+    for name, spec in found.items():
+        require_extra(spec, key=f"tasks.{name}.env")
+    return found
 
 
 def require_readable(config: RunConfig) -> None:
     """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read something else."""
     if model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
         return
-    if config.extractor.merge_every:
-        reason = f"needs an extractor that is a language model, and {config.extractor.model} was made for single episodes"
-        raise ConfigError("extractor.merge_every", config.extractor.merge_every, reason, "Add --set extractor.merge_every=0")
+    if config.bank.vote_out is not None:
+        reason = f"needs an extractor that is a language model, and {config.extractor.model} was not taught to vote"
+        raise ConfigError("bank.vote_out", config.bank.vote_out, reason, "Leave it out")
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
@@ -45,8 +50,12 @@ def require_told(config: RunConfig) -> None:
     told: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
         told |= {"actor", "experience"} if config.with_experience else {"actor"}
+        told |= {"ask"} if config.ask.enabled else set()
+    if config.critic.enabled and model_profile(resolve_model(config.actor.model)) == "full":
+        told |= {"critic"}
     if config.with_experience and model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
-        told |= {"distil", "merge"} if config.extractor.merge_every else {"distil"}
+        told |= {"distil"} | ({"merge"} if config.extractor.merge_every else set()) | ({"vote"} if config.bank.vote_out else set())
+        told |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():
         if name not in told:
             remedy = "Remove it, or give language models as actor.model and extractor.model"
@@ -71,6 +80,21 @@ def require_embedder(config: RunConfig) -> None:
         embedders.require_embedder(config.embedder)
 
 
+def environment_pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
+    """What lends the run's games to its episodes; closed with `stack`."""
+    hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
+    rollout = config.rollout
+    threads = ThreadHost(_hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline)
+    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline)
+    hosts = Hosts({name: threads if spec.hosting == "threads" else processes for name, (spec, _) in hosted.items()})
+    stack.push_async_callback(hosts.aclose)
+    return hosts
+
+
+def _hosted(tasks: Mapping[str, tuple[EnvSpec, Rendering]], hosting: Hosting) -> dict[str, tuple[EnvSpec, Rendering]]:
+    return {name: placed for name, placed in tasks.items() if placed[0].hosting == hosting}
+
+
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
     """The run's stream of training tasks. Raises `ConfigError` for a stream that an environment cannot offer."""
     sources: dict[str, TaskSource] = {}
@@ -93,6 +117,13 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
                     tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
                     sets[name, split] = tuple(replace(t, name=name) for t in tasks)
     return sets
+
+
+def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> list[Task]:
+    """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are none."""
+    with _refusable("split", split):
+        drawn = spec.task_source(seed, _stream(task)).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, _stream(task))
+    return [replace(t, name=name) for t in drawn]
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:

@@ -495,6 +495,19 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     assert committed
 
 
+# ── the merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
+    """Place by place; what is left of the bank is what the log says."""
+    train(tmp_path / "run", *DETERMINISTIC, "extractor.merge_every=1")
+    bank = tmp_path / "run" / "bank.sqlite"
+    assert len(log(bank, "chunk")) >= 2 * STEPS
+    merged = {data["uid"] for _, data in log(bank, "merge")}
+    assert merged
+    assert merged <= {uid for (uid,) in rows(bank, "SELECT uid FROM entries")}
+
+
 # ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -503,11 +516,7 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     [
         (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
         (["prompts.distil={folder}/none.txt"], "prompts.distil = '{folder}/none.txt': cannot be read"),
-        (
-            ["extractor.merge_every=5", "extractor.merge_tokens=200"],
-            "extractor.merge_every = 5: needs an extractor that is a language model",
-        ),
-        (["extractor.merge_every=5"], "extractor.merge_tokens = 4096: leaves no room for the prompt"),
+        (["extractor.merge_every=5", "extractor.merge_tokens=4096"], "extractor.merge_tokens = 4096: leaves no room for the prompt"),
         (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
         (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
     ],

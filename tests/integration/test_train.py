@@ -161,8 +161,8 @@ def test_every_line_of_metrics_is_flat(done: Path) -> None:
 
 
 FIELDS = [
-    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "turns", "segments"),
-    *("ids", "mask", "logprobs", "versions", "used", "truncated", "error"),
+    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "score", "turns", "segments"),
+    *("ids", "mask", "logprobs", "versions", "used", "rejected", "truncated", "error"),
 ]
 """The fields of a line of trajectories.jsonl."""
 

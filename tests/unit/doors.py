@@ -19,7 +19,7 @@ from crl.envs.places import PlaceStream
 from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.rollouts import ChatContext, OutcomeReward
 from crl.modeling import load_tokenizer, stop_ids
-from crl.protocols import Engine, EnvironmentPool, Hit, SearchRequest
+from crl.protocols import Engine, EnvironmentPool, Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing
 from crl.rollout.waves import Direct
 from crl.tokens import ChatRenderer
@@ -33,6 +33,7 @@ RESULTS = {
     "lose": StepResult("You fall.", done=True),
     "wait": StepResult("Nothing happens."),
     "peek": StepResult("You see it.", success=True),
+    "polish": StepResult("It shines.", score=0.4),
     "coin": StepResult("You find a coin.", reward=0.5),
 }
 
@@ -140,6 +141,9 @@ class Shelf:
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         self.asked += requests
         return [self.hit] * len(requests)
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return hit
 
 
 def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunner:

@@ -7,6 +7,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.records import Entry
 from crl.protocols import Engine, Hit, SearchRequest
-from crl.types import Experience, ExperienceUse, Segment, Task, Trajectory
+from crl.types import Completion, Experience, ExperienceUse, Sampling, Segment, Task, Trajectory
 
 GOAL = "Find the exit of the azure cellar."
 
@@ -74,6 +75,21 @@ def answering(answer: Callable[[str], str]) -> ScriptedEngine:
     return ScriptedEngine(renderer(), answer)
 
 
+class Scribe(ScriptedEngine):
+    """Answers an episode by its last word, a merge by `merging`. The log-prob of each token is −1 − its version."""
+
+    def __init__(self, answers: Mapping[str, str], version: int = 0) -> None:
+        super().__init__(renderer(), self._reply)
+        self.version, self.answers, self.merging = version, answers, "[]"
+
+    def _reply(self, prompt: str) -> str:
+        return self.merging if "user\nmerge\n" in prompt else self.answers[prompt.split("<|im_end|>")[-2].split()[-1]]
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        sampled = await super().generate(ids, sampling, **options)
+        return replace(sampled, logprobs=(-1.0 - self.version,) * len(sampled.ids))
+
+
 def add(*texts: str) -> str:
     return json.dumps([{"op": "add", "text": text} for text in texts])
 
@@ -120,8 +136,17 @@ class Ledger:
 
 def bank_of_version_1(path: Path) -> Path:
     """As an earlier crl left it: four entries, two open requests, a dead one."""
+    return _golden_bank(path, 1)
+
+
+def bank_of_version_2(path: Path) -> Path:
+    """As an earlier crl left it: four entries, an open request, a dead one, and a snapshot (13) from which one unit was credited."""
+    return _golden_bank(path, 2)
+
+
+def _golden_bank(path: Path, version: int) -> Path:
     with closing(sqlite3.connect(path)) as db:
-        db.executescript((Path(__file__).parent / "golden" / "bank_v1.sql").read_text("utf-8"))
+        db.executescript((Path(__file__).parent / "golden" / f"bank_v{version}.sql").read_text("utf-8"))
     return path
 
 

@@ -87,13 +87,13 @@ async def life(path: Path) -> None:
     manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, PROMPTS, SETTINGS, seed=0)
     manifest = path.with_name("manifest")
     if manifest.exists():
-        await manager.rollback(int(manifest.read_text()))
+        await manager.rollback(checkpoint := int(manifest.read_text()))
     else:
         await until_the_checkpoint(manager)
         draft = path.with_name("draft")
-        draft.write_text(str(await manager.snapshot()))
+        draft.write_text(str(checkpoint := await manager.snapshot()))
         draft.rename(manifest)
-    await after_it(manager)
+    await after_it(manager, checkpoint)
     await manager.aclose()
 
 
@@ -111,14 +111,17 @@ async def until_the_checkpoint(manager: ExperienceManager) -> None:
     await manager.submit(request(member=3, note="none"))  # open at the checkpoint
 
 
-async def after_it(manager: ExperienceManager) -> None:
+async def after_it(manager: ExperienceManager, checkpoint: int) -> None:
+    """A further operation has its place here, what the extractor says to it in `reply`; what it leaves is compared by `left_behind`."""
     manager.advance(1)
     await manager.search([search()])
     await manager.flush()
     for member, note in enumerate(["late", "hopeless", "two"]):
         await manager.submit(request(1, member=member, note=note, shown=(GUIDED,)))
+    await manager.snapshot()
     await manager.drain()
     await manager.credit([GUIDED.use], False, episode="run/1/0/0")
+    await manager.snapshot(kept=[checkpoint])
     await manager.merge()
     (found,) = await manager.search([search(group=1)])
     assert found
@@ -137,6 +140,7 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
                     pending_sum, ready IS NULL FROM units""",
         "generations": "SELECT id, hex(sampled), head, c_train, t_last FROM generations",
         "requests": "SELECT id, state, reason, payload FROM requests",
+        "facts": "SELECT name, value FROM facts",
         "log": "SELECT extractor, kind, origin, op, data FROM log WHERE kind != 'snapshot'",
     }
     with sqlite3.connect(path) as db:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crl.envs.actions import COMPASS, parse_choice
+from crl.envs.actions import COMPASS, parse_call, parse_choice
 
 DIRECTIONS = tuple(COMPASS)
 
@@ -77,3 +77,38 @@ def test_aliases_map_to_actions_and_never_shadow_them() -> None:
     assert parse_choice("south", DIRECTIONS, aliases) == "south"
     with pytest.raises(ValueError, match="do not exist"):
         parse_choice("up", DIRECTIONS, {"u": "up"})
+
+
+# ── a name with an argument ─────────────────────────────────────────────────────────────────────────────────────────
+
+PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("<answer>search[red shoes]</answer>", ("search", "red shoes")),
+        ("search[ Red   Shoes ]", ("search", "Red Shoes")),  # free text keeps its case
+        ("SEARCH [x].", ("search", "x")),
+        ("click[Buy  Now]", ("click", "buy now")),  # a choice is spelled as it is offered
+        ("<answer> Click[<Prev] </answer>", ("click", "< prev")),
+        ("`click[B000000001]`", None),
+        ("click[B000000001]!", ("click", "b000000001")),
+        ("click[a[b]]", ("click", "a[b]")),
+        ("First search[tea], then click[buy now]", None),  # not one action
+        ("I search[tea].\nclick[buy now]", ("click", "buy now")),
+        ("<answer>click[buy now]</answer> then <answer>click[sell]</answer>", ("click", "buy now")),
+        ("<answer>click[sell]</answer>\nclick[buy now]", None),
+        ("click[sell]", None),
+        ("buy[buy now]", None),
+        ("search[]", None),
+        ("search[  ]", None),
+        ("search red shoes", None),
+        ("search[red", None),
+        ("<answer>search[red\nshoes]</answer>", None),
+        ("go search[x]", None),
+        ("", None),
+    ],
+)
+def test_reads_which_call_was_chosen(text: str, call: tuple[str, str] | None) -> None:
+    assert parse_call(text, PAGE) == call

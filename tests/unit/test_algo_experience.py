@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import crl.algo
-from crl.algo import critic_reward, diversity_score, training_weight
+from crl.algo import critic_reward, diversity_score, experience_reward, training_weight
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,11 @@ def test_training_weight_falls_with_the_count(count, alpha):
 @pytest.mark.parametrize(("score", "reward", "expected"), [(1.0, 1, 2.0), (1.0, -1, 0.0), (0.5, 1, 1.5), (0.5, -1, -0.5), (0.0, 0, 0.0)])
 def test_critic_reward(score, reward, expected):
     assert critic_reward(score, reward) == expected
+
+
+@pytest.mark.parametrize(("verdict", "won", "lost"), [(None, 1.0, -1.0), ("accept", 2.0, 0.0), ("refine", 1.5, -0.5), ("reject", 0.0, 0.0)])
+def test_experience_reward(verdict, won, lost):
+    assert (experience_reward(verdict, True), experience_reward(verdict, False)) == (won, lost)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from banks import HALL, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
 from doors import renderer
-from extractors import GOAL, add, bank_of_version_1, hit, request, search, task, update
+from extractors import GOAL, PROMPTS, add, bank_of_version_1, hit, request, search, task, update
 from rich.cells import cell_len
 
 from crl.cli.bank_text import history, table
@@ -23,6 +25,8 @@ from crl.manager import ExperienceManager
 from crl.manager.embed import HashEmbedder
 from crl.manager.reading import UseView, reading, short_uids
 from crl.manager.schema import SCHEMA_VERSION
+from crl.protocols import Hit, Question
+from crl.types import Segment
 
 LS = """\
 uid      helped  uses  step  task  goal                                text
@@ -210,6 +214,84 @@ def test_uids_that_differ_in_their_run_alone_stay_whole():
     }  # fmt: skip
 
 
+def write_refine(question: Question, found: Hit) -> list[Segment]:
+    return [Segment("user", f"refine\n{question.query}\n{found.text}", "task")]
+
+
+async def asked(folder: Path, *answers: str, told: str = "Go west.") -> None:
+    """An episode is distilled; the next one asks as often as there are answers, and is won."""
+    said = iter([add(told), *answers])
+    prompts = replace(PROMPTS, refine=write_refine)
+    made = await opened(folder / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda _: next(said)), prompts=prompts)
+    await made.submit(request())
+    await made.drain()
+    made.advance(1)
+    found = hit("run/0/0/0#0", text=told)
+    names = [f"run/train/1/4/0/{number}" for number, _ in enumerate(answers, start=1)]
+    hits = [await made.refine(Question(name, task(), "Where to?", ()), found) for name in names]
+    await made.credit([one.use for one in hits], True, episode="run/1/4/0")
+    await made.aclose()
+    dump(load(["room"], sets=["extractor.model=tiny-actor"]), folder / "config.json")
+
+
+REFINED, KEPT = '[{"op": "refine", "text": "Two rooms west."}]', '[{"op": "return"}]'
+
+SHOW_ANSWER = """\
+run/train/1/4/0/1, an answer to a question at step 1
+made from  0/0/0#0@1
+text
+  Two rooms west.
+
+the episode that it guided
+  step  episode    version  reward
+     1  run/1/4/0        1      +1
+
+written by run/train/1/4/0/1: extractor version 0, 34 tokens, finish stop
+never trained on
+prompt
+  <|im_start|>user
+  refine
+  Where to?
+  Go west.<|im_end|>
+  <|im_start|>assistant
+
+answer
+  [{"op": "refine", "text": "Two rooms west."}]<|im_end|>"""
+
+
+def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):
+    asyncio.run(asked(tmp_path, REFINED, KEPT))
+    assert lines("show", tmp_path, "run/train/1/4/0/1") == SHOW_ANSWER.splitlines()
+    shown = lines("show", tmp_path, "0/0/0#0")
+    first = shown.index("the questions that it answered")
+    assert shown[first + 1 : first + 4] == [
+        "  step  answer             version  text",
+        "     1  run/train/1/4/0/1        1  Two rooms west.",
+        "     1  run/train/1/4/0/2        1  (as it stood)",
+    ]
+    assert lines("show", tmp_path, "run/train/1/4/0/2")[:4] == [
+        "run/train/1/4/0/2, an answer to a question at step 1",
+        "made from  0/0/0#0@1",
+        "The agent was told what was found, as it stood.",
+        "",
+    ]
+    story = parsed("show", tmp_path, "run/train/1/4/0/1")
+    refined = {"id": "run/train/1/4/0/1", "step": 1, "uid": "run/0/0/0#0", "version": 1, "text": "Two rooms west."}
+    assert (story["refinement"], story["answer"]) == (refined, f"{REFINED}<|im_end|>")
+    assert [use["reward"] for use in story["uses"]] == [1.0]
+    told = parsed("show", tmp_path, "0/0/0#0")
+    assert told["refinements"] == [refined, {**refined, "id": "run/train/1/4/0/2", "text": None}]
+    assert "no experience of this bank" in refused("show", tmp_path, "run/train/1/4/0/3")
+
+
+def test_of_many_questions_the_last_are_shown(tmp_path: Path):
+    asyncio.run(asked(tmp_path, *[REFINED] * 11))
+    shown = lines("show", tmp_path, "0/0/0#0")
+    first = shown.index("the last 10 of the 11 questions that it answered")
+    assert shown[first + 2].split()[1] == "run/train/1/4/0/2"
+    assert len(parsed("show", tmp_path, "0/0/0#0")["refinements"]) == 11
+
+
 def test_without_the_extractors_tokenizer_the_rest_is_shown(run: Path, copy: Path):
     shown = lines("show", copy, "0/0/0#0")
     assert shown[:-1] == lines("show", run, "0/0/0#0")[: len(shown) - 1]
@@ -274,7 +356,7 @@ def test_stats(run: Path):
     assert figures["entries"] == {
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
     }  # fmt: skip
-    assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1})
+    assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1, "voted": 0})
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
 
 
@@ -410,6 +492,16 @@ def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_pat
 # ── hostile texts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08\r[bold red]markup[/] :skull: a\tb\nsecond line"
+
+
+def test_nothing_of_an_answer_is_obeyed(tmp_path: Path):
+    asyncio.run(asked(tmp_path, json.dumps([{"op": "refine", "text": HOSTILE}])))
+    for name in ("run/train/1/4/0/1", "0/0/0#0"):
+        for options in ([], ["--json"]):
+            output = bank("show", tmp_path, name, *options).output
+            assert "evil" in output
+            assert [c for c in output if not c.isprintable() and c != "\n"] == [], name
+    assert parsed("show", tmp_path, "run/train/1/4/0/1")["refinement"]["text"] == HOSTILE.strip()
 
 
 def test_nothing_of_a_text_is_obeyed(tmp_path: Path):

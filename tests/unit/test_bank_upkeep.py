@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from banks import bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from banks import SETTINGS, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
 from doors import renderer
-from extractors import GOAL, add, logged, request, search
+from extractors import GOAL, add, hit, logged, manager, request, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
+from crl.errors import ConfigError
 from crl.manager import ExperienceManager
+from crl.manager.embed import HashEmbedder
 from crl.manager.reading import EntryView
+from crl.manager.store import Store
 from crl.manager.upkeep import exported, parse_exported
 
 
@@ -51,6 +56,20 @@ def test_the_dead_can_be_tried_again(copy: Path):
     assert lines("dead", copy, "--retry") == ["0 dead episodes are queued again"]
 
 
+def test_some_of_the_dead_can_be_tried_again(copy: Path):
+    with sqlite3.connect(copy) as db:
+        db.execute("UPDATE requests SET state = 'dead', reason = 'busy' WHERE state = 'pending'")
+    before = parsed("dead", copy)
+    assert [one["id"] for one in before] == ["run/0/0/3", "run/2/1/0"]
+    unknown = refused("dead", copy, "--retry", "run/2/1/0", "nobody", "run/0/0/0", code=1)
+    assert unknown == f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; crl bank dead lists them.\n"
+    assert "named for --retry alone" in refused("dead", copy, "run/2/1/0")
+    assert parsed("dead", copy) == before
+    assert lines("dead", copy, "--retry", "run/2/1/0") == ["1 dead episode is queued again"]
+    assert [one["id"] for one in parsed("queue", copy)] == ["run/2/1/0"]
+    assert lines("dead", copy, "run/0/0/3", "--retry") == ["1 dead episode is queued again"]
+
+
 def test_what_dies_twice_can_be_tried_twice(copy: Path):
     async def die_again() -> None:
         made = await opened(copy)
@@ -67,11 +86,46 @@ def test_what_dies_twice_can_be_tried_twice(copy: Path):
 # ── export, import ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
+    """The first entry is voted up twice, another one out."""
+    vote = '[{"op": "%s", "target": 1}]'
+
+    async def votes() -> None:
+        await (made := await opened(copy)).drain()
+        await made.aclose()
+        settings = replace(SETTINGS, vote_out=1)
+        for step, (uid, version, kind) in enumerate((("run/0/0/0#0", 2, "up"), ("run/0/0/0#0", 2, "up"), ("run/2/0/0#1", 1, "down"))):
+            engine = ScriptedEngine(renderer(), lambda _, kind=kind: vote % kind)
+            made = await manager(copy, engine, settings, embedder=HashEmbedder())
+            await made.submit(request(3 + step, shown=(hit(uid, version),)))
+            await made.drain()
+            await made.aclose()
+
+    asyncio.run(votes())
+    assert lines("ls", copy, "--limit", "1") == [
+        "uid      helped  uses  step  votes  goal                                text",
+        "0/0/0#0     1/1     1     1     +2  Find the exit of the azure cellar.  Go southwest.",
+    ]
+    assert "+2 votes of the extractor (of this version)" in lines("show", copy, "0/0/0#0")
+    assert lines("show", copy, "2/0/0#1")[0].endswith("evicted at step 0 by the votes up to run/5/0/0")
+    assert lines("stats", copy)[2].endswith("1 credited, 1 voted on")
+    assert parsed("stats", copy)["ops"].items() >= {"up": 2, "down": 1}.items()
+    (tmp_path / "out.jsonl").write_text(bank("export", copy).stdout, "utf-8")
+    lines("import", tmp_path / "voted.sqlite", tmp_path / "out.jsonl")
+    assert parsed("show", tmp_path / "voted.sqlite", "0/0/0#0")["entry"]["votes"] == 2
+
+
+def test_lines_of_the_first_format_are_read(tmp_path: Path):
+    (tmp_path / "old.jsonl").write_text('{"crl_bank": 1}\n' + GOOD, "utf-8")
+    lines("import", tmp_path / "new.sqlite", tmp_path / "old.jsonl")
+    assert [entry["votes"] for entry in parsed("ls", tmp_path / "new.sqlite")] == [0]
+
+
 def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
     new = moved(run, tmp_path)
     assert bank("export", new).stdout == bank("export", run).stdout
-    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 1}'
-    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "status")
+    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 2, "entries": 5}'
+    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "votes", "status")
     assert [[row[name] for name in kept] for row in parsed("ls", new)] == [[row[name] for name in kept] for row in parsed("ls", run)]
     shown = lines("show", new, "0/0/0#0")
     assert shown[10:12] == [
@@ -79,7 +133,7 @@ def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
         "     0  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
     assert "  0  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[15], "what came of an earlier version"
-    assert shown[-1].startswith("The answer that wrote it is not here: the entry came from elsewhere")
+    assert shown[-1].startswith("The answer that wrote it is not here: it came from elsewhere")
 
 
 def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
@@ -119,8 +173,12 @@ GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
         ("", ":1 = '': this is no exported bank. Its first line must be"),
         (GOOD, ":1 = "),
         ('{"crl_bank": "1"}', ":1.crl_bank = '1': is no version of the format"),
-        ('{"crl_bank": 2}', ":1.crl_bank = 2: is newer than this crl's 1. Upgrade crl."),
+        ('{"crl_bank": 3}', ":1.crl_bank = 3: is newer than this crl's 2. Upgrade crl."),
         (b"\xff\xfe", ":1 = "),
+        ('{"crl_bank": true}', ":1.crl_bank = True: is no version of the format"),
+        ('{"crl_bank": 1, "entries": -1}', ":1.entries = -1: is no number of experiences"),
+        ('{"crl_bank": 1, "entries": true}', ":1.entries = True: is no number of experiences"),
+        ('{"crl_bank": 1, "entries": 2}\n' + GOOD, ":1.entries = 2: 1 follow, so it may be cut off. Export it again"),
         ("Go west.", ":2 = 'Go west.': invalid JSON"),
         ("[]", ":2 = '[]': "),
         ('{"task": "room", "goal": "Get out."', ":2 = "),
@@ -147,6 +205,40 @@ def test_a_bad_line_is_named_and_nothing_is_made(content: str | bytes, message: 
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_an_export_that_was_cut_off_anywhere_is_refused(run: Path, tmp_path: Path):
+    file, whole = tmp_path / "lessons.jsonl", bank("export", run).stdout.encode()
+    for end in range(len(whole) - 1):  # without its last line break it is whole
+        file.write_bytes(whole[:end])
+        with pytest.raises(ConfigError, match=r"lessons\.jsonl:\d+[^ ]* = "):
+            parse_exported(file)
+    file.write_bytes(whole[: whole[:-1].rindex(b"\n")])
+    assert f"{file}:1.entries = 5: 4 follow" in refused("import", tmp_path / "new.sqlite", file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_imported_bank_is_one_file_whose_log_is_empty(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where closing it leaves files behind: they would not be renamed with it."""
+    kept, close = [], Store.aclose
+
+    async def leaving(store: Store) -> None:
+        kept.append(reader := sqlite3.connect(store._database.path))  # keeps SQLite from tidying up at the end
+        reader.execute("SELECT * FROM log").fetchall()
+        await close(store)
+
+    monkeypatch.setattr(Store, "aclose", leaving)
+    new = moved(run, tmp_path)
+    for reader in kept:
+        reader.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
+    assert len(uids(new)) == 5
+
+
+def test_an_import_does_not_inherit_the_log_of_a_bank_that_is_gone(run: Path, tmp_path: Path):
+    (tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
+    (tmp_path / "new.sqlite-wal").write_bytes(b"left behind")
+    assert f"bank = '{tmp_path}/new.sqlite-wal': it exists" in refused("import", tmp_path / "new.sqlite", tmp_path / "lessons.jsonl")
+
+
 def test_an_import_writes_over_nothing_and_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     new = moved(run, tmp_path)
     before = new.read_bytes()
@@ -166,12 +258,12 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 @settings(max_examples=50)
 def test_any_text_survives_its_export(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[str, str, str]]):
     entries = [
-        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0)
+        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0, -2)
         for i, (name, goal, text) in enumerate(texts)
     ]
     file = tmp_path_factory.mktemp("export") / "lessons.jsonl"
     file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in exported(entries)), "utf-8", newline="\n")
-    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "status")
+    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "votes", "status")
     assert [[getattr(e, name) for name in kept] for e in parse_exported(file)] == [[getattr(e, name) for name in kept] for e in entries]
 
 

@@ -19,7 +19,7 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling import load_model, named_weights
-from crl.run.checkpoint import latest_checkpoint, save_checkpoint
+from crl.run.checkpoint import latest_checkpoint, save_checkpoint, saved_states
 
 STATE = {"learner": {"version": 3}, "source": {"drawn": 8}}
 
@@ -79,6 +79,14 @@ async def test_saving_twice_is_saving_once(learner: LocalLearner, tmp_path: Path
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
     assert await save(learner, tmp_path, 2, tiny_actor) == path
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+
+
+async def test_the_states_are_those_of_the_complete_checkpoints(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+    assert saved_states(tmp_path) == []
+    for step in (1, 2):
+        await save(learner, tmp_path, step, tiny_actor)
+    checkpoint(tmp_path, "3", manifest=False)
+    assert saved_states(tmp_path) == [STATE, STATE]
 
 
 async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
         "eval      2 times × 2,816 episodes = 5,632 episodes at temperature 1",  # 2 · 256 known, 256 new, 64 places · 4 · (5 + 3 visits)
         "extractor  a step for every 32 credit units",
-        "bank       every episode is distilled; at most 4 experiences of one goal; starts empty",
+        "bank       every episode is distilled; at most 4 experiences of one goal (evicts by credit); starts empty",
         "retrieval  half of a group is guided, one experience per group, chosen by credit",
     ):
         assert line in result.output.splitlines()
@@ -196,6 +196,8 @@ def test_the_plans_config_is_toml_again(model: str):
     text = plan(config).split("── devices ──")[0].removeprefix("── resolved config ──")
     expected = config.model_dump()
     del expected["actor"]["importance_cap"]  # unset: TOML has no null
+    for name in ("size", "vote_out", "duplicate"):
+        del expected["bank"][name]
     expected["prompts"] = {}
     assert tomllib.loads(text) == expected
     assert "# importance_cap is unset" in text
@@ -217,11 +219,14 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     sets = ["extractor.train=false", "complementary.guided=all", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       every episode is distilled; at most 4 experiences of one goal; starts as {bank}" in lines
+    assert f"bank       every episode is distilled; at most 4 experiences of one goal (evicts by credit); starts as {bank}" in lines
     assert "retrieval  all members of a group are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
+    assert not any(line.startswith("critic ") for line in lines)
+    lines = plan(load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])).splitlines()
+    assert "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience" in lines
     lines = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       frozen: nothing is distilled; at most 4 experiences of one goal; starts as {bank}" in lines
+    assert f"bank       frozen: nothing is distilled; at most 4 experiences of one goal (evicts by credit); starts as {bank}" in lines
     assert any("an unfinished episode goes on for 4 turns, for the extractor alone" in line for line in lines)
 
 

@@ -19,7 +19,7 @@ from crl.methods.parts.rollouts import GuidedShare
 from crl.protocols import Engine, State
 from crl.rollout.collector import Collector
 from crl.rollout.gate import StalenessGate
-from crl.rollout.waves import Waves
+from crl.rollout.waves import Direct, Waves
 from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
 
 G, K, STEPS = 2, 3, 4
@@ -277,3 +277,35 @@ async def test_observations_count_in_a_synchronous_run() -> None:
             await part.complete(step)
             await until(lambda: True)
             assert part.source_state()["seen"] == (step + 1) * G * K
+
+
+async def test_the_groups_of_a_step_start_one_after_the_other_once_all_have_joined():
+    """Others get a turn between two groups; and waves, which wait for whoever has joined, know of the whole step from its start."""
+    joined: list[str] = []
+    turns = 0
+    started: list[tuple[int, int]] = []
+
+    class Joining(Direct):
+        def join(self, session: str) -> None:
+            joined.append(session)
+
+    class Watching(GuidedShare):
+        def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
+            started.append((turns, len(joined)))
+            return super().plan(task, members, step)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with house() as home:
+        engine = scripted("open")
+        part = collector(home, engine, planner=Watching(0.0), sampler=Joining(engine), steps=1)
+        async with running(part) as task:
+            other = asyncio.create_task(others())
+            await task
+            other.cancel()
+    assert [known for _, known in started] == [G * K] * G
+    assert len({turn for turn, _ in started}) == G

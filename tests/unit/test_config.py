@@ -25,7 +25,9 @@ from crl.run.main import train
 from crl.run.plan import plan
 from crl.run.tasks import specs
 
-SHIPPED_TASKS = sorted(catalog.tasks_dir().glob("*.toml"))
+SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
+SHIPPED_MIXTURES = [path for path in SHIPPED if catalog.mixture(path)]
+SHIPPED_TASKS = [path for path in SHIPPED if path not in SHIPPED_MIXTURES]
 SHIPPED_PRESETS = sorted((catalog.tasks_dir() / "presets").glob("*.toml"))
 
 
@@ -64,8 +66,20 @@ def test_every_shipped_preset_loads(path: Path, model: Path):
     assert resolved(model, preset=path.stem).preset == path.stem
 
 
-def test_every_shipped_toml_is_a_task_or_a_preset():
-    assert sorted(catalog.tasks_dir().rglob("*.toml")) == sorted(SHIPPED_TASKS + SHIPPED_PRESETS)
+@pytest.mark.parametrize("path", SHIPPED_MIXTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("profile", ["full", "compact"])
+def test_every_shipped_mixture_loads_in_both_profiles(path: Path, profile):
+    mixed = catalog.mixture(path)
+    assert mixed is not None
+    if missing := set(mixed.tasks) - set(catalog.tasks()):
+        pytest.skip(f"not there yet: {missing}")
+    for file, changes in mixed.task_files():
+        task = TaskConfig.model_validate(task_settings(file, profile, changes))
+        assert (task.turns, task.max_response_tokens) == (30, 4096) or profile == "compact", "the paper's for mixtures"
+
+
+def test_every_shipped_toml_is_a_task_a_mixture_or_a_preset():
+    assert sorted(catalog.tasks_dir().rglob("*.toml")) == sorted(SHIPPED + SHIPPED_PRESETS)
 
 
 def test_defaults_are_the_papers(model: Path):
@@ -256,6 +270,12 @@ def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: P
     assert "tasks.mine.compact = 3: is not a table" in refusal(model, tasks=(str(mine),))
 
 
+def test_no_task_is_called_as_all_together(model: Path, tmp_path: Path):
+    path = tmp_path / "overall.toml"
+    path.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n')
+    assert "tasks.overall.name = 'overall': is what all tasks together are called." in refusal(model, tasks=(str(path),))
+
+
 def test_the_sequence_ratio_has_its_own_clip(model: Path):
     actor = resolved(model, "actor.ratio=sequence").actor
     assert (actor.clip_low, actor.clip_high) == (3e-4, 3e-4)
@@ -400,11 +420,11 @@ def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path
         config = load(["room"], sets=sets)
         extractor = config.extractor
         return (extractor.max_response_tokens, extractor.batch, extractor.malformed_reward, extractor.optimizer.learning_rate), (
-            config.bank.cap, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
+            config.bank.cap, config.bank.evict, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
         )  # fmt: skip
 
     tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
-    compact, full = (4, "credit", 10, 1024), (None, "diverse", 0, 32_768)
+    compact, full = (4, "credit", "credit", 10, 1024), (None, "fifo", "diverse", 0, 32_768)
     assert tables(f"actor.model={model}", f"extractor.model={model}") == (tiny, compact)
     assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
     assert tables(f"actor.model={big}", f"extractor.model={model}") == (tiny, full)
@@ -424,6 +444,7 @@ def test_the_papers_values_for_experience(model: Path):
     )
     assert (config.retrieval.batch, config.retrieval.max_wait, config.retrieval.workers) == (16, 0.001, 4)
     assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (None, None, False, "")
+    assert (config.bank.size, config.bank.evict, config.bank.vote_out, config.bank.duplicate) == (None, "fifo", None, None)
     assert (config.complementary.guided, config.complementary.advantages) == ("half", "split")
 
 
@@ -472,6 +493,21 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
     assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(model, "extractor.malformed_reward=-2")
 
 
+def test_what_a_critic_cannot_be(model: Path):
+    assert not resolved(model).critic.enabled
+    assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 16, "a tiny actor's"
+    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=all") == (
+        "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free. "
+        "Choose at least 1."
+    )
+    assert refusal(model, "critic.max_response_tokens=1024").startswith(
+        "critic.max_response_tokens = 1024: leaves no room for a prompt in actor.max_context_tokens, which is 1024"
+    )
+    assert "critic.enough = 65: should be less than or equal to 64" in refusal(model, "critic.enough=65")
+    with pytest.raises(ConfigError, match=r"critic\.enabled = True: method grpo has no experience that the actor could judge"):
+        resolved(model, "critic.enabled=true", options={"method": "grpo"})
+
+
 def test_a_banks_path_is_saved_absolute(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bank.sqlite").touch()
@@ -491,8 +527,52 @@ def test_a_run_of_before_there_were_merges_can_be_read(model: Path, tmp_path: Pa
     assert load_saved(tmp_path).config.extractor.merge_every == 0
 
 
+def test_a_run_of_before_there_were_policies_evicts_as_it_did(model: Path, tmp_path: Path):
+    for choice, evict in (("credit", "credit"), ("diverse", "fifo")):
+        dump(resolved(model, f"retrieval.choice={choice}"), tmp_path / "config.json")
+        saved = json.loads((tmp_path / "config.json").read_text())
+        for key in ("size", "evict", "vote_out", "duplicate"):
+            del saved["config"]["bank"][key]
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        assert load_saved(tmp_path).config.bank.evict == evict
+
+
+async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
+    sets = ("bank.size=9", "bank.evict=lru", "bank.vote_out=2", "bank.duplicate=0.9")
+    config = resolved(model, *sets)
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"):
+            await _bank_parts(config, specs(config), unseen, stack)
+        config = resolved(model, *sets[:2], sets[3])
+        settings = (await _bank_parts(config, specs(config), unseen, stack)).settings
+        assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (4, 9, "lru", None, 0.9)
+
+
+def test_a_policy_needs_a_bound(model: Path, tmp_path: Path):
+    (big := tmp_path / "big").mkdir()
+    (big / "config.json").write_text("{}")
+    big_actor = f"actor.model={big}"
+    assert refusal(model, big_actor, "bank.evict=lru") == (
+        "bank.evict = 'lru': nothing is evicted from a bank without bounds. Give bank.cap or bank.size too."
+    )
+    for bound in ("cap", "size"):
+        assert resolved(model, big_actor, "bank.evict=lru", f"bank.{bound}=5").bank.evict == "lru"
+
+
 async def test_a_deterministic_run_waits_for_any_answer(model: Path):
     for sets, lease in (([], 3600.0), (["run.deterministic=true", "rollout.max_staleness=0"], None)):
         config = resolved(model, *sets)
         async with AsyncExitStack() as stack:
             assert (await _bank_parts(config, specs(config), unseen, stack)).settings.lease == lease
+
+
+def test_questions_are_off_and_few_for_tiny_models(model: Path):
+    assert resolved(model).ask.questions == 0
+    assert resolved(model, "ask.enabled=true").ask.questions == 1
+    paper = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}).ask
+    assert (paper.enabled, paper.limit, paper.deadline) == (False, 3, 30.0)
+    assert "ask.limit = 0: should be greater than or equal to 1" in refusal(model, "ask.limit=0")
+    assert "ask.deadline = 0.0: should be greater than 0" in refusal(model, "ask.deadline=0.0")
+    assert refusal(model, "ask.enabled=true", options={"method": "grpo"}) == (
+        "ask.enabled = True: the method grpo has no bank to ask. Leave it out, or choose another method."
+    )

@@ -253,6 +253,18 @@ def test_any_figures_can_be_drawn(first, second, width):
 
 # ── hostile texts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+
+def test_each_of_several_tasks_has_a_line():
+    monitor = started("complementary", "room", "a-task-of-a-long-name")
+    shares = {"rollout/room/success": 0.5, "rollout/room/turns": 3.25, "rollout/room/used": 0.75}
+    monitor.log(1, "train", {**guided(1), **shares, "rollout/a-task-of-a-long-name/success": 0.25})
+    lines = picture(monitor.snapshot(), 80, 24).splitlines()
+    (room,) = (line for line in lines if line.startswith("room "))
+    assert room.split() == ["room", "0.500", "▅", "actions", "3.2", "used", "75%"]
+    (other,) = (line for line in lines if line.startswith("a-task-o…"))
+    assert other.split() == ["a-task-o…", "0.250", "▃", "actions", "–"]
+
+
 HOSTILE = [
     "[red]not red[/red] [link=http://x]",
     "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J",

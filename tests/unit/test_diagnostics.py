@@ -112,6 +112,30 @@ def test_hits_and_those_of_the_right_place() -> None:
     assert diagnostics.take([]) == {"retrieval/hit_rate": 0.0}, "a step counts for itself"
 
 
+def test_questions_are_no_part_of_what_episodes_begin_with() -> None:
+    diagnostics = Diagnostics({})
+    start, question = SearchRequest("query", TASK, 0, 0), SearchRequest("Where?", TASK, 0, 0, asked=1)
+    diagnostics.searched([start, question], [hit("a", goal=TASK.goal), None])
+    diagnostics.searched([question], [hit("b", goal="Another place.")])
+    assert diagnostics.take([]) == {"retrieval/hit_rate": 1.0, "retrieval/right_place": 1.0}
+    diagnostics.searched([question], [None])
+    assert diagnostics.take([]) == {}
+
+
+def test_several_tasks_are_told_apart() -> None:
+    diagnostics = Diagnostics({"doors": Judge(), "maze": Judge()})
+    maze = replace(TASK, name="maze")
+    requests = [SearchRequest("query", task, 0, 0) for task in (TASK, TASK, maze)]
+    diagnostics.searched(requests, [hit("a", goal=TASK.goal), None, None])
+    for one in (distilled("right"), distilled("right"), distilled("wrong", of="maze")):
+        diagnostics.distilled(one)
+    figures = diagnostics.take([])
+    assert [figures[f"retrieval{task}/hit_rate"] for task in ("", "/doors", "/maze")] == [pytest.approx(1 / 3), 0.5, 0.0]
+    assert [figures[f"lessons{task}/correct"] for task in ("", "/doors", "/maze")] == [pytest.approx(2 / 3), 1.0, 0.0]
+    assert (figures["lessons/answers"], figures["lessons/doors/answers"], figures["lessons/maze/kind/wrong"]) == (3, 2, 1.0)
+    assert diagnostics.lessons == [(2, 3)]
+
+
 # ── lessons ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from doors import renderer
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, manager, search, task, update, write_merge
+from extractors import GOAL, RETURN, WordEmbedder, add, answering, manager, request, search, task, update, write_merge, write_prompt
 
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, OpLimits, Prompts, RetrievalSettings
@@ -150,4 +154,27 @@ async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_pa
     await made.drain()
     assert (await made.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()
     assert engine.requests == []
+    await made.aclose()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where_that_is_asked_for(tmp_path, threaded):
+    seen: list[tuple[bool, int]] = []
+    writing = 0
+
+    def writer(request: DistilRequest) -> Sequence[Segment]:
+        nonlocal writing
+        writing += 1
+        time.sleep(0.002)
+        seen.append((threading.current_thread() is threading.main_thread(), writing))
+        writing -= 1
+        return write_prompt(request)
+
+    engine = answering(lambda _: f"<think>{THOUGHTS}</think>{add(OTHER)}")
+    made = await manager(tmp_path / "bank.sqlite", engine, replace(SETTINGS, threaded=threaded), prompts=Prompts(writer, write_merge))
+    for member in range(8):
+        await made.submit(request(member=member))
+    await made.drain()
+    assert seen == [(not threaded, 1)] * 8
+    assert sorted(made._bank.entries) == [f"run/0/0/{member}#0" for member in range(8)]
     await made.aclose()

@@ -87,6 +87,7 @@ MISDEEDS: dict[str, Callable[[Guess], StepResult]] = {
     "sleep": _sleep,
     "nothing": lambda game: None,  # type: ignore[dict-item, return-value]
     "nan": lambda game: StepResult("?", reward=float("nan")),
+    "grade": lambda game: StepResult("?", score=1.5),
 }
 
 
@@ -159,6 +160,7 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
         ("exit", "SystemExit: 3"),
         ("nothing", "must return a StepResult, not NoneType"),
         ("nan", "finite"),
+        ("grade", r"a score must be in \[0, 1\], not 1.5"),
     ],
 )
 async def test_a_failing_game_costs_its_episode_and_is_never_reused(misdeed: str, words: str) -> None:

@@ -246,6 +246,12 @@ async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_
     assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
 
 
+async def test_the_score_is_the_last_one_on_time() -> None:
+    assert (await played("polish", "open"))[0].score is None, "no longer graded"
+    late, _, _ = await played("wait", "polish", "open", limits={"doors": Limits(2, 32, overtime=2)})
+    assert (late.score, late.reward) == (0.4, 0.0), "it is not trained on"
+
+
 async def test_every_late_turn_draws_for_itself() -> None:
     engine = Notary()
     async with house() as home:
@@ -384,8 +390,8 @@ async def test_thinking_is_not_played(response: str, action: str) -> None:
 
 def test_what_was_thought_is_an_extra() -> None:
     parse = ChatContext({}).parse
-    assert parse("<think>x</think>y").extras == {"thinking": "<think>x"}
-    assert parse("y").extras == {}
+    assert parse(TASK, "<think>x</think>y").extras == {"thinking": "<think>x"}
+    assert parse(TASK, "y").extras == {}
 
 
 # ── draws ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
 from crl.rollout.episode import Limits
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate, Setting
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference
 from crl.types import Completion, Sampling, Split, Task
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,6 +67,34 @@ def test_a_rate_of_nothing_is_no_number() -> None:
     assert all(map(math.isnan, Rate(0, 0).interval))
 
 
+# ── several tasks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_mean_of_rates_by_hand() -> None:
+    mean = MeanRate((Rate(8, 10), Rate(2, 10)))  # their intervals: 0.8 − 0.309843 + 0.143319, and mirrored
+    assert (mean.value, mean.episodes) == (0.5, 20)
+    half = math.hypot(0.309843, 0.143319) / 2
+    assert mean.interval == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    assert MeanRate((Rate(8, 10),)).interval == pytest.approx(Rate(8, 10).interval)
+    assert str(MeanRate((Rate(0, 8), Rate(0, 8)))) == "0.000 [0.000, 0.229]"  # 0.324411 / √2
+
+
+def test_a_difference_as_published() -> None:
+    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)  # Newcombe 1998, table II (a), method 10
+
+
+def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
+    rates: dict[Setting, Rate] = {
+        ("room", "known", "free"): Rate(1, 4), ("room", "new", "free"): Rate(8, 10), ("shop", "new", "free"): Rate(2, 10),
+    }  # fmt: skip
+    evaluation = Evaluation(rates, {}, errors=0)
+    assert evaluation.overall == {("overall", "new", "free"): MeanRate((Rate(8, 10), Rate(2, 10)))}
+    figures = evaluation.figures()
+    assert (figures["eval/overall/new/success/free"], figures["eval/overall/new/episodes/free"]) == (0.5, 20)
+    assert {"eval/overall/new/success/free/low", "eval/overall/new/success/free/high"} <= figures.keys()
+    assert Evaluation({("room", "new", "free"): Rate(8, 10)}, {}, errors=0).overall == {}, "one task is no mixture"
+
+
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -75,7 +103,7 @@ def test_the_names_of_the_figures() -> None:
     known, new, guided = settings
     rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
     evaluation = Evaluation(
-        rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1,
+        rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1, scores={new: 12.5},
         visits={"room": [Rate(0, 4), Rate(3, 4)]}, lessons={"room": Rate(3, 4)}, untrained_lessons={"room": Rate(1, 4)},
     )  # fmt: skip
     figures = evaluation.figures()
@@ -90,6 +118,7 @@ def test_the_names_of_the_figures() -> None:
         "eval/room/new/success/free/high": pytest.approx(0.277540, abs=1e-6),
         "eval/room/new/episodes/free": 10,
         "eval/room/new/turns/free": 4.0,
+        "eval/room/new/score/free": 12.5,
         "eval/room/known/success/guided": 0.5,
         "eval/room/known/success/guided/low": pytest.approx(0.094529, abs=1e-6),
         "eval/room/known/success/guided/high": pytest.approx(0.905471, abs=1e-6),

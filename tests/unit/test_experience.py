@@ -28,10 +28,9 @@ from crl.run.experience import (
     ExperienceSide,
     ExtractorTrainer,
     Uncounted,
-    WatchedRetriever,
     extractor_minibatches,
     learn,
-    search_figures,
+    percentiles,
 )  # fmt: skip
 from crl.types import Completion, Condition, ExperienceUse, Minibatch, Sampling, Segment, StepStats, TokenTrace, TrainSample, Trajectory
 
@@ -178,16 +177,16 @@ async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
         assert "perf/search_p50_ms" not in figures, "nobody searched"
         assert [one.uid for one in made.ledger.newest[0]] == [f"run/0/{group}/0#0" for group in range(9, 1, -1)], "the newest eight"
         assert made.bank.step == 1
-        await WatchedRetriever(made.bank, made.side.diagnostics).search([search(), search("x", name="attic")])
+        await made.side.retriever.search([search(), search("x", name="attic")])
         await made.side.complete(2, [])
         assert made.ledger.of("bank")[1]["retrieval/hit_rate"] == 0.5
         assert {"perf/search_p50_ms", "perf/search_p95_ms"} <= made.ledger.of("bank")[1].keys()
 
 
 def test_percentiles_by_hand() -> None:
-    assert search_figures([]) == {}
-    assert search_figures([0.003]) == {"perf/search_p50_ms": 3.0, "perf/search_p95_ms": 3.0}
-    hundred = search_figures([i / 1000 for i in reversed(range(100))])
+    assert percentiles("search", []) == {}
+    assert percentiles("search", [0.003]) == {"perf/search_p50_ms": 3.0, "perf/search_p95_ms": 3.0}
+    hundred = percentiles("search", [i / 1000 for i in reversed(range(100))])
     assert hundred == {"perf/search_p50_ms": pytest.approx(50), "perf/search_p95_ms": pytest.approx(95)}
 
 
@@ -253,14 +252,14 @@ async def test_no_training_step_begins_while_training_is_paused(tmp_path: Path, 
         uids = await filled(made, 2)
         await until_distilled(made, 2)
         async with made.side.paused():
-            state = await made.side.state()
+            state = await made.side.state([])
             await made.side.observe([guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])])
             await asyncio.sleep(0.1)
             assert made.learner.batches == []
         await until(lambda: made.trainer.updates == 1)
         assert state["extractor"] == {"learner": {"version": 0}, "updates": 0, "skipped_updates": 0}
-        assert (await made.side.state())["extractor"] == {"learner": {"version": 1}, "updates": 1, "skipped_updates": 0}
-        assert (await made.side.state())["bank"] > state["bank"]
+        assert (await made.side.state([]))["extractor"] == {"learner": {"version": 1}, "updates": 1, "skipped_updates": 0}
+        assert (await made.side.state([]))["bank"] > state["bank"]
         await cancelled(running)
 
 

@@ -1,4 +1,4 @@
-"""What the extractor is trained on, on worked numbers. The store's part of it is in test_manager_manager.py."""
+"""What the extractor is trained on, on worked numbers. Through a real bank: test_credit_corners.py."""
 
 from __future__ import annotations
 

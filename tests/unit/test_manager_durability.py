@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extractors import bank_of_version_1, hit, request
+from extractors import bank_of_version_1, bank_of_version_2, hit, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Merged, Stamp, UnitKey, Write
+from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Stamp, UnitKey, Vote, Write
+from crl.manager.snapshots import TABLES
 from crl.manager.store import Store
 from crl.types import Completion
 
@@ -42,9 +43,9 @@ def contents(path: Path) -> dict[str, list[Any]]:
 # ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit search train prune embed merge"
+KINDS = "submit lease release return bad fail bury revive credit search train prune embed merge vote"
 HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
-RULES = ApplyRules(malformed_reward=-1.0, cap=3)
+RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
 
 
 def distilled(of: DistilRequest, kind: str) -> Distilled:
@@ -54,7 +55,8 @@ def distilled(of: DistilRequest, kind: str) -> Distilled:
     generation = Generation(of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
     writes = {"add": (write(0, "Go \x00west's."), write(1, "Go east.")), "update": (write(0, "Go north.", UnitKey("run/0/0/0#0", 1)),)}
     dropped = {"no op in the answer": 1} if kind == "bad" else {}
-    return Distilled(of, generation, writes.get(kind, ()), int(kind == "return"), dropped)
+    votes = tuple(Vote(op, UnitKey(f"run/0/0/{op}#0", 1), -1) for op in range(3)) if kind == "vote" else ()
+    return Distilled(of, generation, writes.get(kind, ()), int(kind == "return"), dropped, votes)
 
 
 def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
@@ -81,6 +83,10 @@ async def take(store: Store, step: Step) -> None:
             await store.release()
         case "add" | "update" | "return" | "bad":
             await store.apply(distilled(name, kind), AT, RULES)
+        case "vote":
+            voter = request(1 + await votes(store), member=n)
+            await store.submit(voter, AT)
+            await store.apply(distilled(voter, kind), AT, RULES)
         case "fail":
             for leased in await store.lease(1):
                 await store.failed(leased, "busy")
@@ -89,18 +95,22 @@ async def take(store: Store, step: Step) -> None:
         case "revive":
             await store.retry_dead()
         case "credit":
-            await store.credit(f"episode {n}", [hit(unit.uid).use], 1.0, AT)
+            await store.credit(f"episode {n}", [Credit.of(hit(unit.uid).use, True)], AT)
         case "search":
             await store.retrieved({unit: (n + 1, n)}, AT)
         case "train":
             ready = [unit.pending for unit in await store.ready()][:n]
             await store.mark_trained(ready, {pending.generation for pending in ready}, n, AT)
         case "prune":
-            await store.prune(n)
+            await store.prune(await store.spent(n), n)
         case "merge":
             await store.merge(merged(f"merge/{await store.merges()}", [entry.unit for entry, _ in await store.entries()], n), AT, RULES)
         case "embed":
             await store.set_vectors(f"embedder {n}", {unit.uid: np.full(3, n, np.float32)})
+
+
+async def votes(store: Store) -> int:
+    return (await store.counts())["ops/down"]
 
 
 async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, dict[str, list[Any]]]:
@@ -118,8 +128,9 @@ async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, d
 def ranked(state: dict[str, list[Any]]) -> list[Any]:
     """What does not depend on the sequence numbers that were given out."""
     log = [eval(row)[1:] for row in state["log"]]
-    units = [eval(row)[:-1] for row in state["units"]]
-    return [sorted(log), units, *(state[table] for table in ("requests", "generations", "entries", "facts"))]
+    units = [(*row[:-2], row[-1]) for row in map(eval, state["units"])]
+    entries = [row[1:] for row in sorted(map(eval, state["entries"]))]
+    return [sorted(log), units, entries, *(state[table] for table in ("requests", "generations", "facts"))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,6 +168,42 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(before: list[Step]
         asyncio.run(both(Path(folder)))
 
 
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(HISTORIES, min_size=2, max_size=3), kept=st.sets(st.integers(0, 40)), chosen=st.integers(0, 40))
+def test_snapshots_that_are_forgotten_take_nothing_from_the_others(parts: list[list[Step]], kept: set[int], chosen: int) -> None:
+    """After every part, all are forgotten but those whose places among all so far are in `kept`, and the new one."""
+
+    async def play(folder: Path) -> None:
+        path = folder / "bank.sqlite"
+        store = await Store.open(path)
+        store._database.connection.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
+        states: dict[int, dict[str, list[Any]]] = {}
+        all_of_them: list[int] = []
+        for part in parts:
+            states |= (found := await live(store, path, part))
+            all_of_them += found
+            left = {seq for place, seq in enumerate(all_of_them) if place in kept} & states.keys()
+            last = await store.snapshot(AT, left)
+            all_of_them.append(last)
+            states = {seq: states[seq] for seq in left} | {last: contents(path)}
+        images = {row[0] for table in TABLES for row in await store._database.rows(f"SELECT snapshot FROM {table}_before")}
+        assert images <= states.keys(), "nothing is kept for the others"
+        for gone in set(all_of_them) - states.keys():
+            with pytest.raises(StoreError, match=f"it has no snapshot {gone} to go back to"):
+                await store.rollback(gone)
+        target = sorted(states)[chosen % len(states)]
+        await store.rollback(target)
+        assert without_images(contents(path)) == without_images(states[target])
+        await store.aclose()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play(Path(folder)))
+
+
+def without_images(state: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {table: state[table] for table in ("log", *TABLES)}
+
+
 async def recounted(store: Store) -> dict[str, int]:
     """Counts by one who has never counted before."""
     return await Store(store._database).counts()
@@ -189,6 +236,35 @@ async def test_a_bank_that_begins_anew_cannot_go_back(tmp_path: Path) -> None:
     await store.aclose()
 
 
+async def test_what_begins_anew_is_as_large_as_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "bank.sqlite"
+    store = await Store.open(path)
+    for member in range(100):
+        await store.submit(request(member=member, note="x" * 4000), AT)
+    await store.snapshot(AT)
+    for one in await store.lease():
+        await store.bury(one, "too long", AT)
+    assert len(contents(path)["requests_before"]) == 100
+    await store.begin_anew()
+    assert path.stat().st_size < 200_000, "the requests and their images alone were 800 kB"
+    assert path.with_name("bank.sqlite-wal").stat().st_size == 0
+    await store.aclose()
+
+
+async def test_a_bank_that_is_read_is_not_made_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "bank.sqlite"
+    store = await Store.open(path)
+    store._database.connection.execute("PRAGMA busy_timeout = 0")
+    await store.submit(request(), AT)
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM log").fetchall()
+        with pytest.raises(StoreError, match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. End that reader first\."):
+            await store.compact()
+    await store.compact()
+    await store.aclose()
+
+
 async def test_going_back_over_nothing_makes_no_copy(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     await take(store, ("submit", 0))
@@ -210,7 +286,7 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
         assert [await store.failed(one, "busy") for _ in range(2)] == [1, 2]
         if one.member:
             await store.bury(one, "too often busy", AT)
-    with pytest.raises(StoreError, match=r"not the ids of dead requests: nobody, run/0/0/0\. Nothing was changed"):
+    with pytest.raises(StoreError, match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; crl bank dead lists them\."):
         await store.retry_dead(["run/0/0/1", "run/0/0/0", "nobody"])
     assert (await store.counts())["queue/dead"] == 3
     assert await store.retry_dead(["run/0/0/2"]) == ["run/0/0/2"]
@@ -260,6 +336,32 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT * FROM log WHERE seq < ?", (seq,)).fetchall() == log
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+
+async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path) -> None:
+    path = bank_of_version_2(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    store = await Store.open(path)
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+    units = {str(unit.pending.unit): unit.pending for unit in await store.ready()}
+    assert (units["run/0/0/0#0@1"].count, units["run/0/0/0#0@1"].total) == (2, 0.0), "pending credit is kept"
+    assert [(entry.uid, entry.votes) for entry, _ in await store.entries()] == [
+        ("run/0/0/0#2", 0), ("run/0/0/0#0", 0), ("run/1/0/0#0", 0),
+    ]  # fmt: skip
+    await take(store, ("vote", 0))
+    seq = await store.snapshot(AT)
+    before = contents(path)
+    for step in [("vote", 0), ("vote", 2), ("credit", 0)]:
+        await take(store, step)
+    await store.rollback(seq)
+    assert contents(path) == before
+
+    await store.rollback(13)  # made by the version before
+    assert [(entry.uid, entry.retrieved, entry.votes) for entry, _ in await store.entries()] == [
+        ("run/0/0/0#1", 0, 0), ("run/0/0/0#2", 0, 0), ("run/0/0/0#0", 0, 0),
+    ]  # fmt: skip
+    assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready()} == {"run/0/0/0#0@1": 1, "run/0/0/3@0": 1}
+    await store.aclose()
 
 
 async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Path) -> None:
@@ -356,7 +458,8 @@ async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_men
     said, _ = python(WRITES_UNTIL_IT_FAILS, path).communicate(timeout=120)
     acknowledged, message = said.strip().split(" ", 1)
     assert int(acknowledged) > 10
-    assert message == f"{path}: disk I/O error. What was acknowledged before is safe."
+    remedy = "See whether its disk is full, over a quota or gone; what was acknowledged before is safe."
+    assert message == f"{path}: disk I/O error. {remedy}"
     store = await Store.open(path)
     assert [one.id for one in await store.lease()] == [f"run/0/0/{member}" for member in range(int(acknowledged))] + ["run/1/0/0"]
     await store.aclose()

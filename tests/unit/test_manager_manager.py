@@ -499,7 +499,7 @@ async def test_the_time_of_every_search_is_kept_until_it_is_taken(tmp_path):
 
     made = await manager(bank(tmp_path), by_note(), embedder=Slow())
     await made.search([search(member=m) for m in range(4)])
-    await made.search([search()])
+    await made.search([search(group=1)])
     await made.search([search()], counted=False)  # an evaluation's
     times = made.take_search_times()
     assert len(times) == 2
@@ -519,6 +519,49 @@ async def test_a_flush_writes_counts_down_and_waits_for_no_distillation(tmp_path
     made.advance(1)
     await made.flush()
     assert (await made.stats()).items() >= {"ops/retrieve": 2, "generations": 1, "queue/pending": 1}.items()
+    await made.aclose()
+
+
+@pytest.mark.parametrize("shown_late", [False, True])
+async def test_what_is_found_and_replaced_while_counts_are_written_can_earn_credit_still(tmp_path, monkeypatch, shown_late):
+    """Found when the counts were taken already, then updated, before the generations that are spent go; or updated on disk, and found
+    before memory knows."""
+    settings = ManagerSettings(retrieval=ANY, keep_steps=0, credit=CreditSettings(cooldown=0))
+    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
+    made.advance(5)
+    update_of = request(5, note="better", shown=(hit("run/0/0/0#0"),))
+    await made.submit(update_of)
+    if shown_late:
+        show, held = made._show, asyncio.Event()
+
+        async def wait_and_show(applied):
+            await held.wait()
+            await show(applied)
+
+        monkeypatch.setattr(made, "_show", wait_and_show)
+        draining = asyncio.create_task(made._queue.drain())
+        while (await made._store.counts())["ops/update"] == 0:
+            pass
+        flushing = asyncio.create_task(made.flush())
+        for _ in range(50):
+            await made._store.counts()
+        guide = await found(made)
+        held.set()
+        await asyncio.gather(draining, flushing)
+    else:
+        guides, prune = [], made._store.prune
+
+        async def find_update_and_prune(*args):
+            guides.append(await found(made))
+            await made._queue.drain()
+            await prune(*args)
+
+        monkeypatch.setattr(made._store, "prune", find_update_and_prune)
+        await made.flush()
+        (guide,) = guides
+    assert guide.use.version == 1
+    await made.credit([guide.use], True, episode="run/5/1/0")
+    assert (await made.stats())["buffer/ready"] == 1
     await made.aclose()
 
 
@@ -592,171 +635,13 @@ async def test_time_does_not_run_backwards(tmp_path):
 # ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def use(uid: str, version: int = 1):
-    return hit(uid, version).use
-
-
 async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, tuple[float, float]]:
     """id → (r̄, w) of the next batch."""
     return {sample.id: (sample.reward, sample.weight) for sample in await made.take_batch(n, step) or ()}
 
 
-TWO = {"a": add("Go west.", "Go east."), "b": add("Go north.")}
-
-
-async def two(tmp_path: Path, **credit) -> ExperienceManager:
-    """Generation run/0/0/0 with the ops #0 and #1, generation run/1/0/0 with #0."""
-    settings = ManagerSettings(retrieval=ANY, keep_steps=2, credit=CreditSettings(**credit))
-    return await filled(tmp_path, request(note="a"), request(1, note="b"), settings=settings, **TWO)
-
-
-A0, A1, B0 = use("run/0/0/0#0"), use("run/0/0/0#1"), use("run/1/0/0#0")
-
-
-async def test_rewards_are_pooled_while_pending_and_an_episode_counts_once(tmp_path):
-    made = await two(tmp_path)
-    for member, success in enumerate([True, True, False, True]):
-        for _ in range(2):
-            await made.credit([A0], success, episode=f"run/2/0/{member}")
-    await made.credit([A0], True, episode="run/9/0/0")
-    assert await taken(made, 1, 0) == {"run/0/0/0#0@1": (0.6, 1.0), "run/0/0/0@head": (0.6, 1.0)}
-    entry = made._bank.entries["run/0/0/0#0"]
-    assert (entry.credited, entry.credit) == (5, 3.0)
-    assert (await made.stats())["ops/credit"] == 5
-    await made.aclose()
-
-
-async def test_equation_7_holds_for_a_generation_and_all_its_ops(tmp_path):
-    made = await two(tmp_path, cooldown=3, alpha=0.5)
-    await made.credit([A0], True, episode="e1")
-    await made.mark_trained(list(await taken(made, 1, 4)), 4)
-    await made.credit([A1], True, episode="e2")
-    await made.credit([B0], False, episode="e3")
-    assert await taken(made, 1, 6) == {"run/1/0/0#0@1": (-1.0, 1.0), "run/1/0/0@head": (-1.0, 1.0)}  # 6 − 4 < 3: A1 waits
-    assert await taken(made, 2, 6) == {}
-    weight = 2**-0.5
-    assert await taken(made, 1, 7) == {"run/0/0/0#1@1": (1.0, weight), "run/0/0/0@head": (1.0, weight)}  # A1 was ready first
-    await made.mark_trained(["run/0/0/0#1@1", "run/0/0/0@head"], 7)
-    (generation,) = (await made._store.generations(["run/0/0/0"])).values()
-    assert (generation.c_train, generation.t_last) == (2, 7)
-    await made.aclose()
-
-
-async def test_a_batch_with_two_ops_of_a_generation_counts_once_for_it(tmp_path):
-    made = await two(tmp_path)
-    await made.credit([A0, A1], True, episode="e1")
-    await made.credit([B0], False, episode="e2")
-    batch = await taken(made, 3, 5)
-    assert list(batch) == ["run/0/0/0#0@1", "run/0/0/0#1@1", "run/1/0/0#0@1", "run/0/0/0@head", "run/1/0/0@head"]
-    await made.mark_trained(list(batch), 5)
-    found = await made._store.generations(["run/0/0/0", "run/1/0/0"])
-    assert [(g.c_train, g.t_last) for g in found.values()] == [(1, 5), (1, 5)]
-    await made.aclose()
-
-
-async def test_what_comes_in_while_a_batch_is_trained_stays_pending(tmp_path):
-    made = await two(tmp_path, cooldown=0)
-    await made.credit([A0], True, episode="e1")
-    batch = await taken(made, 1, 5)
-    await made.credit([A0], False, episode="e2")
-    await made.credit([B0], False, episode="e3")
-    await made.mark_trained(list(batch), 5)
-    assert list(await taken(made, 2, 5))[:2] == ["run/1/0/0#0@1", "run/0/0/0#0@1"]  # ready anew: behind the other
-    assert (await taken(made, 2, 5))["run/0/0/0#0@1"] == (-1.0, 2**-0.5)
-    await made.aclose()
-
-
-async def test_a_batch_that_was_not_marked_is_offered_again(tmp_path):
-    made = await two(tmp_path)
-    await made.credit([A0], True, episode="e1")
-    batch = await taken(made, 1, 5)
-    assert await taken(made, 1, 5) == batch
-    with pytest.raises(ValueError, match=r"the last batch holds no \['other@1'\]"):
-        await made.mark_trained([*batch, "other@1"], 5)
-    await made.mark_trained(list(batch), 5)
-    with pytest.raises(ValueError, match="holds no"):
-        await made.mark_trained(list(batch), 5)
-    with pytest.raises(ValueError, match="at least one unit, not 0"):
-        await made.take_batch(0, 5)
-    await made.aclose()
-
-
-async def test_an_updated_entry_that_guided_still_trains_the_generation_that_wrote_it(tmp_path):
-    made = await filled(tmp_path, request(note="a"), a=add("Go west."), better=update("Go southwest."))
-    guide = await found(made)
-    await made.submit(request(1, note="better", shown=(guide,)))
-    await made.drain()
-    await made.credit([guide.use], True, episode="run/1/0/0")
-    await made.credit([(await found(made, group=5)).use], False, episode="run/2/0/0")
-    batch = await taken(made, 2, 3)
-    assert batch["run/0/0/0#0@1"][0] == 1.0
-    assert batch["run/0/0/0#0@2"][0] == -1.0
-    (entry,) = made._bank.entries.values()
-    assert (entry.version, entry.credited, entry.credit) == (2, 1, -1.0)
-    await made.aclose()
-
-
-async def test_an_old_generation_is_kept_as_long_as_it_can_earn(tmp_path):
-    settings = ManagerSettings(retrieval=ANY, keep_steps=2, credit=CreditSettings(cooldown=0))
-    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
-    made.advance(100)
-    await made.drain()
-    assert (await made.stats())["generations"] == 1  # current: may be returned any time
-    guide = await found(made)
-    await made.submit(request(100, note="better", shown=(guide,)))
-    for step, generations in ((102, 2), (103, 1)):  # superseded, last returned in step 100: two more steps
-        made.advance(step)
-        await made.drain()
-        assert (await made.stats())["generations"] == generations
-    await made.credit([guide.use], True, episode="run/100/0/0")
-    figures = await made.stats()
-    assert (figures["ops/credit"], figures["buffer/ready"]) == (1, 0)  # counted for the entry, nothing left to train on
-    await made.aclose()
-
-
-async def test_pending_reward_keeps_its_generation(tmp_path):
-    settings = ManagerSettings(retrieval=ANY, keep_steps=0, credit=CreditSettings(cooldown=0))
-    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
-    guide = await found(made)
-    await made.credit([guide.use], True, episode="run/1/0/0")
-    await made.submit(request(1, note="better", shown=(guide,)))
-    made.advance(50)
-    await made.drain()
-    batch = await taken(made, 1, 50)
-    assert batch
-    await made.mark_trained(list(batch), 50)
-    await made.drain()
-    assert (await made.stats())["generations"] == 1
-    await made.aclose()
-
-
-async def test_generations_without_an_op_earn_what_the_settings_say(tmp_path):
-    requests = [request(member=m, note="bad") for m in range(3)] + [request(1, member=m, note="good") for m in range(4)]
-    settings = ManagerSettings(credit=CreditSettings(malformed_reward=-1.0))
-    made = await filled(tmp_path, *requests, settings=settings, bad="Go west!", good=add("Go west."))
-    assert (await made.stats()).items() >= {"ops/malformed": 3, "buffer/ready": 3, "dropped/no op in the answer": 3}.items()
-    for member in range(4):
-        await made.credit([use(f"run/1/0/{member}#0")], True, episode=f"e{member}")
-    samples = await made.take_batch(4, 1)
-    assert samples is not None
-    assert [sample.id for sample in samples][:4] == ["run/0/0/0@0", "run/1/0/0#0@1", "run/1/0/1#0@1", "run/1/0/2#0@1"]
-    assert trained_text(samples[0].trace) == "Go west!" + renderer().decode(renderer().stop_ids[:1])
-    assert [sample.advantage for sample in samples][:4] == [-1.5, 0.5, 0.5, 0.5]
-    await made.mark_trained([sample.id for sample in samples], 1)
-    assert (await made.stats())["buffer/ready"] == 3
-    await made.aclose()
-
-
-async def test_credit_for_what_the_bank_does_not_know_is_counted_as_stray(tmp_path):
-    made = await two(tmp_path)
-    await made.credit([use("nobody#0"), A0], True, episode="e")
-    await made.credit([], True, episode="free")
-    assert (await made.stats()).items() >= {"ops/stray": 1, "ops/credit": 1, "buffer/ready": 1}.items()
-    await made.aclose()
-
-
 async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn(tmp_path):
-    settings = ManagerSettings(retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0), cap=2, keep_steps=2)
+    settings = ManagerSettings(retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0), cap=2, evict="credit", keep_steps=2)
     other = request(9, note="c", of=task(goal="another room"))
     answers = {"a": add("Go west.", "Go east."), "b": add("Go north."), "c": add("Go up."), "d": update("Go far west.")}
     made = await filled(tmp_path, request(note="a"), other, settings=settings, **answers)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from doors import renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crl.manager import ops
 from crl.manager.ops import OpLimits, parse_merge, parse_ops, token_spans
 
 ADD = '{"op": "add", "text": "Go west."}'
@@ -70,6 +73,18 @@ def test_a_bad_op_is_dropped_with_its_reason(completion, reason):
     assert parsed.dropped == {reason: 1}
 
 
+UP, DOWN = '{"op": "up", "target": 1}', '{"op": "down", "target": 2}'
+
+
+def test_votes_are_ops_where_they_are_asked_for():
+    parsed = parse_ops(f"[{UP}, {DOWN}]", 2, votes=True)
+    assert [(op.kind, op.targets, op.text) for op in parsed.ops] == [("up", (0,), ""), ("down", (1,), "")]
+    assert not parsed.malformed
+    assert parse_ops(f"[{UP}, {DOWN}]", 2).dropped == {"unknown op": 2}
+    assert parse_ops('[{"op": "up"}, {"op": "down", "target": 3}]', 2, votes=True).dropped == {"no target": 1, "target out of range": 1}
+    assert parse_merge(f"[{UP}]", 2).dropped == {"unknown op": 1}
+
+
 def test_the_good_ones_stand():
     parsed = parse_ops(f'[{{"op": "drop"}}, {ADD}, {{"op": "add", "text": "cut {UPDATE}', 2)
     assert [op.kind for op in parsed.ops] == ["add", "update"]
@@ -96,22 +111,23 @@ def test_each_op_keeps_its_characters_and_the_head_ends_at_the_first_bad_or_good
 
 PIECES = st.sampled_from(
     ["[", "]", "{", "}", '"', ",", ":", "\\", "op", '"op"', '"add"', '"update"', '"text"', '"target"', "1", "<think>", "</think>", " ",
-     "```json\n", ADD, UPDATE, '{"op": "return"}', "\ud800", "中", "NaN", "1e999", '{"a": ' * 3]
+     "```json\n", ADD, UPDATE, UP, DOWN, '{"op": "return"}', "\ud800", "中", "NaN", "1e999", '{"a": ' * 3]
 )  # fmt: skip
 
 
 @settings(max_examples=1000)
-@given(st.lists(PIECES, max_size=30).map("".join) | st.text(), st.integers(0, 3), st.booleans())
-def test_any_text_is_parsed(completion, shown, thinking):
-    parsed = parse_ops(completion, shown, thinking=thinking)
+@given(st.lists(PIECES, max_size=30).map("".join) | st.text(), st.integers(0, 3), st.booleans(), st.booleans())
+def test_any_text_is_parsed(completion, shown, thinking, votes):
+    parsed = parse_ops(completion, shown, thinking=thinking, votes=votes)
     assert 0 <= parsed.head <= len(completion)
     end = parsed.head
     for op in parsed.ops:
         assert end <= op.span[0] < op.span[1] <= len(completion)
         end = op.span[1]
-        assert op.kind == "return" or op.text
-        assert len(op.targets) == (op.kind == "update")
+        assert bool(op.text) == (op.kind in ("add", "update"))
+        assert len(op.targets) == (op.kind in ("update", "up", "down"))
         assert all(target < shown for target in op.targets)
+    assert votes or not any(op.is_vote for op in parsed.ops)
     assert parsed.ops or parsed.dropped
 
 
@@ -209,3 +225,20 @@ def test_tokens_of_one_character_map_exactly():
     decode = "".join  # a tokenizer whose ids are characters
     ((start, stop),) = token_spans(decode, list(text), [(1, 1 + len(ADD))])  # pyright: ignore[reportArgumentType]
     assert (start, stop) == (1, 1 + len(ADD))
+
+
+@pytest.mark.parametrize("opening", ['{"a":[', '{"op":[', '{"a":{}', "{"])
+def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be read to the end of the text, which would take the square of its length."""
+    decoded: list[int] = []
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[object, int]:
+            decoded.append(idx)
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr(ops, "_DECODER", Counting(strict=False))
+    parsed = parse_ops(f"[{ADD}, {opening * 4000}", 2)
+    assert [op.kind for op in parsed.ops] == ["add"]
+    assert parsed.dropped.get("not JSON", 0) + parsed.dropped.get("too many ops", 0) >= 1
+    assert len(decoded) == ops.ATTEMPTS + 1

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from doors import until
 from extractors import WordEmbedder, search
+from hypothesis import given
+from hypothesis import strategies as st
 
 from crl.manager import CachedEmbedder, RetrievalSettings
 from crl.manager.bank import Bank
+from crl.manager.index import Build, Neighbour
 from crl.manager.records import Entry
 from crl.manager.searching import Searcher
 from crl.protocols import Hit
@@ -34,6 +38,13 @@ class GatedEmbedder(WordEmbedder):
         if "broken" in texts:
             raise OSError("the embedder is gone")
         return vectors
+
+    async def open_all(self) -> None:
+        """Those to come too, until it is cancelled."""
+        while True:
+            for gate in self.gates:
+                gate.set()
+            await asyncio.sleep(0.0001)
 
 
 async def searcher(*texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings) -> tuple[Searcher, Bank]:
@@ -148,6 +159,121 @@ async def test_searches_of_nothing_and_of_an_unknown_task_find_nothing():
     await made.aclose()
 
 
+async def test_what_needs_nothing_from_others_is_answered_without_leaving_the_callers_task():
+    made, _ = await searcher("a", "a b")
+    with pytest.raises(StopIteration) as answer:
+        made.search([search("a")], 0, counted=True).send(None)
+    assert all(answer.value.value)
+    await made.aclose()
+
+
+async def test_the_members_of_a_group_wait_for_nobody_once_the_first_has_its_pick():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", embedder=embedder, max_wait=1e6)
+    first, others = ask(made, "a", 7), ask(made, "a", 8)
+    await until(lambda: len(embedder.gates) == 1)
+    embedder.gates[0].set()
+    hits = await first
+    await until(lambda: len(embedder.gates) == 2)
+    assert await ask(made, "a", 7) == hits
+    assert not others.done()
+    embedder.gates[1].set()
+    assert await others == hits
+    assert bank.entries["a"].retrieved == 2
+    await made.aclose()
+
+
+async def test_a_search_that_waits_alone_keeps_its_place_and_may_be_cancelled():
+    """The one that came second has the vector first, and waits; the third is picked after it, without the cancelled one."""
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", "a b", embedder=embedder, batch=1)
+    asked = [ask(made, "a", group) for group in range(3)]
+    await until(lambda: len(embedder.gates) == 3)
+    embedder.gates[1].set()
+    await asyncio.sleep(0.01)
+    assert not bank.take_counts()
+    asked[0].cancel()
+    (hit,) = await asked[1]
+    assert hit is not None
+    assert hit.text == "a"
+    embedder.gates[2].set()
+    (hit,) = await asked[2]
+    assert hit is not None
+    assert hit.text == "a b"
+    await made.aclose()
+
+
+SEARCHES = st.lists(st.tuples(st.sampled_from(["a", "a b", "b c", "x"]), st.integers(0, 5), st.booleans(), st.booleans()), max_size=12)
+
+
+@given(SEARCHES, st.integers(1, 4), st.sampled_from(["group", "rollout"]), st.randoms(use_true_random=False))
+async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches, batch, per, rng):
+    """Each: a query, its group, whether it counts, whether it is cancelled. Embeddings end in any order."""
+    embedder, texts, picked, asked = GatedEmbedder(), ("a", "a b", "b", "c b"), list[int](), list[asyncio.Task[list[Hit | None]]]()
+    made, bank = await searcher(*texts, embedder=CachedEmbedder(embedder, 2), batch=batch, per=per)
+    plain, truth = await searcher(*texts, per=per)
+    pick = bank.search
+    bank.search = lambda request, *rest, **options: (picked.append(request.member), pick(request, *rest, **options))[1]
+    requests = [search(query, group=group, member=member) for member, (query, group, *_) in enumerate(searches)]
+    for request, (*_, counted, _) in zip(requests, searches, strict=True):
+        asked.append(asyncio.create_task(made.search([request], 0, counted=counted)))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        if embedder.gates and rng.random() < 0.5:
+            rng.choice(embedder.gates).set()
+    for task, (*_, cancelled) in zip(asked, searches, strict=True):
+        if cancelled:
+            task.cancel()
+    opening = asyncio.create_task(embedder.open_all())
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    await made.aclose()
+    opening.cancel()
+
+    assert picked == sorted(picked)
+    for request, (*_, counted, cancelled), got in zip(requests, searches, results, strict=True):
+        lost = isinstance(got, asyncio.CancelledError)
+        assert cancelled or not lost
+        if not lost or request.member in picked:  # it may have had its pick when it was cancelled
+            (hit,) = await plain.search([request], 0, counted=counted)
+            assert lost or got == [hit]
+    assert bank.take_counts() == truth.take_counts()
+    await plain.aclose()
+
+
+async def test_a_text_that_cannot_be_embedded_fails_its_own_search_alone():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", embedder=embedder, batch=3)
+    first = ask(made, "0")
+    await until(lambda: len(embedder.gates) == 1)
+    asked = [ask(made, text, group) for group, text in enumerate(["a", "broken", "a b"], start=1)]
+    await until(lambda: len(embedder.gates) == 2)
+    embedder.gates[1].set()
+    await until(lambda: len(embedder.gates) == 5)
+    assert embedder.calls[1:] == [["a", "broken", "a b"], ["a"], ["broken"], ["a b"]]
+    for gate in embedder.gates:
+        gate.set()
+    with pytest.raises(OSError, match="the embedder is gone"):
+        await asked[1]
+    assert all([await first, await asked[0], await asked[2]])
+    assert bank.entries["a"].retrieved == 3
+    await made.aclose()
+
+
+async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
+    embedder = GatedEmbedder()
+    made, bank = await searcher("a", embedder=embedder)
+    asked = asyncio.create_task(made.search([search("a"), search("broken", group=1)], 0, counted=True))
+    await until(lambda: len(embedder.gates) == 1)
+    embedder.gates[0].set()
+    await until(lambda: len(embedder.gates) == 3)
+    for gate in embedder.gates:
+        gate.set()
+    with pytest.raises(OSError, match="the embedder is gone"):
+        await asked
+    assert not bank.take_counts()
+    await made.aclose()
+
+
 # ── large banks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -213,3 +339,57 @@ async def test_closing_answers_what_was_asked_and_stops_a_build(small_graphs, mo
     await asyncio.sleep(0)
     await made.aclose()
     assert all(hit for (hit,) in await asyncio.gather(*asked))
+
+
+async def test_searches_that_no_worker_can_be_found_for_fail_and_wait_for_nobody(small_graphs):
+    made, _ = await searcher(*(f"go {i}" for i in range(100)), exact=True)
+    made._workers.shutdown()
+    with pytest.raises(RuntimeError, match="cannot schedule"):
+        async with asyncio.timeout(10):
+            await made.search([search("go 7")], 0, counted=True)
+    await made.aclose()
+
+
+async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_under_the_others(small_graphs, monkeypatch):
+    made, _ = await searcher(*(f"go {i}" for i in range(100)), exact=True, batch=3)
+    at_work, end, changed = threading.Event(), threading.Event(), list[bool]()
+    nearest = Bank.nearest
+    broken, slow = await WordEmbedder().embed(["broken", "slow"])
+
+    def work(self: Bank, task: str, query: np.ndarray) -> list[Neighbour]:
+        if np.array_equal(query, broken):
+            raise MemoryError("no room")
+        if np.array_equal(query, slow):
+            at_work.set()
+            end.wait(30)
+            changed.append("go 0" not in self.entries)
+        return nearest(self, task, query)
+
+    monkeypatch.setattr(Bank, "nearest", work)
+    asked = asyncio.create_task(made.search([search("slow")], 0, counted=True)), ask(made, "broken", 1), ask(made, "go 7", 2)
+    await until(at_work.is_set)
+    change = asyncio.create_task(made.change([], ["go 0"]))
+    await asyncio.sleep(0.05)
+    end.set()
+    await change
+    with pytest.raises(MemoryError, match="no room"):
+        await asked[1]
+    assert all([await asked[0], await asked[2]])
+    assert changed == [False]
+    await made.aclose()
+
+
+async def test_an_index_that_cannot_be_built_loses_no_change_and_is_told_once(small_graphs, monkeypatch):
+    def fail(*_: object) -> bool:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Build, "run", fail)
+    texts = [f"go {i}" for i in range(400)]
+    made, bank = await searcher(*texts)
+    await asyncio.wait(made._builds)
+    await made.change([(entry("new"), (await WordEmbedder().embed(["new"]))[0])])
+    assert set(bank.entries) == {*texts, "new"}
+    with pytest.raises(MemoryError, match="no room"):
+        made.check()
+    made.check()
+    await made.aclose()

@@ -133,6 +133,7 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
             "condition": "guided",
             "reward": 1.0,
             "success": True,
+            "score": None,
             "turns": 3,
             "segments": [{"role": "user", "origin": "env", "text": "at 2 3 é"}],
             "ids": [5, 6, 7],
@@ -140,6 +141,7 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
             "logprobs": [0.0, 0.0, -0.5],
             "versions": [-1, -1, 4],
             "used": [{"uid": "e1", "version": 2, "generation": "g9", "how": "start", "verdict": None}],
+            "rejected": [],
             "truncated": False,
             "error": None,
         }
@@ -208,6 +210,13 @@ def test_a_train_line_tells_guided_from_free_where_there_are_both():
     assert render_line(1, "train", rates) == "train 1  success 0.500  guided 0.750  free 0.250"
     del rates["rollout/success/guided"]
     assert render_line(1, "train", rates) == "train 1  success 0.500"
+
+
+def test_a_train_line_tells_of_critiques_that_could_not_be_read():
+    shares = {"critic/accept": 1.0, "critic/refine": 0.0, "critic/reject": 0.0, "critic/malformed": 0.25}
+    accepted = "train 1  accepted 1.00  refined 0.00  rejected 0.00"
+    assert render_line(1, "train", shares) == f"{accepted}  malformed 0.25"
+    assert render_line(1, "train", {**shares, "critic/malformed": 0.0}) == accepted
 
 
 def test_lines_about_experience_are_short():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from crl.errors import ConfigError, RolloutError
 from crl.manager import OpLimits
+from crl.manager.ops import parse_ops
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import FOLDER, SLOTS, fill, hashes, prompt
@@ -151,6 +152,18 @@ def test_outcome_and_advice_are_told():
     assert between(told(), advice, "===") == "None: there is nothing to update."
     shown = (hit("a#0", text="Go west."), hit("b#0", text="Look.\n3.\nThen go."))
     assert between(told(shown=shown), advice, "===") == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
+
+
+def test_votes_are_asked_for_where_there_is_something_to_vote_on():
+    one = replace(request(), segments=EPISODE, shown=(hit("a#0", text="Go west."),))
+    writer = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
+    (message,) = writer(one)
+    assert message.text == f"{told(shown=one.shown)}\n\n{prompt('vote')}"
+    (message,) = writer(replace(one, shown=()))
+    assert message.text == told()
+    assert '"up"' not in told(shown=one.shown)
+    example = parse_ops(prompt("vote"), 2, votes=True)
+    assert ([op.kind for op in example.ops], example.dropped) == (["up", "down"], {})
 
 
 HOSTILE = st.sampled_from(

@@ -17,13 +17,13 @@ import pytest
 from crl.envs import places
 from crl.envs.base import Rendering, StreamSettings, play
 from crl.envs.host import ThreadHost
-from crl.envs.room import ACTIONS, SPEC, RoomStream, demonstration_tasks, eval_tasks, probe_tasks
+from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.game import RoomGame, true_exit
 from crl.envs.scratch import scratch_folder
 from crl.types import Task
 
 SETTINGS = StreamSettings()
-NEW = eval_tasks("new", 256, 0, SETTINGS)
+NEW = PLACES.eval_tasks("new", 256, 0, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def map_of(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance(games: dict[Rendering, RoomGame]) -> None:
-    tasks = [*RoomStream(7, SETTINGS).draw(6), *NEW[:6]]
+    tasks = [*PLACES.stream(7, SETTINGS).draw(6), *NEW[:6]]
     expected = [transcript(games["full"], task) for task in tasks]
     other = RoomGame("full")
     for task, texts in sorted(zip(tasks, expected, strict=True), key=lambda pair: pair[0].seed):
@@ -80,7 +80,7 @@ def test_the_same_task_is_the_same_episode_in_another_process(games: dict[Render
 
 async def test_members_of_a_group_play_the_same_episode_at_the_same_time() -> None:
     host = ThreadHost({"room": (SPEC, "compact")}, threads=4)
-    (task,) = RoomStream(1, SETTINGS).draw(1)
+    (task,) = PLACES.stream(1, SETTINGS).draw(1)
 
     async def member() -> list[str]:
         environment = await host.acquire(task)
@@ -288,13 +288,13 @@ def test_a_game_keeps_its_files_in_the_scratch_folder() -> None:
 
 def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() -> None:
     settings = StreamSettings(places=32, permanent=8, visits=5)
-    tasks = RoomStream(0, settings).draw(32 * 40)
+    tasks = PLACES.stream(0, settings).draw(32 * 40)
     rounds = [tasks[i : i + 32] for i in range(0, len(tasks), 32)]
     assert all(len({task.params["place"] for task in visits}) == 32 for visits in rounds)
     assert [task.params["place"] for task in rounds[0]] != [task.params["place"] for task in rounds[1]]
     visits: dict[tuple[str, int], int] = Counter((str(task.params["place"]), int(task.params["lgen"])) for task in tasks)
     assert len({name for name, _ in visits}) == len({lgen for _, lgen in visits}) == len(visits), "a new layout has a new name"
-    known = {(str(task.params["place"]), int(task.params["lgen"])) for task in eval_tasks("known", 8, 0, settings)}
+    known = {(str(task.params["place"]), int(task.params["lgen"])) for task in PLACES.eval_tasks("known", 8, 0, settings)}
     assert len(known) == 8
     assert all(visits[place] == 40 for place in known)
     at_the_ends = {(str(task.params["place"]), int(task.params["lgen"])) for task in [*tasks[:32], *tasks[-32:]]}
@@ -304,33 +304,33 @@ def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() ->
 
 
 def test_the_streams_state_restores_the_exact_continuation() -> None:
-    through = RoomStream(5, SETTINGS)
+    through = PLACES.stream(5, SETTINGS)
     through.draw(77)
     state = json.loads(json.dumps(through.state()))
-    eval_tasks("known", 64, 5, SETTINGS)  # leaves no trace
+    PLACES.eval_tasks("known", 64, 5, SETTINGS)  # leaves no trace
     expected = through.draw(200)
-    resumed = RoomStream(5, SETTINGS)
+    resumed = PLACES.stream(5, SETTINGS)
     resumed.draw(3)
     resumed.load_state(state)
     assert [*resumed.draw(9), *resumed.draw(191)] == expected
-    assert RoomStream(6, SETTINGS).draw(200) != RoomStream(5, SETTINGS).draw(200)
+    assert PLACES.stream(6, SETTINGS).draw(200) != PLACES.stream(5, SETTINGS).draw(200)
 
 
 def test_evals_are_fixed_and_apart_from_training() -> None:
-    assert eval_tasks("new", 64, 1, StreamSettings(places=4, permanent=1)) == NEW[:64]
+    assert PLACES.eval_tasks("new", 64, 1, StreamSettings(places=4, permanent=1)) == NEW[:64]
     assert len({task.params["lgen"] for task in NEW}) == len(NEW)
-    known = eval_tasks("known", 32, 3, SETTINGS)
-    assert known == eval_tasks("known", 64, 3, SETTINGS)[:32]
-    assert known != eval_tasks("known", 32, 4, SETTINGS)
-    train = RoomStream(3, SETTINGS).draw(320)
+    known = PLACES.eval_tasks("known", 32, 3, SETTINGS)
+    assert known == PLACES.eval_tasks("known", 64, 3, SETTINGS)[:32]
+    assert known != PLACES.eval_tasks("known", 32, 4, SETTINGS)
+    train = PLACES.stream(3, SETTINGS).draw(320)
     assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
     assert all(task.params["core"] in places.HELD_OUT_DYNAMICS for task in (*known, *NEW))
     assert all(task.params["core"] in places.TRAIN_DYNAMICS for task in train)
     assert {task.split for task in train} | {task.split for task in known} | {NEW[0].split} == {"train", "known", "new"}
     with pytest.raises(ValueError, match="known or new"):
-        eval_tasks("train", 1, 0, SETTINGS)
+        PLACES.eval_tasks("train", 1, 0, SETTINGS)
     with pytest.raises(ValueError, match="permanent"):
-        eval_tasks("known", 1, 0, StreamSettings(permanent=0))
+        PLACES.eval_tasks("known", 1, 0, StreamSettings(permanent=0))
 
 
 def test_layout_and_dynamics_ranges_are_disjoint() -> None:
@@ -338,12 +338,12 @@ def test_layout_and_dynamics_ranges_are_disjoint() -> None:
     for ranges in (layouts, [places.TRAIN_DYNAMICS, places.HELD_OUT_DYNAMICS]):
         ordered = sorted(ranges, key=lambda values: values.start)
         assert all(low.stop <= high.start for low, high in pairwise(ordered))
-    uses = [demonstration_tasks(50), probe_tasks(50), NEW, tuple(RoomStream(0, SETTINGS).draw(320))]
+    uses = [demonstration_tasks(50), probe_tasks(50), NEW, tuple(PLACES.stream(0, SETTINGS).draw(320))]
     seen = [{task.params["lgen"] for task in tasks} for tasks in uses]
     assert sum(map(len, seen)) == len(set().union(*seen))
 
 
 def test_goals_are_short_and_name_the_place() -> None:
-    for task in (*NEW, *RoomStream(0, SETTINGS).draw(64)):
+    for task in (*NEW, *PLACES.stream(0, SETTINGS).draw(64)):
         assert str(task.params["place"]) in task.goal
         assert len(task.goal.split()) <= 10

@@ -94,6 +94,16 @@ REPORT = ExperienceReport(
 )
 
 
+def test_several_tasks_have_a_row_together() -> None:
+    maze: Setting = ("maze", "new", "free")
+    before = Evaluation({NEW: Rate(64, 256), maze: Rate(64, 256)}, {}, 0)
+    after = Evaluation({NEW: Rate(192, 256), maze: Rate(64, 256)}, {}, 0)
+    # mean 1/4 [1/4 − 0.0493/√2, 1/4 + 0.0565/√2] and 1/2 ± √(0.0493² + 0.0565²)/2
+    row = "  overall new    without experience         512 episodes   0.250 [0.215, 0.290] → 0.500 [0.463, 0.537]   +0.250 [+0.195, +0.301]"
+    assert success_lines(1.0, before, after)[-1] == row
+    assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
+
+
 def test_what_experience_came_to() -> None:
     """gaps: mean 1/4, standard deviation √(0.125 / 3) = 0.204124, half 1.96 · 0.204124 / √4 = 0.200042."""
     assert REPORT.lines() == [
@@ -132,6 +142,15 @@ def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: P
         "--set", "bank.init=runs/one/bank.sqlite",
     ]  # fmt: skip
     assert "\n".join(REPORT.lines()) in text
+
+
+def test_what_a_run_started_from_is_not_what_it_is_trained_further_from() -> None:
+    start = "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
+    text = replace(SUMMARY, command=start, experience=REPORT).text()
+    further = next(line for line in text.splitlines() if "train further:" in line)
+    assert further.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
+    assert (further.count("bank.init="), further.count("actor.model=")) == (1, 1)
+    assert f"another seed:      {start} --seed" in text
 
 
 def test_suggested_commands_can_be_pasted() -> None:

@@ -7,44 +7,17 @@ stream persist over visits so that there is something to know.
 
 from __future__ import annotations
 
-from functools import partial
-
 from crl.envs.actions import COMPASS
-from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.places import Places
 from crl.envs.room.lessons import RoomAdvisor, digest
 from crl.envs.room.player import RoomPlayer
-from crl.types import Split, Task
 
 NAME = "room"
 GOAL = "Room: the {place}. Reach the stairs down (>)."
 ACTIONS = tuple(COMPASS)
-
-
-class RoomStream(PlaceStream):
-    """The train stream of a run with `seed`: named rooms that persist over visits (see `crl.envs.places`)."""
-
-    def __init__(self, seed: int, settings: StreamSettings) -> None:
-        super().__init__(NAME, GOAL, seed, settings)
-
-
-def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
-    if split == "known":
-        return known_tasks(NAME, GOAL, n, seed, settings)
-    if split == "new":
-        return fixed_tasks(NAME, GOAL, NEW_LAYOUTS, n)
-    raise ValueError(f"an eval split is known or new, not {split!r}")
-
-
-def demonstration_tasks(n: int) -> tuple[Task, ...]:
-    """n rooms for warm-start demonstrations, which no run trains or is evaluated on."""
-    return fixed_tasks(NAME, GOAL, DEMONSTRATION_LAYOUTS, n)
-
-
-def probe_tasks(n: int) -> tuple[Task, ...]:
-    """n rooms for the advice probe, apart from every other use."""
-    return fixed_tasks(NAME, GOAL, PROBE_LAYOUTS, n)
+PLACES = Places(NAME, GOAL)
+demonstration_tasks, probe_tasks = PLACES.demonstration_tasks, PLACES.probe_tasks
 
 
 def make_game(rendering: Rendering) -> Game:
@@ -62,10 +35,10 @@ SPEC = EnvSpec(
     action_format=f"{', '.join(ACTIONS)} (one step that way, or an attack on what stands there)",
     query_with_observation=False,
     make_game=make_game,
-    task_source=RoomStream,
-    eval_tasks=eval_tasks,
+    task_source=PLACES.stream,
+    eval_tasks=PLACES.eval_tasks,
     scripted_player=RoomPlayer,
-    revisit=partial(revisited, NAME),
+    revisit=PLACES.revisit,
     digest=digest,
     advisor=RoomAdvisor(),
     probe_tasks=probe_tasks,

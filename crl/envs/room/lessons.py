@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from crl.envs.actions import COMPASS
@@ -32,6 +32,9 @@ LESSONS = {
 }
 """The kinds of lesson, and their wording."""
 
+FROM_HERE = "from here go {direction}."
+"""What an agent that asks on its way is told. No kind of lesson: an episode teaches nothing that begins in the middle of it."""
+
 _PATTERNS = {kind: re.compile(re.escape(text).replace(r"\{direction\}", "([a-z]+)")) for kind, text in LESSONS.items()}
 _CLOCKWISE = ("east", "southeast", "south", "southwest", "west", "northwest", "north", "northeast")
 
@@ -39,6 +42,11 @@ _CLOCKWISE = ("east", "southeast", "south", "southwest", "west", "northwest", "n
 def lesson(kind: str, direction: str = "") -> str:
     """The lesson of this kind; `direction` is a name of `COMPASS`."""
     return LESSONS[kind].format(direction=direction)
+
+
+def from_here(direction: str) -> str:
+    """The answer to an agent on its way; `direction` is a name of `COMPASS`."""
+    return FROM_HERE.format(direction=direction)
 
 
 def bearing(start: Cell, end: Cell) -> str | None:
@@ -73,14 +81,19 @@ def digest(segments: Sequence[Segment]) -> str:
 
 def stairs_direction(segments: Sequence[Segment]) -> str | None:
     """Where the stairs are from the start, as far as the episode's texts tell; None when they were not seen."""
-    first = next((match for segment in segments if segment.origin == "env" and (match := _AT.search(segment.text))), None)
-    if first is None:
+    start = next(places(segments), None)
+    if start is None:
         return None
-    start = (int(first[2]) - 1, int(first[1]) - 1)
     cells = possible_stairs([(segment.origin == "policy", segment.text) for segment in segments if segment.origin in ("policy", "env")])
     if not cells:
         return None
     return bearing(start, min(cells, key=lambda at: (math.dist(at, start), at)))
+
+
+def places(segments: Sequence[Segment]) -> Iterator[Cell]:
+    """Where an episode's texts say that the agent is, in order: (x, y) from the room's top left."""
+    found = (_AT.search(segment.text) for segment in segments if segment.origin == "env")
+    return ((int(at[2]) - 1, int(at[1]) - 1) for at in found if at)
 
 
 # ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
@@ -111,11 +124,14 @@ class RoomAdvisor:
 
 
 @cache
-def true_bearing(lgen: int) -> str | None:
-    """The direction of a layout's stairs from its start; None when they were never seen. Plays the game to find out."""
+def true_bearing(lgen: int, here: Cell | None = None) -> str | None:
+    """The direction of a layout's stairs from its start, or from `here`; None on them, and when they were never seen.
+
+    Plays the game to find out.
+    """
     from crl.envs.room.game import true_exit, true_start
 
     try:
-        return bearing(true_start(lgen), true_exit(lgen))
+        return bearing(here or true_start(lgen), true_exit(lgen))
     except LookupError:
         return None

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, parse_choice
-
-At = tuple[int, int]
+from crl.envs.minihack.player import At, beside, read_at, read_map, walk
 
 _SIZE = 5
 _CELLS = frozenset((x, y) for x in range(_SIZE) for y in range(_SIZE))
-_MAP = re.compile(r"^Map:\n(.+?)\nLegend: (.+)$", re.MULTILINE | re.DOTALL)
-_AT = re.compile(r"^at (\d) (\d)$", re.MULTILINE)
 _STAIRS = re.compile(r"^stairs (\w+)$", re.MULTILINE)
 _TRAP = re.compile(r"^trap (\w+)$", re.MULTILINE)
 
@@ -35,12 +31,11 @@ class RoomPlayer:
         self.observe(observation)
 
     def observe(self, observation: str) -> None:
-        map_ = _MAP.search(observation)
-        at = _AT.search(observation)
-        if map_:
-            self._read_map(map_[1].splitlines(), map_[2].splitlines()[0])
-        elif at:
-            self._read_words((int(at[2]) - 1, int(at[1]) - 1), observation)
+        names, here = read_map(observation), read_at(observation)
+        if names is not None:
+            self._see(names)
+        elif here is not None:
+            self._read_words(here, observation)
         self._visited.add(self.here)
 
     def act(self) -> str:
@@ -58,20 +53,18 @@ class RoomPlayer:
         self._traps: set[At] = set()
         self.stairs: set[At] = set()
 
-    def _read_map(self, rows: list[str], legend: str) -> None:
-        symbols = {entry[0]: entry[2:] for entry in legend.split("; ")}
-        cells = {(x, y): symbol for y, row in enumerate(rows) for x, symbol in enumerate(row)}
-        self.here = next(at for at, symbol in cells.items() if symbol == "@")
-        self._seen = {at for at, symbol in cells.items() if symbols[symbol] != "not seen yet"}
-        self._traps |= {at for at, symbol in cells.items() if "trap" in symbols[symbol]}
-        self.stairs = {at for at, symbol in cells.items() if symbols[symbol] == "staircase down"}
+    def _see(self, names: dict[At, str]) -> None:
+        self.here = next(at for at, name in names.items() if name == "you")
+        self._seen = {at for at, name in names.items() if name != "not seen yet"}
+        self._traps |= {at for at, name in names.items() if "trap" in name}
+        self.stairs = {at for at, name in names.items() if name == "staircase down"}
 
     def _read_words(self, here: At, words: str) -> None:
         self.here = here
         near = {at for at in _CELLS if max(abs(at[0] - here[0]), abs(at[1] - here[1])) <= 1}
         fresh = near - self._seen
         self._seen |= near
-        self._traps |= {_beside(here, name) for name in _TRAP.findall(words)}
+        self._traps |= {beside(here, name) for name in _TRAP.findall(words)}
         stairs = _STAIRS.search(words)
         if stairs:
             dx, dy = COMPASS[stairs[1]]
@@ -81,20 +74,8 @@ class RoomPlayer:
 
     def _first_step(self, wanted: set[At] | frozenset[At], avoid: set[At]) -> str | None:
         """The first step of a shortest walk to the nearest of `wanted`, ties at random; None when there is no way."""
-        order = list(COMPASS)
-        self._rng.shuffle(order)
-        first: dict[At, str | None] = {self.here: None}
-        queue = deque([self.here])
-        while queue:
-            at = queue.popleft()
-            if at in wanted and first[at]:
-                return first[at]
-            for name in order:
-                there = _beside(at, name)
-                if there in _CELLS and there not in first and (there not in avoid or there in wanted):
-                    first[there] = first[at] or name
-                    queue.append(there)
-        return None
+        path = walk(self.here, lambda at: at in wanted, lambda _, to: to in _CELLS and (to not in avoid or to in wanted), self._rng)
+        return path[0] if path else None
 
 
 def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
@@ -108,15 +89,10 @@ def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
         if said:
             last_action = parse_choice(words, tuple(COMPASS))
         elif words.startswith("stairs reached") and last_action:
-            return frozenset(player.stairs & {_beside(player.here, last_action)} or player.stairs)
+            return frozenset(player.stairs & {beside(player.here, last_action)} or player.stairs)
         else:
             player.observe(words)
     return frozenset(player.stairs)
-
-
-def _beside(at: At, name: str) -> At:
-    dx, dy = COMPASS[name]
-    return (at[0] + dx, at[1] + dy)
 
 
 def _sign(value: int) -> int:

@@ -59,40 +59,25 @@ class FullDistilPrompt:
     """`PromptWriter` for language models: the prompt `distil`, one user message, since some chat templates know no system.
 
     template: its text; renderer: the extractor's; max_tokens: of the rendered prompt, the extractor's context less what it may
-    answer. A longer prompt loses the middle of its transcript; one without room for any raises `RolloutError`. What comes from
-    the episode is indented and so cannot pass for a line of the prompt. The agent's thinking stays in: it says why it acted so.
+    answer; vote: what asks for votes on what guided the episode, None = nothing does. A longer prompt loses the middle of its
+    transcript; one without room for any raises `RolloutError`. What comes from the episode is indented and so cannot pass for a line
+    of the prompt. The agent's thinking stays in: it says why it acted so.
     """
 
     template: str
     renderer: ChatRenderer
     max_tokens: int
+    vote: str | None = None
 
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
-        transcript = "\n".join(_transcript(request.segments))
-        segments = self._written(request, transcript)
-        tokens, kept = self._tokens(segments), len(transcript)
-        rest = self._tokens(self._written(request, "")) if tokens > self.max_tokens else 0
-        while tokens > self.max_tokens:
-            kept = int(0.95 * kept * (self.max_tokens - rest) / (tokens - rest)) if tokens > rest else 0
-            if kept < 1:
-                raise RolloutError("prompt", f"{rest} tokens without a transcript leave no room for one in {self.max_tokens}")
-            segments = self._written(request, _without_middle(transcript, kept))
-            tokens = self._tokens(segments)
-        return segments
-
-    def _written(self, request: DistilRequest, transcript: str) -> list[Segment]:
         experiences = [f"{number}.\n{quoted(hit.text)}" for number, hit in enumerate(request.shown, start=1)]
-        text = fill(
-            self.template,
-            goal=quoted(request.task.goal),
-            outcome=_outcome(request),
-            experiences="\n".join(experiences) or "None: there is nothing to update.",
-            transcript=transcript,
-        )
-        return [Segment("user", text, "task")]
-
-    def _tokens(self, segments: Sequence[Segment]) -> int:
-        return len(self.renderer.encode(self.renderer.text(segments)))
+        known = {
+            "goal": quoted(request.task.goal),
+            "outcome": _outcome(request),
+            "experiences": "\n".join(experiences) or "None: there is nothing to update.",
+        }
+        template = f"{self.template}\n\n{self.vote}" if self.vote and request.shown else self.template
+        return with_transcript(template, known, request.segments, self.renderer, self.max_tokens)
 
 
 def _outcome(request: DistilRequest) -> str:
@@ -108,6 +93,33 @@ def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
         turn += segment.origin == "policy"
         if segment.origin in SPEAKERS:
             yield f"[turn {turn}, {SPEAKERS[segment.origin]}]\n{quoted(segment.text)}"
+
+
+def with_transcript(
+    template: str, known: Mapping[str, str], segments: Sequence[Segment], renderer: ChatRenderer, max_tokens: int
+) -> list[Segment]:
+    """The prompt with the transcript of `segments` in its slot, the middle left out where it would be longer than `max_tokens`.
+
+    known: the other slots. Raises `RolloutError` where there is no room for any transcript.
+    """
+
+    def written(transcript: str) -> list[Segment]:
+        return [Segment("user", fill(template, **known, transcript=transcript), "task")]
+
+    def length(prompt: Sequence[Segment]) -> int:
+        return len(renderer.encode(renderer.text(prompt)))
+
+    transcript = "\n".join(_transcript(segments))
+    prompt = written(transcript)
+    tokens, kept = length(prompt), len(transcript)
+    rest = length(written("")) if tokens > max_tokens else 0
+    while tokens > max_tokens:
+        kept = int(0.95 * kept * (max_tokens - rest) / (tokens - rest)) if tokens > rest else 0
+        if kept < 1:
+            raise RolloutError("prompt", f"{rest} tokens without a transcript leave no room for one in {max_tokens}")
+        prompt = written(_without_middle(transcript, kept))
+        tokens = length(prompt)
+    return prompt
 
 
 def quoted(text: str) -> str:

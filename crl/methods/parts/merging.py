@@ -29,3 +29,20 @@ def _record(entry: Entry) -> str:
         return ""
     won = (entry.credited + round(entry.credit)) // 2  # credit sums ±1
     return f" (guided {entry.credited} episodes, of which {won} succeeded)"
+
+
+@dataclass(frozen=True)
+class CompactMergePrompt:
+    """`MergePromptWriter` for tiny extractors: every entry on a line, with how the episodes ended that it guided."""
+
+    def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
+        lines = [f"hint {number} {_won(entry)}{entry.text}" for number, entry in enumerate(entries, start=1)]
+        return [Segment("user", "\n".join(["merge", *lines]), "task")]
+
+
+def _won(entry: Entry) -> str:
+    """Without a record nothing; of a long one its share in ten."""
+    if not entry.credited:
+        return ""
+    shown = min(entry.credited, 10)
+    return f"won {round(shown * (entry.credit / entry.credited + 1) / 2)} of {shown} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from crl.methods.parts.asking import AskTool
 from crl.prompts import fill
 from crl.protocols import Hit, Response
 from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Trajectory
@@ -30,38 +31,54 @@ class ChatContext:
 
     By task name: `instructions` come first, as the system's message, empty ones are left out; `introductions` are templates
     with an `{experience}`, without one an experience's text stands alone. It is a segment of its own: guided and free prompts
-    differ by that one. observed: the tasks whose first observation belongs to the retrieval query.
+    differ by that one, and by that of the tool where they may ask: `tools`. observed: the tasks whose first observation belongs to the
+    retrieval query; goal_keys: experiences are found by their goal, so a question is too.
     """
 
     instructions: Mapping[str, str]
     introductions: Mapping[str, str] = field(default_factory=dict)
+    tools: Mapping[str, AskTool] = field(default_factory=dict)
     observed: frozenset[str] = frozenset()
+    goal_keys: bool = False
 
-    def query(self, task: Task, observation: Observation) -> str:
-        return f"{task.goal}\n{observation.text}" if task.name in self.observed else task.goal
+    def query_observes(self, task: Task) -> bool:
+        return task.name in self.observed
 
-    def opening(self, task: Task, observation: Observation, experience: Hit | None) -> Sequence[Segment]:
+    def query(self, task: Task, observation: Observation | None) -> str:
+        if not self.query_observes(task):
+            return task.goal
+        assert observation is not None, "the query depends on it"
+        return f"{task.goal}\n{observation.text}"
+
+    def asked(self, task: Task, query: str) -> str:
+        return task.goal if self.goal_keys or not query else query
+
+    def opening(self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0) -> Sequence[Segment]:
         instructions = self.instructions[task.name]
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
-            *([self._introduced(task, experience)] if experience else []),
+            *([Segment("user", self._introduced(task, experience), "experience")] if experience else []),
+            *([Segment("user", fill(self.tools[task.name].offer, limit=asks), "tool_spec")] if asks else []),
             Segment("user", observation.text, "env"),
         ]
 
-    def _introduced(self, task: Task, experience: Hit) -> Segment:
-        template = self.introductions.get(task.name, "{experience}")
-        return Segment("user", fill(template, experience=experience.text), "experience")
+    def _introduced(self, task: Task, experience: Hit) -> str:
+        return fill(self.introductions.get(task.name, "{experience}"), experience=experience.text)
+
+    def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
+        return [Segment("user", self._introduced(task, found) if found else self.tools[task.name].nothing, "tool_result")]
 
     def following(self, result: StepResult) -> Sequence[Segment]:
         return [Segment("user", result.text, "env")]
 
-    def parse(self, completion: str) -> Response:
-        """The action is what follows the thinking, if there was any."""
+    def parse(self, task: Task, completion: str) -> Response:
+        """The action, or the question, is in what follows the thinking, if there was any."""
         thinking, closed, answer = completion.rpartition("</think>")
         if not closed and "<think>" in completion:
             return Response("", {"thinking": completion})  # cut off in thought: nothing was decided
-        return Response(answer.strip(), {"thinking": thinking} if closed else {})
+        tool = self.tools.get(task.name)
+        return Response(answer.strip(), {"thinking": thinking} if closed else {}, tool.query(answer) if tool else None)
 
 
 @dataclass(frozen=True)

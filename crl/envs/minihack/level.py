@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from crl.envs.minihack.view import UNSEEN, Cell, View
 from crl.envs.scratch import scratch_folder
 
 with warnings.catch_warnings():
@@ -27,16 +28,14 @@ with warnings.catch_warnings():
 
 nethack: Any = nle.nethack  # half of its names come from C, unknown to type checkers
 
-CellKind = Literal["unseen", "plain", "trap", "creature", "object", "you"]
-
-UNSEEN = "~"
-_OBSERVATIONS = ("glyphs", "chars", "blstats", "message", "screen_descriptions")
+OBSERVATIONS = ("glyphs", "chars", "blstats", "message", "screen_descriptions")
+INVENTORY = ("inv_letters", "inv_strs")
 _SETTINGS: Mapping[str, Any] = {
     "penalty_step": 0.0,  # else −0.01 whenever game time stands still
     "penalty_time": 0.0,
     "max_episode_steps": 10**9,  # the turn limit belongs to the rollout
     "fix_moon_phase": True,  # else the real clock changes the game
-    "observation_keys": _OBSERVATIONS,
+    "observation_keys": OBSERVATIONS,
 }
 _SUCCESS = 2  # minihack's StepStatus.TASK_SUCCESSFUL
 _PLAIN_NAMES = {"floor of a room": "floor", "dark part of a room": "floor"}
@@ -66,30 +65,6 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One square as the player sees or remembers it. `name` is NetHack's own description, without an article."""
-
-    symbol: str
-    name: str
-    kind: CellKind
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the player sees, copied. `cells[y][x]` from the window's top left; `position` is (x, y) there.
-
-    Cells never seen are of kind `unseen`; seen ones are remembered by the game itself (fog of war). Hit points in
-    NetHack's points. `message` is the game's last line, or empty.
-    """
-
-    cells: tuple[tuple[Cell, ...], ...]
-    position: tuple[int, int]
-    hit_points: int
-    max_hit_points: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """What one action did. `view` is None when the game is over: NetHack has then wiped its map."""
 
@@ -101,7 +76,7 @@ class Level:
     """One NetHack instance that plays one kind of MiniHack level, again and again."""
 
     def __init__(self, creator: str | Callable[..., Any], window: Window, **settings: Any) -> None:
-        """`creator`: a level's id, or its class. `settings`: further arguments of the level."""
+        """`creator`: a level's id, or its class. `settings`: further arguments of it; `observation_keys` may name `INVENTORY` too."""
         if isinstance(creator, str):
             # not gymnasium.make: it keeps max_episode_steps for a wrapper, and the level would end after its own
             spec = gymnasium.spec(creator)
@@ -148,7 +123,15 @@ class Level:
             for y in range(window.height)
         )
         message = _text(observation["message"].tobytes())
-        return View(cells, position, int(stats[nethack.NLE_BL_HP]), int(stats[nethack.NLE_BL_HPMAX]), message)
+        hit_points, most = int(stats[nethack.NLE_BL_HP]), int(stats[nethack.NLE_BL_HPMAX])
+        return View(cells, position, hit_points, most, message, _inventory(observation))
+
+
+def _inventory(observation: Mapping[str, np.ndarray]) -> dict[str, str]:
+    if INVENTORY[0] not in observation:
+        return {}
+    letters, descriptions = (observation[name] for name in INVENTORY)
+    return {chr(letter): _text(words.tobytes()) for letter, words in zip(letters, descriptions, strict=True) if letter}
 
 
 @lru_cache(maxsize=4096)

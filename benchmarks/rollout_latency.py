@@ -1,0 +1,401 @@
+"""What experience costs a rollout: collection with it and without it, by the number of parallel environments (CRL Fig. 9c and 12).
+
+    python benchmarks/rollout_latency.py --out benchmarks/results/rollout_latency.json
+
+`latency model`: an engine that computes nothing and takes as long as a 7 B model on eight GPUs (latency_model.py), and a game that acts
+at once. `tiny model`: the bundled models on the torch engine, in the real rooms, on the cores that the bank and its extractor use too.
+All else is a run's own: collector, episodes, prompts, and the bank on disk, with the paper's B, t_max and W (C.2), but nothing is merged
+and nothing trained; beside the latency model the bank holds 1,000 experiences at the start.
+
+Arms, in turn in one process: `off` plays without experience; `on` guides half of every group, and meanwhile what the step before it
+played is credited, queued, distilled by an extractor of its own and written to the bank, as in a run that is one step ahead; `ask`: its
+guided episodes may also ask the extractor (search_and_ask; of the latency model's answers one in nine asks, which elsewhere is an invalid
+action); `critic`: the actor judges what was found for them. Nothing of an arm is left when the next one begins. The answers' lengths are
+the same in all arms of a repetition, and differ between repetitions.
+
+rollout: seconds to collect all episodes of a step, mean ± 95 % over repetitions; ratio: of an arm to `off`, paired. search: milliseconds
+that an episode waits for its experience, without verdict or answer. lag: milliseconds by which a coroutine that sleeps for 5 comes late,
+while rollouts are collected. left: seconds that the extractor still needs for the step before when the rollout is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `crl train` is measured elsewhere
+
+import numpy as np
+from common import half_interval, mean_and_interval, write_results
+from latency_model import MOVES, LatencyModel, Walks
+
+from crl.config import load, resolve_model
+from crl.envs.base import StreamSettings
+from crl.envs.places import PlaceStream
+from crl.manager import CachedEmbedder, ExperienceManager, ManagerSettings, Prompts
+from crl.manager.embed import HashEmbedder
+from crl.manager.records import Entry, Stamp
+from crl.manager.store import Store
+from crl.methods.parts.asking import FullRefinePrompt, full_tool
+from crl.methods.parts.distilling import EveryEpisode, FullDistilPrompt
+from crl.methods.parts.judging import FullCriticPrompt
+from crl.methods.parts.merging import FullMergePrompt
+from crl.methods.parts.rollouts import ChatContext, GuidedShare, OutcomeReward
+from crl.modeling import load_tokenizer, stop_ids
+from crl.monitor.files import FileMonitor
+from crl.monitor.run_dir import RunDir
+from crl.prompts import fill, prompt
+from crl.protocols import Hit, Question, Retriever, SearchRequest, TaskSource
+from crl.rollout.collector import Collector
+from crl.rollout.critic import Critic
+from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
+from crl.rollout.gate import StalenessGate
+from crl.rollout.rates import SuccessRates
+from crl.rollout.waves import Direct
+from crl.run.assemble import training
+from crl.run.diagnostics import Diagnostics
+from crl.run.experience import ExperienceSide
+from crl.run.main import frozen_heap
+from crl.tokens import ChatRenderer
+from crl.types import Task, Trajectory
+
+ENVIRONMENTS = {"latency model": (16, 64, 256, 512, 1_024), "tiny model": (16, 64, 128)}
+QUICK = {"latency model": (32,), "tiny model": (16,)}
+GROUP, TURNS, QUICK_TURNS = 8, 12, 2
+ENTRIES, LESSONS = 1_000, 64
+ACTION_TOKENS, LESSON_TOKENS = 60, 96
+PROBE = 0.005
+GOAL = "Walk: the {place}. Find the exit."
+QUESTION = "<search_and_ask>I see no exit. Which way is it?</search_and_ask>"
+VERDICTS = ["<answer>accept</answer>", "<answer>reject</answer>", f"<answer>refine: {GOAL}</answer>"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What plays: a runner whose guided episodes are judged and may ask, the bank's side of the run, and the tasks, from the first one
+    again at every call."""
+
+    runner: EpisodeRunner
+    side: ExperienceSide
+    tasks: Callable[[], TaskSource]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """share: of a group that is guided; 0 = the bank stands still, too."""
+
+    share: float
+    asks: bool = False
+    judged: bool = False
+
+    def runner(self, stage: Stage, retriever: Retriever) -> EpisodeRunner:
+        runner = stage.runner
+        if not self.asks:
+            runner = replace(runner, limits={name: replace(limits, asks=0) for name, limits in runner.limits.items()})
+        return replace(runner, retriever=retriever, judge=runner.judge if self.judged else Unasked())
+
+
+ARMS = {"off": Arm(0.0), "on": Arm(0.5), "ask": Arm(0.5, asks=True), "critic": Arm(0.5, judged=True)}
+
+
+class Timed:
+    """`crl.protocols.Retriever`: another one, and how long it took."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever = retriever
+        self.seconds: list[float] = []
+
+    async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
+        begin = time.perf_counter()
+        hits = await self._retriever.search(requests)
+        self.seconds.append(time.perf_counter() - begin)
+        return hits
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return await self._retriever.refine(question, hit)
+
+
+# ── what plays ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
+    path = resolve_model("tiny-actor")
+    tokenizer = load_tokenizer(path)
+    renderer = ChatRenderer(tokenizer, stop_ids(path, tokenizer))
+    run = RunDir.create(folder / "run")
+    monitor, embedder = FileMonitor(run), CachedEmbedder(HashEmbedder(), 65_536)
+    tasks = partial(PlaceStream, "walk", GOAL, 0, StreamSettings())
+    await fill_bank(run.bank, tasks().draw(ENTRIES))
+    actor, extractor = LatencyModel(renderer, spoken, median=ACTION_TOKENS), LatencyModel(renderer, written, median=LESSON_TOKENS)
+    room = 65_536 - 4_096
+    manager = await ExperienceManager.open(
+        run.bank, extractor, embedder, renderer,
+        Prompts(
+            FullDistilPrompt(prompt("distil"), renderer, room),
+            FullMergePrompt(prompt("merge")),
+            FullRefinePrompt(prompt("refine"), renderer, room),
+        ),
+        ManagerSettings(concurrency=128, threaded=True), seed=0,
+    )  # fmt: skip
+    instructions = fill(prompt("actor"), turns=turns, actions=", ".join(MOVES), example="north")
+    sampler, rates = Direct(actor), SuccessRates(enough=8, window=64)
+    runner = EpisodeRunner(
+        sampler=sampler,
+        pool=Walks(),
+        context=ChatContext({"walk": instructions}, {"walk": prompt("experience")}, {"walk": full_tool(prompt("ask"))}),
+        shaper=OutcomeReward(),
+        retriever=Nothing(),
+        renderer=renderer,
+        limits={"walk": Limits(turns, max_response_tokens=4_096, asks=3)},
+        max_context=32_768,
+        temperature=1.0,
+        seed=0,
+        judge=Critic(
+            sampler, renderer, FullCriticPrompt(prompt("critic")), rates, {"walk": 4_096}, max_context=32_768, temperature=1.0, seed=0
+        ),
+    )
+    side = ExperienceSide(manager, extractor, EveryEpisode(), None, Diagnostics({}), embedder, monitor, run="bench", background=True)
+    try:
+        yield Stage(runner, side, tasks)
+    finally:
+        await manager.aclose()
+        await actor.aclose()
+        await extractor.aclose()
+        monitor.close()
+
+
+@asynccontextmanager
+async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
+    """The parts of `crl train --tasks room`, with an extractor that is not trained. turns: the task's own."""
+    unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
+    switches = ["ask.enabled=true", "critic.enabled=true", "critic.warmup=0"]
+    config = load(["room"], sets=[*unused, *switches, "eval.probe_every=0", "extractor.train=false"])
+    run = RunDir.create(folder / "run")
+    monitor = FileMonitor(run)
+    async with training(config, run, monitor) as loop:
+        assert loop.experience
+        start = loop.source.state()
+
+        def tasks() -> TaskSource:
+            loop.source.load_state(start)
+            return loop.source
+
+        yield Stage(loop.collector._runner, loop.experience, tasks)
+    monitor.close()
+
+
+async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
+    """One lesson for each task; the manager that opens the bank embeds them."""
+    store = await Store.open(path)
+    entries = [Entry(f"seed#{i}", 1, f"{t.goal} {walk(i)}", t.name, t.goal, "seed", (0, 1)) for i, t in enumerate(tasks)]
+    await store.take_in(entries, Stamp(0, 0))
+    await store.aclose()
+
+
+def spoken(session: str) -> list[str]:
+    """What the actor answers in this session."""
+    return VERDICTS if "/critic/" in session else [*MOVES, *MOVES, QUESTION]
+
+
+def written(session: str) -> list[str]:
+    """What the extractor answers: whoever asks reads its own operation."""
+    return [f'[{{"op": "add", "text": "{walk(i)}"}}, {{"op": "refine", "text": "{walk(i)}"}}]' for i in range(LESSONS)]
+
+
+def walk(number: int) -> str:
+    """A lesson."""
+    steps = [list(MOVES)[number // 4**i % 4] for i in range(6)]
+    return f"From the start walk {', then '.join(steps)}; the exit is near where the corridor ends."
+
+
+# ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Measured:
+    """Of one arm: a time for every repetition; waits of all of them."""
+
+    rollout: list[float] = field(default_factory=list)
+    searches: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
+@asynccontextmanager
+async def lags() -> AsyncIterator[list[float]]:
+    """Seconds by which a coroutine of this event loop comes late, while the block runs."""
+    late: list[float] = []
+
+    async def probe() -> None:
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(PROBE)
+            late.append(time.perf_counter() - begin - PROBE)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield late
+    finally:
+        task.cancel()
+
+
+async def rollout(stage: Stage, arm: Arm, environments: int, step: int, learnt: Sequence[Trajectory], into: Measured) -> list[Trajectory]:
+    """The episodes of one step, while an arm with experience learns from those of the step before."""
+    timed = Timed(stage.side.retriever)
+    gate = StalenessGate(environments // GROUP, 0, step)
+    runner = arm.runner(stage, timed if arm.share else Nothing())
+    collector = Collector(runner, stage.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1)
+
+    async def learn() -> None:
+        await stage.side.observe(learnt)
+        await stage.side.complete(step, learnt)
+
+    gc.collect()  # no arm pays for what another one left
+    async with lags() as late, asyncio.TaskGroup() as tasks:
+        if arm.share:
+            tasks.create_task(learn())
+        begin = time.perf_counter()
+        await collector.run()
+        into.rollout.append(time.perf_counter() - begin)
+    end = time.perf_counter()
+    await stage.side.manager.drain()
+    into.left.append(time.perf_counter() - end)
+    batch = await collector.batch(step)
+    into.searches += timed.seconds
+    into.lags += late
+    into.failed += sum(t.error is not None for t in batch)
+    return batch
+
+
+async def measure(stage: Stage, environments: int, repetitions: int) -> dict[str, Measured]:
+    """All arms, by name. The first rollout warms up."""
+    seen = {name: Measured() for name in ARMS}
+    with frozen_heap():
+        async with asyncio.TaskGroup() as tasks:
+            background = tasks.create_task(stage.side.run())
+            learnt = await rollout(stage, ARMS["on"], environments, 0, (), Measured())
+            for step in range(1, repetitions + 1):
+                for name, arm in list(ARMS.items())[:: 1 if step % 2 else -1]:
+                    batch = await rollout(stage, arm, environments, step, learnt, seen[name])
+                    learnt = batch if name == "on" else learnt
+            background.cancel()
+    return seen
+
+
+# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured]) -> dict[str, Any]:
+    measured = seen[name]
+    return {
+        "engine": engine,
+        "environments": environments,
+        "arm": name,
+        "rollout_s": measured.rollout,
+        "ratio": [one / off for one, off in zip(measured.rollout, seen["off"].rollout, strict=True)],
+        "left_s": measured.left,
+        "failed": measured.failed,
+        "searches": len(measured.searches),
+        "search_ms": quantiles(measured.searches, (50, 95, 100)),
+        "lag_ms": quantiles(measured.lags, (50, 99, 100)),
+    }
+
+
+def quantiles(seconds: Sequence[float], which: Sequence[int]) -> dict[str, float]:
+    """In milliseconds, by name; empty where there is nothing."""
+    names = {100: "max"}
+    return {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in which} if seconds else {}
+
+
+def print_head() -> None:
+    columns = "".join(f"{name:>10}" for name in ("search p50", "p95", "max", "lag p50", "p99", "max", "left (s)"))
+    print(f"{'engine':<15}{'envs':>6}  {'arm':<7}{'rollout (s)':>17}{'ratio':>17} {columns}")
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    waits = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(row["lag_ms"].values())
+    waits.append(float(np.mean(row["left_s"])))
+    cells = "".join(f"{'–' if wait is None else f'{wait:.2f}':>10}" for wait in waits)
+    ratio = "–" if row["arm"] == "off" else mean_and_interval(row["ratio"])
+    head = f"{row['engine']:<15}{row['environments']:>6,}  {row['arm']:<7}"
+    print(f"{head}{mean_and_interval(row['rollout_s']):>17}{ratio:>17} {cells}", flush=True)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, grid = pyplot.subplots(3, len(engines), figsize=(5 * len(engines), 9), sharex="col", squeeze=False)
+    for engine, column in zip(engines, grid.T, strict=True):
+        column[0].set_title(engine)
+        column[2].set_xlabel("parallel environments")
+        for arm in ARMS:
+            mine = [row for row in rows if (row["engine"], row["arm"]) == (engine, arm)]
+            at = [row["environments"] for row in mine]
+            means = [float(np.mean(row["rollout_s"])) for row in mine]
+            column[0].errorbar(at, means, [half_interval(row["rollout_s"]) or 0.0 for row in mine], marker=".", label=arm)
+            column[1].plot(at, [row["search_ms"].get("p95", np.nan) for row in mine], marker=".")
+            column[2].plot(at, [row["lag_ms"]["p99"] for row in mine], marker=".")
+        for axes in column:
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+            axes.set_ylim(bottom=0)
+    for axes, label in zip(grid[:, 0], ("rollout (s)", "search p95 (ms)", "event loop lag p99 (ms)"), strict=True):
+        axes.set_ylabel(label)
+    grid[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+STAGES: dict[str, Callable[[int, Path], AbstractAsyncContextManager[Stage]]] = {"latency model": latency_model, "tiny model": tiny_model}
+
+
+async def rows_of(engine: str, environments: int, turns: int, repetitions: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        async with STAGES[engine](turns, Path(folder)) as stage:
+            seen = await measure(stage, environments, repetitions)
+    return [row(engine, environments, name, seen) for name in ARMS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few environments, short episodes")
+    parser.add_argument("--engines", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--environments", type=int, nargs="+", help=f"in parallel; multiples of {GROUP}")
+    parser.add_argument("--repetitions", type=int, help="an even number, so that no arm comes later than another")
+    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON, and a plot beside it")
+    arguments = parser.parse_args()
+    turns, repetitions = (QUICK_TURNS, 2) if arguments.quick else (TURNS, 4)
+    repetitions = arguments.repetitions or repetitions
+    print_head()
+    rows: list[dict[str, Any]] = []
+    for engine in arguments.engines:
+        for environments in arguments.environments or (QUICK if arguments.quick else ENVIRONMENTS)[engine]:
+            rows += asyncio.run(rows_of(engine, environments, turns, repetitions))
+            for one in rows[-len(ARMS) :]:
+                print_row(one)
+    if arguments.out:
+        write_results(arguments.out, {"repetitions": repetitions, "turns": turns, "rows": rows})
+        try:
+            plot(rows, arguments.out.with_suffix(".png"))
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

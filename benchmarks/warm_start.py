@@ -1,0 +1,188 @@
+"""What the bundled models can do before RL, on rooms and chunks of a bank that they were not taught on, sampled at temperature 1.
+
+    python benchmarks/warm_start.py --models DIRECTORY      # that `crl make-models` wrote; without it, the shipped ones
+
+Every figure is a share with its 95 % Wilson interval. An answer is right when it is the one that was taught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from crl.config.models import resolve_model
+from crl.engines.torch import TorchEngine
+from crl.envs.host import ThreadHost
+from crl.envs.room import NAME, SPEC, probe_tasks
+from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
+from crl.manager.ops import parse_ops
+from crl.methods.parts.asking import COMPACT_CALL
+from crl.modeling import load_model, load_tokenizer, stop_ids
+from crl.models.drills import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
+from crl.models.walks import CONTEXT, EXTRACTOR_WALKS, OFFER, SCORED_TURNS
+from crl.models.warm_start import Demonstration
+from crl.protocols import Hit
+from crl.run.evaluate import Rate
+from crl.tokens import ChatRenderer
+from crl.types import ExperienceUse, Sampling, Segment, Task
+
+TURN_TOKENS, VERDICT_TOKENS, ANSWER_TOKENS = 4, 12, 40
+"""What a run lets them say: tasks/room.toml, tasks/presets/cpu.toml."""
+
+Figures = dict[str, list[bool]]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that answers conversations."""
+
+    engine: TorchEngine
+    chat: ChatRenderer
+
+    @classmethod
+    def of(cls, path: Path) -> Speaker:
+        tokenizer = load_tokenizer(path)
+        model = load_model(path, torch.device("cpu"))
+        return cls(TorchEngine(model, max_batch=128, max_context=1024, threads=1), ChatRenderer(tokenizer, stop_ids(path, tokenizer)))
+
+    async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
+        """None: it did not end."""
+        ids = self.chat.encode(self.chat.text(prompt))
+        completion = await self.engine.generate(ids, Sampling(tokens, self.chat.stop_ids), rng=seed)
+        return self.chat.decode(completion.ids[:-1]) if completion.finish == "stop" else None
+
+
+# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Played:
+    seen: str
+    said: tuple[str | None, ...]
+    success: bool
+
+    @property
+    def asked(self) -> bool:
+        return COMPACT_CALL in self.said
+
+
+async def play(
+    actor: Speaker, host: ThreadHost, number: int, task: Task, *, hint: str | None = None, offer: bool = False, reply: str | None = None
+) -> Played:
+    """One scored episode. reply: what it is told when it has just asked, at the start; a question of its own ends the episode."""
+    room = await host.acquire(task)
+    try:
+        shown = Hit(hint, ExperienceUse("told", 1, "told", "start")) if hint else None
+        *head, seen = CONTEXT.opening(task, await room.reset(task), shown)
+        segments, said = [*head, *([OFFER] if offer else []), seen], list[str | None]()
+        if reply:
+            segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+        for turn in range(SCORED_TURNS):
+            said.append(await actor.answer(segments, TURN_TOKENS, 100 * number + turn))
+            if said[-1] == COMPACT_CALL:
+                break
+            result = await room.step(said[-1] or "")
+            if result.done:
+                return Played(seen.text, tuple(said), result.success)
+            segments += [Segment("assistant", said[-1] or "", "policy"), *CONTEXT.following(result)]
+        return Played(seen.text, tuple(said), success=False)
+    finally:
+        await host.release(room)
+
+
+async def actor_figures(path: Path, n: int) -> Figures:
+    actor, host = Speaker.of(path), ThreadHost({NAME: (SPEC, "compact")}, threads=2)
+    tasks, advisor, rng = probe_tasks(n), RoomAdvisor(), random.Random(0)
+    wrong = [advisor.wrong(task, rng) for task in tasks]
+    here = [from_here(true_bearing(int(task.params["lgen"])) or "") for task in tasks]
+
+    async def played(hints: Iterable[str | None], *, offer: bool = False, replies: Iterable[str | None] = ()) -> list[Played]:
+        told = zip(range(n), tasks, hints, replies or [None] * n, strict=True)
+        return await asyncio.gather(*(play(actor, host, i, task, hint=hint, offer=offer, reply=reply) for i, task, hint, reply in told))
+
+    nothing = [None] * n
+    try:
+        free, right, bad = await played(nothing), await played(map(advisor.right, tasks)), await played(wrong)
+        offered, advised = await played(nothing, offer=True), await played(map(advisor.right, tasks), offer=True)
+        helped = await played(nothing, offer=True, replies=here)
+        judged = await right_answers(actor, verdicts, VERDICT_TOKENS)
+    finally:
+        await actor.engine.aclose()
+        await host.aclose()
+    return {
+        "success, told nothing": [p.success for p in free],
+        "success, told the truth": [p.success for p in right],
+        "success, told what is wrong": [p.success for p in bad],
+        "asks, not offered": [p.asked for p in (*free, *right, *bad)],
+        "asks, offered, told nothing": [p.asked for p in offered],
+        "asks, offered, told the truth": [p.asked for p in advised],
+        "success, asked and was answered": [p.success for p in helped],
+        "asks again": [p.asked for p in helped],
+        "goes as it was answered": [from_here(p.said[0] or "") == told for p, told in zip(helped, here, strict=True) if "dark" in p.seen],
+    } | {f"verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
+
+
+# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def extractor_figures(path: Path, n: int) -> Figures:
+    extractor = Speaker.of(path)
+    episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), probe_tasks(n)))
+    figures: Figures = defaultdict(list)
+    try:
+        lessons = [extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i) for i, episode in enumerate(episodes)]
+        for episode, written in zip(episodes, await asyncio.gather(*lessons), strict=True):
+            parsed = parse_ops(written or "", 1 if episode.hint else 0)
+            kind, direction = read(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
+            figures["lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
+            if kind == "exit":
+                figures["lesson's direction right"].append(direction == stairs_direction(episode.segments))
+        rng = random.Random(6)
+        stopped = [(episode.task, until_asked(episode, rng)) for episode in episodes]
+        asked = [(task, segments, found(segments, rng)) for task, segments in stopped]
+        refined = await asyncio.gather(*(extractor.answer(refine_prompt(*each), ANSWER_TOKENS, i) for i, each in enumerate(asked)))
+        for (_, segments, text), written in zip(asked, refined, strict=True):
+            kind = "nothing to fit" if read(text)[0] != "exit" else "at the start" if len(list(places(segments))) == 1 else "on the way"
+            figures[f"refinement right: {kind}"].append(written == refinement(segments, text))
+        for op, right in (await right_answers(extractor, merges, ANSWER_TOKENS)).items():
+            figures[f"merge right: {op}"] += right
+    finally:
+        await extractor.engine.aclose()
+    return figures
+
+
+async def right_answers(
+    speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], tokens: int, n: int = 1000
+) -> dict[str, list[bool]]:
+    """Whether the speaker says what the drill does, by the first word of that."""
+    demonstrations = list(drill(random.Random(7), n))
+    answers = await asyncio.gather(*(speaker.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations)))
+    right: defaultdict[str, list[bool]] = defaultdict(list)
+    for (*_, said), answer in zip(demonstrations, answers, strict=True):
+        word = said.text.split('"')[3] if '"op"' in said.text else said.text.split()[0]
+        right[word].append(answer == said.text)
+    return dict(sorted(right.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, help="a directory with tiny-actor and tiny-extractor")
+    parser.add_argument("--rooms", type=int, default=512)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, measured in (("tiny-actor", actor_figures), ("tiny-extractor", extractor_figures)):
+        path = arguments.models / name if arguments.models else resolve_model(name)
+        print(name)
+        for figure, found_true in asyncio.run(measured(path, arguments.rooms)).items():
+            print(f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}")
+
+
+if __name__ == "__main__":
+    main()

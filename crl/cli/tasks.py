@@ -1,0 +1,100 @@
+"""`crl tasks` and `crl play`. What needs more than typer is imported inside."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from crl.cli.command import command
+
+if TYPE_CHECKING:
+    from crl.envs.base import Played, Rendering
+    from crl.run.installed import TaskOffer
+    from crl.types import Split
+
+
+class RenderingName(StrEnum):
+    full, compact = "full", "compact"
+
+
+class SplitName(StrEnum):
+    train, known, new = "train", "known", "new"
+
+
+@command
+def list_tasks(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
+    """List the tasks that can be played, and what is missing for more."""
+    from crl.run.installed import gem_problem, mixtures, task_offers
+
+    offers, mixed, gem = task_offers(), mixtures(), gem_problem()
+    if as_json:
+        typer.echo(json.dumps({"tasks": [asdict(offer) for offer in offers], "mixtures": mixed, "gem": gem}, indent=2))
+        return
+    rows = [["task", "environment", "hosting", "turns", ""], *(_row(offer) for offer in offers)]
+    rows += [[name, "", "", "", f"mixes {', '.join(tasks)}"] for name, tasks in mixed.items()]
+    rows.append(["your own", "gem:ID", "processes", "", gem or "any environment of GEM, in a task file of your own"])
+    rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; see examples/"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(offer: TaskOffer) -> list[str]:
+    turns = ", ".join(f"{n} {rendering}" for rendering, n in offer.turns.items())
+    return [offer.name, offer.environment, offer.hosting, turns, offer.problem or offer.data or ""]
+
+
+@command
+def play(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")],
+    rendering: Annotated[
+        RenderingName, typer.Option(help="As language models see it, or as the bundled tiny models do.")
+    ] = RenderingName.full,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The run's seed: its tasks are played.")] = 0,
+    split: Annotated[SplitName, typer.Option(help="Tasks to train on, or those of an eval set.")] = SplitName.train,
+    episodes: Annotated[int, typer.Option(metavar="N", min=1, help="How many tasks, from the first one on.")] = 1,
+    scripted: Annotated[bool, typer.Option("--scripted", help="Watch the environment's scripted player.")] = False,
+) -> None:
+    """Play a task yourself, with the actor's view: one line, one action."""
+    from crl.run.play import Person, Table
+
+    table = Table.of(task, cast("Rendering", rendering.value))
+    player = table.scripted(seed) if scripted else Person(_read)
+    won: list[bool] = []
+    try:
+        for played in table.episodes(cast("Split", split.value), episodes, seed, player, _show):
+            won.append(played.success)
+            typer.echo(_outcome(played))
+    except EOFError:
+        typer.echo("\nleft")
+    except KeyboardInterrupt:
+        typer.echo("\nleft")
+        raise
+    finally:
+        if episodes > 1:
+            typer.echo(f"won {sum(won)} of {len(won)} episodes")
+
+
+def _read() -> str:
+    line = input("> ")
+    if not sys.stdin.isatty():
+        typer.echo(line)  # a terminal has shown it
+    typer.echo()
+    return line
+
+
+def _show(text: str) -> None:
+    from crl.cli.draw import printable
+
+    typer.echo("\n".join(printable(line.expandtabs()) for line in text.split("\n")) + "\n")
+
+
+def _outcome(played: Played) -> str:
+    turns = len(played.actions)
+    how = "won" if played.success else "lost" if played.done else "the turns are over: lost"
+    return f"{how} in {turns} turn{'' if turns == 1 else 's'}, reward {played.reward:g}"

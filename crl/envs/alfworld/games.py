@@ -1,0 +1,106 @@
+"""Where games come from: ALFWorld's own files where its users have them, else generated houses, each proved solvable once.
+
+ALFWorld's files are found as it finds them: under $ALFWORLD_DATA, by default ~/.cache/alfworld (`alfworld-download` puts them there).
+Generated games are kept as game.tw-pddl files under $XDG_CACHE_HOME/crl/alfworld, named by their content; a game whose file is
+there has been solved by the planner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crl.envs.alfworld.house import KINDS, Chore, House
+from crl.errors import ConfigError
+from crl.types import Task
+
+if TYPE_CHECKING:
+    from crl.envs.alfworld.pddl import GameData
+
+_DEFAULT_DATA = Path("~/.cache/alfworld")
+_GAMES = "json_2.1.1"
+_SOLVABLE = b'"solvable": true'
+
+
+def data_folder() -> Path | None:
+    """Where ALFWorld's own games are; None where there are none. Raises `ConfigError` when $ALFWORLD_DATA names a folder without them."""
+    default = _DEFAULT_DATA.expanduser()
+    folder = Path(os.environ.get("ALFWORLD_DATA", default)).expanduser()
+    if (folder / _GAMES).is_dir():
+        return folder
+    if folder != default:
+        reason = f"holds no {_GAMES}, as alfworld-download makes it"
+        raise ConfigError("ALFWORLD_DATA", str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+    return None
+
+
+@cache
+def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+    """The playable games of one of ALFWorld's splits (train, valid_seen, valid_unseen), relative to `folder`: solvable ones without
+    movable receptacles and slicing, as ALFWorld chooses them; at most `most`, a fixed sample."""
+    paths = sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl"))
+    games = [str(path.relative_to(folder)) for path in paths if official_chore(str(path)) and _SOLVABLE in path.read_bytes()]
+    return tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
+
+
+def official_chore(path: str) -> Chore | None:
+    """What ALFRED names the game's folder after: kind-Thing-MovableReceptacle-Receptacle-floor plan. None for chores that ALFWorld
+    leaves out."""
+    kind, thing, movable, receptacle, _ = (Path(path).parts[-3].split("-") + [""] * 5)[:5]
+    if kind not in KINDS or movable != "None" or "Sliced" in path:
+        return None
+    return Chore(kind, thing, receptacle)
+
+
+def game_of(task: Task) -> GameData:
+    """The game that a task's params name. Raises `KeyError` when they name none."""
+    from crl.envs.alfworld import floorplans, small
+
+    params = task.params
+    if "game" in params:
+        folder = data_folder()
+        if folder is None:
+            raise ConfigError("ALFWORLD_DATA", None, f"is needed for {params['game']}", "Set it as where the run began")
+        return json.loads((folder / str(params["game"])).read_text("utf-8"))
+    if "lgen" in params:
+        return _proved(small.house(int(params["lgen"]), int(params["core"])))
+    return _proved(floorplans.house(str(params["use"]), int(params["number"])))
+
+
+def _proved(house: House) -> GameData:
+    """The house's game, solved by the planner now or earlier."""
+    from crl.envs.alfworld.engine import plan_length
+    from crl.envs.alfworld.pddl import game_data
+
+    data = game_data(house)
+    text = json.dumps(data)
+    path = cache_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.tw-pddl"
+    if not path.exists():
+        if plan_length(data) is None:
+            raise RuntimeError(f"the planner finds no way to do {house.chore} in {house}")
+        _write(path, text)
+    return data
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "crl" / "alfworld"
+
+
+def _write(path: Path, text: str) -> None:
+    """At once or not at all: several processes may write the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError as error:
+        reason = f"{path.parent} cannot be written ({error.strerror})"
+        raise ConfigError("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME"), reason, "Set it to a folder that can") from error

@@ -1,0 +1,90 @@
+"""Small houses for tiny models: rooms of six receptacles that persist over visits (see `crl.envs.places`).
+
+A place's layout fixes the room, the chore and where the things lie that the chore needs: that is what can be known of it. Its
+dynamics fix what else lies about. Pure Python: the train stream makes goals of it where ALFWorld is not imported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from crl.envs.alfworld.house import APPLIANCES, KINDS, Chore, House
+from crl.seeds import generator
+
+RECEPTACLES = 6
+_OTHERS = 4
+"""Things that lie about and that no chore needs."""
+
+_HOLDS = {
+    "Cabinet": "Bowl Cup Mug Plate Pot Pan",
+    "CounterTop": "Apple Bread Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
+    "DiningTable": "Apple Bread Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
+    "Drawer": "Fork Knife Spoon Book CD CellPhone KeyChain Pen Pencil Watch",
+    "Fridge": "Apple Bread Bowl Cup Egg Mug Pan Plate Pot Potato Tomato",
+    "GarbageCan": "Apple Bread Egg Potato Tomato CD Pen Pencil",
+    "Microwave": "Apple Bread Bowl Cup Egg Mug Plate Potato Tomato",
+    "SinkBasin": "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
+    "Desk": "Book CD CellPhone KeyChain Laptop Pen Pencil Watch Bowl Mug",
+    "Dresser": "Book CD CellPhone KeyChain Laptop Pen Pencil Watch Bowl Mug",
+    "SideTable": "Book CD CellPhone KeyChain Laptop Pen Pencil Watch Bowl Mug",
+    "Shelf": "Book Bowl CD CellPhone KeyChain Pen Pencil Watch Mug",
+    "Bed": "Book CellPhone Laptop",
+    "Safe": "CD CellPhone KeyChain Watch",
+}
+"""What lies in which receptacle: a part of ALFRED's table."""
+
+_ROOMS = {
+    "kitchen": ("Cabinet", "Cabinet", "CounterTop", "DiningTable", "Drawer", "Fridge", "GarbageCan", "Microwave", "SinkBasin"),
+    "bedroom": ("Bed", "Desk", "Drawer", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "Shelf", "SideTable"),
+}
+_WHERE = {kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS} | {"look_at_obj_in_light": ("bedroom",)}
+_ABLE = {
+    "pick_clean_then_place_in_recep": "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
+    "pick_heat_then_place_in_recep": "Apple Bread Cup Egg Mug Plate Potato Tomato",
+    "pick_cool_then_place_in_recep": "Apple Bowl Bread Cup Egg Mug Pan Plate Pot Potato Tomato",
+}
+"""Things that can be cleaned, heated, cooled."""
+
+_LAMP_STANDS = ("Desk", "SideTable", "Dresser")
+
+
+def house(layout: int, dynamics: int) -> House:
+    """The room and the chore of a layout, with what lies about under these dynamics."""
+    rng = generator(layout, "alfworld_small/layout")
+    chore, receptacles, needed = _fixed(rng)
+    about = generator(layout, "alfworld_small/about", dynamics)
+    kinds = sorted({thing for kind in receptacles for thing in _holds(kind)} - {chore.thing})
+    others = [(thing, about.choice(_homes(receptacles, thing))) for thing in about.sample(kinds, min(_OTHERS, len(kinds)))]
+    return House(chore, receptacles, (*needed, *others))
+
+
+def _fixed(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, int]]]:
+    """Chore, receptacles, and the things that the chore needs with the receptacle of each."""
+    kind = rng.choice(KINDS)
+    room = list(_ROOMS[rng.choice(_WHERE[kind])])
+    lit = kind == "look_at_obj_in_light"
+    while True:
+        receptacles = tuple(sorted(rng.sample(room, RECEPTACLES)))
+        able = _ABLE.get(kind, " ".join(_HOLDS.values())).split()
+        things = sorted({thing for holder in receptacles for thing in _holds(holder)} & set(able))
+        goals = ["DeskLamp"] if lit else sorted(set(receptacles))
+        stands = [i for i, holder in enumerate(receptacles) if holder in _LAMP_STANDS]
+        thing, goal = rng.choice(things), rng.choice(goals)
+        homes = [i for i in _homes(receptacles, thing) if receptacles[i] != goal]
+        fits = bool(stands) if lit else thing in _holds(goal)
+        if fits and homes and APPLIANCES.get(kind, receptacles[0]) in receptacles:
+            break
+    count = 2 if kind == "pick_two_obj_and_place" else 1
+    needed = [(thing, rng.choice(homes)) for _ in range(count)]
+    if lit:
+        needed.append((goal, rng.choice(stands)))
+    return Chore(kind, thing, goal), receptacles, needed
+
+
+def _holds(receptacle: str) -> list[str]:
+    return _HOLDS[receptacle].split()
+
+
+def _homes(receptacles: Sequence[str], thing: str) -> list[int]:
+    return [i for i, kind in enumerate(receptacles) if thing in _holds(kind)]

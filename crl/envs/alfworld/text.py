@@ -1,0 +1,83 @@
+"""What TextWorld says, for the agent, and what the agent says, for TextWorld.
+
+`full` is TextWorld's text and the commands that the game admits. `compact` says the same in few words, for the bundled tiny models:
+
+    see cabinet 2, cabinet 1, fridge 1      cabinet 1 closed      shelf 1: mug 1, pen 2      took mug 1      mug 1 hot
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from crl.envs.actions import parse_choice
+
+COMMANDS = "\nCommands: "
+"""What comes before the admissible commands in a full text."""
+INVALID = {"full": "Nothing happens: that is no command that can be given here.", "compact": "nothing happens."}
+WON = {"full": "You have done it.", "compact": "done."}
+
+_ARTICLE = re.compile(r"\b(?:a|an) (?=\w)")
+_SHORTER = (
+    (re.compile(r".*Looking quickly around you, you see (.*?)\..*", re.DOTALL), "see {0}"),
+    (re.compile(r".*?[Tt]he ([\w ]+?) is closed\.", re.DOTALL), "{0} closed"),
+    (re.compile(r".*?[Tt]he ([\w ]+?) is open\. In it, you see (.*)\.", re.DOTALL), "{0}: {1}"),
+    (re.compile(r".*?On the ([\w ]+?), you see (.*)\.", re.DOTALL), "{0}: {1}"),
+    (re.compile(r"You pick up the ([\w ]+) from the [\w ]+\."), "took {0}"),
+    (re.compile(r"You (?:move|put) the ([\w ]+?) (?:to|in/on) the ([\w ]+)\."), "{0} in {1}"),
+    (re.compile(r"You heat the ([\w ]+) using the [\w ]+\."), "{0} hot"),
+    (re.compile(r"You cool the ([\w ]+) using the [\w ]+\."), "{0} cool"),
+    (re.compile(r"You clean the ([\w ]+) using the [\w ]+\."), "{0} clean"),
+    (re.compile(r"You (?:turn on the|turn off the) ([\w ]+)\."), "{0} on"),
+    (re.compile(r"You close the ([\w ]+)\."), "{0} closed"),
+    (re.compile(r"You are facing the (.*?)\..*"), "at {0}"),
+    (re.compile(r"You are carrying: (.*)\."), "have {0}"),
+    (re.compile(r"You are not carrying anything\."), "have nothing"),
+    (re.compile(r"This is a ([\w ]+)\."), "{0}"),
+    (re.compile(r"There's nothing special about ([\w ]+)\."), "{0}"),
+)
+
+
+def full(said: str, admissible: Sequence[str]) -> str:
+    return f"{said.strip()}{COMMANDS}{', '.join(admissible)}"
+
+
+def compact(said: str) -> str:
+    """TextWorld's text in few words; one that is short already stays as it is."""
+    said = said.strip()
+    for pattern, form in _SHORTER:
+        if match := pattern.fullmatch(said):
+            return form.format(*(_listed(group) for group in match.groups()))
+    return said
+
+
+def _listed(words: str) -> str:
+    """ "a mug 1, and a pen 2" → "mug 1, pen 2"."""
+    return _ARTICLE.sub("", words.replace(", and ", ", "))
+
+
+def chosen(action: str, admissible: tuple[str, ...]) -> str | None:
+    """The admissible command that the agent chose, None when it chose none. ALFWorld's grammars differ in wording, so each command is
+    known by the words of the others too."""
+    return parse_choice(action, admissible, _aliases(admissible))
+
+
+@lru_cache(maxsize=256)
+def _aliases(admissible: tuple[str, ...]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for command in admissible:
+        if match := re.fullmatch(r"(?:move|put) (.+) (?:to|in/on) (.+)", command):
+            thing, place = match.groups()
+            aliases |= {f"move {thing} to {place}": command}
+            aliases |= {f"{verb} {thing} {where} {place}": command for verb in ("put", "place") for where in _INTO}
+        elif match := re.fullmatch(r"take (.+) from (.+)", command):
+            thing, place = match.groups()
+            aliases |= {f"{verb} {thing} from {place}": command for verb in ("pick up", "get")}
+            aliases |= {f"{verb} {thing}": command for verb in ("take", "pick up", "get")}
+        elif match := re.fullmatch(r"use (.+)", command):
+            aliases |= {f"{verb} {match[1]}": command for verb in ("turn on", "toggle")}
+    return aliases
+
+
+_INTO = ("in/on", "in", "on", "into", "onto", "to")

@@ -1,0 +1,142 @@
+"""Any environment of GEM (arXiv 2510.01051, the package gem-llm) as one of crl's: `gem:ID` in a task's file.
+
+GEM's protocol is `reset(seed) -> (observation, info)` and `step(text) -> (observation, reward, terminated, truncated, info)`, where
+`info["suffix"]` may hold the rest of the observation. It does not say whether an episode was won nor whether an action was valid: a last
+reward of 1 or more is a success (GEM's `success_reward`), a negative one an action that was not understood (its `format_error_reward`;
+most of its games end there). Rewards are GEM's own; its games also end by their own turn limits.
+
+Its games draw from the global generators of Python and numpy, and its `reset(seed)` seeds them: for the whole process. So they live in
+worker processes, and there every game has its own state of those generators, put in place around each call, one call at a time. Some
+count their resets and change with them, so every episode has a new instance; the `math`, `code` and `qa` ones load their data with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from crl.envs.actions import tagged_answers
+from crl.envs.base import EnvSpec, Rendering
+from crl.envs.registry import GEM
+from crl.envs.seeded import SeededTasks
+from crl.errors import ConfigError
+from crl.types import StepResult, Task
+
+SUCCESS_REWARD = 1.0
+
+_GLOBALS = threading.Lock()
+"""Held while a game's state of the global generators is in place."""
+
+
+class GemGame:
+    """A `Game` of the GEM environment with this id."""
+
+    def __init__(self, env: str) -> None:
+        self._id = env
+        self._env: Any = None
+        self._generators: tuple[Any, Any] | None = None
+
+    def reset(self, task: Task) -> str:
+        """Raises `ConfigError` when the environment cannot be made: no episode of the run could be played."""
+        with self._own_generators():
+            random.seed(task.seed)  # constructors draw too
+            np.random.seed(task.seed)
+            self._env = _make(self._id)
+            return _text(*self._env.reset(seed=task.seed))
+
+    def step(self, action: str) -> StepResult:
+        """Plays what stands in the last pair of answer tags, or the whole text. Raises `RuntimeError` outside an episode."""
+        if self._env is None:
+            raise RuntimeError("no episode is under way: reset first")
+        said = (tagged_answers(action) or [action])[-1]
+        with self._own_generators():
+            observation, reward, terminated, truncated, info = self._env.step(said)
+        done = bool(terminated or truncated)
+        if done:
+            self._env = None
+        won = done and float(reward) >= SUCCESS_REWARD
+        return StepResult(_text(observation, info), float(reward), done, won, valid=float(reward) >= 0)
+
+    def close(self) -> None:
+        self._env = None
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        with _GLOBALS:
+            outside = random.getstate(), np.random.get_state()
+            if self._generators:
+                _set_generators(self._generators)
+            try:
+                yield
+            finally:
+                self._generators = random.getstate(), np.random.get_state()
+                _set_generators(outside)
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _text(observation: str, info: dict[str, Any]) -> str:
+    parts = ["The episode is over." if observation == _gem().utils.constants.TERMINAL_STATE else observation, info.get("suffix")]
+    return "\n".join(part for part in parts if part)
+
+
+@cache
+def _gem() -> Any:
+    """The package. Its import would make every log message of the process go to stderr, but for a handler that is there before."""
+    nobody, root = logging.NullHandler(), logging.getLogger()
+    root.addHandler(nobody)
+    try:
+        import gem.utils.constants  # pyright: ignore[reportMissingImports]
+
+        return gem
+    finally:
+        root.removeHandler(nobody)
+
+
+def _make(env: str) -> Any:
+    try:
+        return _gem().make(env)
+    except Exception as error:  # a package that is not installed, data that cannot be loaded, …
+        reason = f"cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        raise ConfigError("env", f"{GEM}{env}", reason, "Install or download what it needs") from error
+
+
+def _make_game(env: str, rendering: Rendering) -> GemGame:
+    return GemGame(env)
+
+
+def spec(env: str, key: str) -> EnvSpec:
+    """The GEM environment with this id. Raises `ConfigError` (its key is `key`) when there is none."""
+    if importlib.util.find_spec("gem") is None:
+        raise ConfigError(key, f"{GEM}{env}", "it needs the extra 'gem', which is not installed", "Run pip install 'crl[gem]'")
+    known = _gem().envs.registration.ENV_REGISTRY
+    if env not in known:
+        close = difflib.get_close_matches(env, known, n=3)
+        remedy = f"Did you mean {' or '.join(close)}? " if close else ""
+        listing = "All of them: python -c 'import gem; gem.print_envs()'"
+        raise ConfigError(key, f"{GEM}{env}", "the package gem-llm has no such environment", f"{remedy}{listing}")
+    tasks = SeededTasks(f"{GEM}{env}", f"GEM {env}.")
+    return EnvSpec(
+        name=f"{GEM}{env}",
+        hosting="processes",
+        turns=30,
+        reward_range=(-1.0, 1.0),
+        actions=(),
+        action_format="as the game says, for example in \\boxed{}",
+        query_with_observation=True,
+        make_game=partial(_make_game, env),
+        task_source=tasks.source,
+        eval_tasks=tasks.eval_tasks,
+    )

@@ -1,0 +1,42 @@
+"""`maze`: find the stairs down in a maze of 7×7 cells (MiniHack-MazeWalk-9x9).
+
+This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
+The mazes of the train stream persist over visits, so that there is something to know: the way.
+"""
+
+from __future__ import annotations
+
+from crl.envs.actions import COMPASS
+from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.maze.lessons import MazeAdvisor, digest
+from crl.envs.maze.player import MazePlayer
+from crl.envs.places import Places
+
+NAME = "maze"
+ACTIONS = tuple(COMPASS)
+PLACES = Places(NAME, "Maze: the {place}. Reach the stairs down (>).")
+
+
+def make_game(rendering: Rendering) -> Game:
+    from crl.envs.maze.game import MazeGame
+
+    return MazeGame(rendering)
+
+
+SPEC = EnvSpec(
+    name=NAME,
+    hosting="threads",
+    turns=30,
+    reward_range=(0.0, 1.0),
+    actions=ACTIONS,
+    action_format=f"{', '.join(ACTIONS)} (one step that way)",
+    query_with_observation=False,
+    make_game=make_game,
+    task_source=PLACES.stream,
+    eval_tasks=PLACES.eval_tasks,
+    scripted_player=MazePlayer,
+    revisit=PLACES.revisit,
+    digest=digest,
+    advisor=MazeAdvisor(),
+    probe_tasks=PLACES.probe_tasks,
+)

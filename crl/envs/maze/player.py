@@ -1,0 +1,66 @@
+"""A scripted player of the maze that sees only its texts, in either rendering."""
+
+from __future__ import annotations
+
+import random
+
+from crl.envs.actions import COMPASS
+from crl.envs.minihack.player import At, around, beside, read_at, read_map, read_open, read_things, walk
+
+
+class MazePlayer:
+    """Goes to the stairs when it knows a way, else to the nearest cell from which it may see more.
+
+    Remembers which cells it has been next to: those that are no corridor are stone. `here`, `corridors` and `stairs` (empty until they
+    are seen) are (x, y) from the top left.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._forget()
+
+    def begin(self, goal: str, observation: str) -> None:
+        self._forget()
+        self.observe(observation)
+
+    def observe(self, observation: str) -> None:
+        names, here = read_map(observation), read_at(observation)
+        if names is not None:
+            self.here = next(at for at, name in names.items() if name == "you")
+            self.corridors |= {at for at, name in names.items() if "not seen" not in name}
+            self.stairs |= {at for at, name in names.items() if name == "staircase down"}
+        elif here is not None:
+            self.here = here
+            self.corridors |= {here, *(beside(here, name) for name in read_open(observation))}
+            self.stairs |= {at for _, at in read_things(observation, here)}
+        self._inspected |= {self.here, *around(self.here)}
+
+    def act(self) -> str:
+        unknown = {at for at in self.corridors if self._unknown_beside(at)}
+        path = self.way_to_stairs(self.here) or self._way(self.here, unknown)
+        return path[0] if path else self._rng.choice(list(COMPASS))
+
+    def way_to_stairs(self, start: At) -> list[str] | None:
+        """A shortest walk from a cell, as far as the maze is known."""
+        return self._way(start, self.stairs)
+
+    def _forget(self) -> None:
+        self.here: At = (0, 0)
+        self.corridors: set[At] = set()
+        self.stairs: set[At] = set()
+        self._inspected: set[At] = set()
+
+    def _way(self, start: At, wanted: set[At]) -> list[str] | None:
+        known = self.corridors | self.stairs
+        return walk(start, lambda at: at in wanted, lambda _, to: to in known, self._rng)
+
+    def _unknown_beside(self, at: At) -> bool:
+        """Whether a corridor may go on from here. Cells of two odd coordinates are always stone."""
+        near = (beside(at, name) for name in ("north", "east", "south", "west"))
+        return any(
+            _inside(to) and to not in self._inspected and to not in self.corridors and (to[0] % 2 == 0 or to[1] % 2 == 0) for to in near
+        )
+
+
+def _inside(at: At) -> bool:
+    return 0 <= at[0] < 7 and 0 <= at[1] < 7

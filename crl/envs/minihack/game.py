@@ -1,0 +1,83 @@
+"""The game that all MiniHack environments are: an action a turn until the stairs down are reached, or the player dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from crl.envs.actions import parse_choice
+from crl.envs.base import Rendering, refusal
+from crl.envs.minihack import text
+from crl.envs.minihack.level import Level, Turn
+from crl.envs.minihack.view import View
+from crl.types import StepResult, Task
+
+
+class LevelGame:
+    """A `Game`. Reward 1 and success on reaching the stairs; death ends it with 0.
+
+    actions: by name, in the order of the level's own. render: what is seen, in words.
+
+    For demonstrations and scripted oracles only, never for rollouts: `view`, `position`, `start` and `grid` (what has
+    been seen), with (x, y) from the window's top left and y growing to the south; `moves`, the actions that the game took.
+    After the last step they are as before it.
+    """
+
+    def __init__(self, level: Level, actions: Sequence[str], rendering: Rendering, render: Callable[[View], str]) -> None:
+        self.level = level
+        self.moves = 0
+        self._actions = tuple(actions)
+        self._rendering: Rendering = rendering
+        self._render = render
+        self._view: View | None = None
+        self._start = (0, 0)
+        self._over = True
+
+    def reset(self, task: Task) -> str:
+        """Starts the episode of the task's `lgen` and `core`. Raises `KeyError` when its params lack them."""
+        view = self.level.reset(int(task.params["lgen"]), int(task.params["core"]))
+        self._view = replace(view, message="")  # NetHack's greeting says nothing about the level
+        self._start, self.moves, self._over = view.position, 0, False
+        return self._render(self._view)
+
+    def step(self, action: str) -> StepResult:
+        """Plays one of the actions. Raises `RuntimeError` outside an episode."""
+        if self._over:
+            raise RuntimeError("this episode is over: reset first")
+        choice = parse_choice(action, self._actions)
+        if choice is None:
+            return StepResult(f"{refusal(self._rendering, self._actions)}\n{self._render(self.view)}", valid=False)
+        turn = self._play(choice)
+        self.moves += 1
+        if turn.view is not None:
+            self._view = turn.view
+            return StepResult(self._render(turn.view))
+        self._over = True
+        last_words = text.WON if turn.success else text.DIED
+        return StepResult(last_words[self._rendering], reward=float(turn.success), done=True, success=turn.success)
+
+    def close(self) -> None:
+        self._over = True
+        self.level.close()
+
+    @property
+    def view(self) -> View:
+        if self._view is None:
+            raise RuntimeError("no episode has begun: reset first")
+        return self._view
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.view.position
+
+    @property
+    def start(self) -> tuple[int, int]:
+        return self._start
+
+    @property
+    def grid(self) -> tuple[str, ...]:
+        """The map's rows, top first; `~` where nothing has been seen."""
+        return text.grid(self.view)
+
+    def _play(self, choice: str) -> Turn:
+        return self.level.step(self._actions.index(choice))

@@ -1,0 +1,301 @@
+"""Runs the games of `hosting="processes"` environments for the rollouts, in worker processes (`crl.envs.worker`).
+
+`ProcessHost` lends `ProcessEnvironment`s: async fronts of one game each. A game stays in the worker that made it; a worker holds many
+games and plays one call at a time, each under a deadline. A game that raises costs its episode. A worker that dies or overruns the
+deadline costs the episodes that have their game there; the next episode gets a new worker.
+
+Workers are fresh interpreters: they inherit neither this process's memory nor its main module, and no helper process stands
+between. They form sessions of their own, so Ctrl-C reaches this process alone, and end when it ends, however it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crl.envs.base import EnvSpec, Rendering
+from crl.envs.host import describe
+from crl.envs.scratch import scratch_folder
+from crl.envs.worker import LENGTH, framed
+from crl.errors import ConfigError, RolloutError
+from crl.protocols import Environment
+from crl.types import Observation, StepResult, Task
+
+_Key = tuple[EnvSpec, Rendering]
+
+_FAREWELL = 5.0
+"""Seconds that a dismissed worker has to end by itself."""
+
+
+class ProcessHost:
+    """An `EnvironmentPool` of games that live in worker processes.
+
+    `tasks` maps a task's name to its environment and rendering; an environment's `make_game` must be importable by its name. At most
+    `processes` workers, started when they are needed; a call may take `deadline` seconds, the making of a game included, and the wait
+    for its worker not. `scratch`: where this process's folder of temporary game files goes (default: the system's); stale ones there
+    are swept now.
+
+    `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, tuple[EnvSpec, Rendering]],
+        *,
+        processes: int = 4,
+        deadline: float = 60.0,
+        scratch: Path | None = None,
+    ) -> None:
+        misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "processes"})
+        if misplaced:
+            raise ValueError(f"not hosted by processes: {', '.join(misplaced)}")
+        if processes < 1 or not deadline > 0:
+            raise ValueError(f"needs at least one process and a positive deadline, not {processes} and {deadline}")
+        for spec, _ in tasks.values():
+            _require_importable(spec)
+        self.failures = 0
+        self.replaced = 0
+        self._tasks = dict(tasks)
+        self._limit, self._deadline, self._scratch = processes, deadline, scratch_folder(scratch)
+        self._workers: list[_Worker] = []
+        self._numbers = itertools.count()
+        self._lent: set[ProcessEnvironment] = set()
+        self._closed = False
+
+    async def acquire(self, task: Task) -> ProcessEnvironment:
+        """Lends a game of the task's environment in the worker that lends fewest: one given back there, else a new one.
+
+        Raises `RolloutError` when none can be made; a `ConfigError` of the environment passes through.
+        """
+        if self._closed:
+            raise RolloutError("env", "the host is closed")
+        spec, rendering = self._tasks[task.name]
+        worker = self._place()
+        free = worker.free[spec, rendering]
+        environment = ProcessEnvironment(self, worker, spec, rendering, free.pop() if free else None)
+        worker.lent += 1
+        self._lent.add(environment)
+        try:
+            if environment.game is None:
+                await environment.make(next(self._numbers))
+        except BaseException:
+            await self.release(environment)
+            raise
+        return environment
+
+    async def release(self, environment: Environment) -> None:
+        """Takes a lent environment back; its game is kept for the next episode unless it failed."""
+        assert isinstance(environment, ProcessEnvironment)
+        if environment not in self._lent:
+            return
+        self._lent.discard(environment)
+        environment.worker.lent -= 1
+        game, environment.game = environment.game, None
+        if game is not None:
+            environment.worker.free[environment.spec, environment.rendering].append(game)
+
+    async def aclose(self) -> None:
+        """Ends every worker, and with it its games. Nothing can be acquired afterwards."""
+        self._closed = True
+        for environment in self._lent:
+            environment.game = None
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.dismiss() for worker in workers))
+
+    def _place(self) -> _Worker:
+        for worker in [worker for worker in self._workers if not worker.alive]:
+            self._workers.remove(worker)
+            worker.retire()
+        least = min(self._workers, key=lambda worker: worker.lent, default=None)
+        if least is None or (least.lent and len(self._workers) < self._limit):
+            least = _Worker(self._scratch / f"worker-{next(self._numbers)}", self._deadline, self._count_lost)
+            self._workers.append(least)
+        return least
+
+    def _count_lost(self) -> None:
+        self.replaced += not self._closed
+
+
+class ProcessEnvironment:
+    """One lent game, by its number in its worker. Every error of it is a `RolloutError` of kind env, after which the game is gone."""
+
+    def __init__(self, host: ProcessHost, worker: _Worker, spec: EnvSpec, rendering: Rendering, game: int | None) -> None:
+        self.worker, self.spec, self.game = worker, spec, game
+        self.rendering: Rendering = rendering
+        self._host = host
+
+    async def make(self, number: int) -> None:
+        self.game = number
+        await self._call("make", self.spec.make_game, self.rendering)
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(await self._call("reset", task))
+
+    async def step(self, text: str) -> StepResult:
+        return await self._call("step", text)
+
+    async def aclose(self) -> None:
+        """Closes the game for good; what goes wrong with that concerns nobody any more."""
+        game, self.game = self.game, None
+        if game is not None:
+            self.worker.post((game, "close", ()))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if self.game is None:
+            raise RolloutError("env", f"{self.spec.name}: this game has failed, was closed or given back")
+        try:
+            value, error = await self.worker.post((self.game, method, arguments))
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if error is None:
+            return value
+        await self.aclose()
+        if isinstance(error, ConfigError):
+            raise error
+        self._host.failures += 1
+        raise RolloutError("env", f"{self.spec.name}: {method}: {error}")
+
+
+def _require_importable(spec: EnvSpec) -> None:
+    try:
+        pickle.dumps(spec.make_game)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{spec.name}: make_game must be a function that workers can import: {error}") from error
+
+
+_Reply = tuple[Any, ConfigError | str | None]
+"""(value, None), or (None, error)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    frame: bytes
+    future: asyncio.Future[_Reply]
+
+    def answer(self, reply: _Reply) -> None:
+        if not self.future.done():
+            self.future.set_result(reply)
+
+
+class _Worker:
+    """One worker process. `lent` counts its lent games; `free` holds those given back. lost: called when it died or was given up."""
+
+    def __init__(self, folder: Path, deadline: float, lost: Callable[[], None]) -> None:
+        self.lent = 0
+        self.free: defaultdict[_Key, list[int]] = defaultdict(list)
+        self.deadline = deadline
+        self._folder, self._lost = folder, lost
+        self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
+        self._process: asyncio.subprocess.Process | None = None
+        self._end = ""
+        self._serving = asyncio.create_task(self._serve(), name=f"crl-{folder.name}")
+
+    @property
+    def alive(self) -> bool:
+        return not self._end and (self._process is None or self._process.returncode is None)
+
+    def post(self, request: tuple[int, str, tuple[Any, ...]]) -> asyncio.Future[_Reply]:
+        """The reply to a request, in its turn; an error in words once the worker is lost."""
+        job = _Job(framed(request), asyncio.get_running_loop().create_future())
+        if self._end:
+            job.answer((None, self._end))
+        else:
+            self._jobs.put_nowait(job)
+        return job.future
+
+    def retire(self) -> None:
+        """Lets the process end after the requests that it has."""
+        self._jobs.put_nowait(None)
+
+    async def dismiss(self) -> None:
+        """Ends the process, whatever it does: a worker outlives its input by seconds at most."""
+        if self._process is not None:
+            self._process.stdin.close()  # type: ignore[union-attr]
+        self.retire()
+        await self._serving
+
+    async def _serve(self) -> None:
+        """Starts the process and hands it one request at a time, until it is retired or lost."""
+        try:
+            self._folder.mkdir()
+            self._process = await self._start()
+            while (job := await self._jobs.get()) is not None:
+                if not await self._play(self._process, job):
+                    break
+        except OSError as error:
+            self._end = f"its worker could not be started: {describe(error)}"
+        if self._end or (self._process and self._process.returncode is not None):
+            self._lost()
+        await self._bury()
+
+    async def _play(self, process: asyncio.subprocess.Process, job: _Job) -> bool:
+        """Whether the worker is still there after this request."""
+        if job.future.cancelled():
+            return True
+        try:
+            async with asyncio.timeout(self.deadline):
+                job.answer(await _exchange(process, job.frame))
+            return True
+        except TimeoutError:
+            self._end = f"its worker overran the deadline of {self.deadline:g} s"
+        except (EOFError, OSError):
+            self._end = f"its worker {_fate(await process.wait())}{self._last_words()}"
+        job.answer((None, self._end))
+        return False
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what can be imported here, can be there
+        with (self._folder / "log").open("wb") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "crl.envs.worker",
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+                env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)}, start_new_session=True,
+            )  # fmt: skip
+
+    def _last_words(self) -> str:
+        lines = (self._folder / "log").read_text("utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last}" if last else ""
+
+    async def _bury(self) -> None:
+        """Sees the process end, answers what still waits, and removes its folder."""
+        process, lost = self._process, bool(self._end)
+        self._end = self._end or "its worker has ended"
+        while not self._jobs.empty():
+            if job := self._jobs.get_nowait():
+                job.answer((None, self._end))
+        if process is not None:
+            if lost and process.returncode is None:
+                process.kill()
+            process.stdin.close()  # type: ignore[union-attr]
+            try:
+                await asyncio.wait_for(process.wait(), _FAREWELL)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> _Reply:
+    """Raises `EOFError` or `OSError` when the process is gone."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(frame)
+    await process.stdin.drain()
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return pickle.loads(await process.stdout.readexactly(length))
+
+
+def _fate(returncode: int) -> str:
+    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with exit code {returncode}"

@@ -1,0 +1,38 @@
+"""`river`: push a boulder into the water and cross to the stairs down (MiniHack-River-Narrow).
+
+This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
+The banks of the train stream persist over visits, so that there is something to know: which boulder to push.
+"""
+
+from __future__ import annotations
+
+from crl.envs.actions import COMPASS
+from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.places import Places
+from crl.envs.river.player import RiverPlayer
+
+NAME = "river"
+ACTIONS = tuple(COMPASS)
+PLACES = Places(NAME, "River: the {place}. Reach the stairs down (>) across the water.")
+
+
+def make_game(rendering: Rendering) -> Game:
+    from crl.envs.river.game import RiverGame
+
+    return RiverGame(rendering)
+
+
+SPEC = EnvSpec(
+    name=NAME,
+    hosting="threads",
+    turns=40,  # in 30 too few rivers can be crossed: a boulder in ten sinks without a trace
+    reward_range=(0.0, 1.0),
+    actions=ACTIONS,
+    action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a boulder that lies there)",
+    query_with_observation=False,
+    make_game=make_game,
+    task_source=PLACES.stream,
+    eval_tasks=PLACES.eval_tasks,
+    scripted_player=RiverPlayer,
+    revisit=PLACES.revisit,
+)

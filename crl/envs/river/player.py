@@ -1,0 +1,103 @@
+"""A scripted player of the river that sees only its texts, in either rendering."""
+
+from __future__ import annotations
+
+import random
+
+from crl.envs.actions import COMPASS
+from crl.envs.minihack.player import At, read_at, read_map, read_things, walk
+
+_WIDTH, _HEIGHT = 25, 7
+_WATER = 18
+"""Column of the river's first water; it is two cells wide, and who falls into the second crawls out on a bank next to it."""
+_EXIT = (24, 2)
+
+
+class RiverPlayer:
+    """Pushes the boulder that makes for the shortest way east into the water, walks on it, and swims the rest.
+
+    Remembers boulders that are no longer told of, pushes that moved nothing, and where a boulder has filled the water.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._forget()
+
+    def begin(self, goal: str, observation: str) -> None:
+        self._forget()
+        self.observe(observation)
+
+    def observe(self, observation: str) -> None:
+        before = self._here
+        names, here = read_map(observation), read_at(observation)
+        if names is not None:
+            self._see(names)
+        elif here is not None:
+            self._hear(here, observation)
+        if self._pushed and self._here == before:
+            self._stuck.add(self._pushed)
+
+    def act(self) -> str:
+        self._pushed = None
+        if self._here[0] > _WATER:
+            path = self._walk({_EXIT})
+        elif self._here == self._ford:
+            path = ["east"]
+        elif self._ford:
+            path = self._walk({self._ford})
+        else:
+            path = self._push()
+        return path[0] if path else self._rng.choice(list(COMPASS))
+
+    def _forget(self) -> None:
+        self._here: At = (0, 0)
+        self._boulders: set[At] = set()
+        self._stuck: set[tuple[At, str]] = set()
+        self._ford: At | None = None
+        self._pushed: tuple[At, str] | None = None
+
+    def _see(self, names: dict[At, str]) -> None:
+        self._here = next(at for at, name in names.items() if name == "you")
+        self._boulders = {at for at, name in names.items() if name == "boulder"}
+        self._ford = next((at for at, name in names.items() if at[0] == _WATER and name in ("floor", "you")), None)
+
+    def _hear(self, here: At, words: str) -> None:
+        """A compact text tells of the nearest boulders alone."""
+        self._here = here
+        things = list(read_things(words, here))
+        told = {at for name, at in things if name == "boulder"}
+        reach = max((_steps(here, at) for at in told), default=0)
+        self._boulders = told | {at for at in self._boulders if _steps(here, at) > reach}
+        self._ford = next((at for name, at in things if name == "ford"), self._ford)
+
+    def _push(self) -> list[str] | None:
+        """The way to the boulder that is quickest pushed into the water, in a straight line, and the push at its end."""
+        ways = []
+        for x, y in self._boulders:
+            for name in ("east", "northeast", "southeast"):
+                dx, dy = COMPASS[name]
+                lane = [(x + i * dx, y + i * dy) for i in range(1, _WATER - x + 1)]
+                if not lane or ((x, y), name) in self._stuck or self._boulders & set(lane) or not 0 <= lane[-1][1] < _HEIGHT:
+                    continue
+                behind = (x - dx, y - dy)
+                path = [] if self._here == behind else self._walk({behind})
+                if path is not None:
+                    ways.append((len(path) + len(lane) + max(_EXIT[0] - _WATER, abs(_EXIT[1] - lane[-1][1])), (x, y), name, path))
+        if not ways:
+            return None
+        _, boulder, name, path = min(ways)
+        if not path:
+            self._pushed = (boulder, name)
+        return [*path, name]
+
+    def _walk(self, wanted: set[At]) -> list[str] | None:
+        return walk(self._here, lambda at: at in wanted, lambda _, to: self._passable(to), self._rng)
+
+    def _passable(self, to: At) -> bool:
+        x, y = to
+        dry = 0 <= x < _WATER or _WATER + 1 < x < _WIDTH or to == self._ford
+        return dry and 0 <= y < _HEIGHT and to not in self._boulders
+
+
+def _steps(start: At, end: At) -> int:
+    return max(abs(end[0] - start[0]), abs(end[1] - start[1]))

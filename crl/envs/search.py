@@ -1,0 +1,35 @@
+"""Breadth-first search, for scripted players and for what is known of a layout."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+
+def shortest_path(start: S, is_goal: Callable[[S], bool], moves: Callable[[S], Iterable[tuple[str, S]]]) -> list[str] | None:
+    """The actions of a shortest path from `start` to the nearest goal; empty when start is one, None when there is no way.
+
+    moves(state): (action, next state) pairs; of equally short paths, the one of earlier moves.
+    """
+    came: dict[S, tuple[S, str] | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        if is_goal(state):
+            return _actions(state, came)
+        for action, following in moves(state):
+            if following not in came:
+                came[following] = (state, action)
+                queue.append(following)
+    return None
+
+
+def _actions(state: S, came: dict[S, tuple[S, str] | None]) -> list[str]:
+    actions = []
+    while step := came[state]:
+        state, action = step
+        actions.append(action)
+    return actions[::-1]

@@ -1,0 +1,58 @@
+"""Streams of episodes that differ by a seed alone, for environments without places that persist.
+
+Draws are addressed by (run seed, name, number), so task k of a stream is a pure function of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crl.envs.base import StreamSettings
+from crl.protocols import State
+from crl.seeds import derive_seed
+from crl.types import Split, Task, Trajectory
+
+TRAIN_SEEDS = range(0, 1 << 30)
+NEW_SEEDS = range(1 << 30, 1 << 31)
+"""The `new` eval, the same in every run. All seeds fit numpy's 32 bits."""
+
+
+class SeededTasks:
+    """What an `EnvSpec` needs of tasks: `source` is its `task_source`, `eval_tasks` its `eval_tasks`. All have one goal."""
+
+    def __init__(self, env: str, goal: str) -> None:
+        self._env, self._goal = env, goal
+
+    def source(self, seed: int, settings: StreamSettings) -> SeedStream:
+        """The train stream of the run with `seed`."""
+        return SeedStream(self._env, self._goal, seed)
+
+    def eval_tasks(self, split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+        """The first n `new` tasks. Raises `ValueError` for `known` ones, of which there are none."""
+        if split != "new":
+            raise ValueError(f"{self._env} has no places that stay, so it has no `known` eval: set it to 0")
+        return tuple(Task(self._env, s, "new", self._goal) for s in NEW_SEEDS[:n])
+
+
+class SeedStream:
+    """A `TaskSource`: every task has a seed of its own."""
+
+    def __init__(self, env: str, goal: str, seed: int) -> None:
+        self._env, self._goal, self._seed = env, goal, seed
+        self._drawn = 0
+
+    def draw(self, n: int) -> Sequence[Task]:
+        numbers = range(self._drawn, self._drawn + n)
+        self._drawn += n
+        return [
+            Task(self._env, TRAIN_SEEDS[derive_seed(self._seed, self._env, k) % len(TRAIN_SEEDS)], "train", self._goal) for k in numbers
+        ]
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        """The stream does not depend on what came of its tasks."""
+
+    def state(self) -> State:
+        return {"drawn": self._drawn}
+
+    def load_state(self, state: State) -> None:
+        self._drawn = int(state["drawn"])

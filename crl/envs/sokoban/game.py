@@ -1,0 +1,68 @@
+"""Sokoban as a text game."""
+
+from __future__ import annotations
+
+import random
+
+from crl.envs.actions import parse_choice
+from crl.envs.base import Rendering, refusal
+from crl.envs.sokoban.puzzle import SIZE, STEPS, At, Position, Puzzle, move, puzzle
+from crl.types import StepResult, Task
+
+ACTIONS = tuple(STEPS)
+LEGEND = {"@": "you", "A": "box", "C": "target", "*": "box on a target", "+": "you on a target", ".": "floor", "W": "wall"}
+
+
+class SokobanGame:
+    """A `Game`. `lgen` fixes the room and its boxes, `core` the cell where the player starts. Reward 1 and success when it is solved.
+
+    `position` and `puzzle` are for scripted oracles, never for rollouts.
+    """
+
+    def __init__(self, rendering: Rendering) -> None:
+        self._rendering: Rendering = rendering
+        self._over = True
+        self.puzzle: Puzzle
+        self.position: Position
+
+    def reset(self, task: Task) -> str:
+        """Starts the task's puzzle. Raises `KeyError` when its params lack `lgen` or `core`."""
+        self.puzzle = puzzle(int(task.params["lgen"]))
+        start = random.Random(int(task.params["core"])).choice(sorted(self.puzzle.moves))
+        self.position, self._over = Position(start, self.puzzle.boxes), False
+        return self._render()
+
+    def step(self, action: str) -> StepResult:
+        """Walks or pushes. Raises `RuntimeError` outside an episode."""
+        if self._over:
+            raise RuntimeError("this episode is over: reset first")
+        choice = parse_choice(action, ACTIONS)
+        if choice is None:
+            return StepResult(f"{refusal(self._rendering, ACTIONS)}\n{self._render()}", valid=False)
+        self.position = move(self.puzzle.room, self.position, choice)
+        if self.position.boxes != self.puzzle.room.targets:
+            return StepResult(self._render())
+        self._over = True
+        words = "Every box is on a target." if self._rendering == "full" else "solved."
+        return StepResult(words, reward=1.0, done=True, success=True)
+
+    def close(self) -> None:
+        self._over = True
+
+    def _render(self) -> str:
+        if self._rendering == "compact":  # its outer wall is always there
+            return "\n".join(" ".join(self._symbol((x, y)) for x in range(1, SIZE - 1)) for y in range(1, SIZE - 1))
+        rows = ["".join(self._symbol((x, y)) for x in range(SIZE)) for y in range(SIZE)]
+        present = "".join(rows)
+        legend = "; ".join(f"{symbol} {name}" for symbol, name in LEGEND.items() if symbol in present)
+        return "\n".join(["Map:", *rows, f"Legend: {legend}"])
+
+    def _symbol(self, at: At) -> str:
+        room, target = self.puzzle.room, at in self.puzzle.room.targets
+        if at == self.position.player:
+            return "+" if target else "@"
+        if at in self.position.boxes:
+            return "*" if target else "A"
+        if at in room.floor:
+            return "C" if target else "."
+        return "W"

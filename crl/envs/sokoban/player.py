@@ -1,0 +1,52 @@
+"""A scripted player of Sokoban that sees only its texts, in either rendering."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+from crl.envs.search import shortest_path
+from crl.envs.sokoban.puzzle import SIZE, STEPS, Position, Room, move
+
+_SYMBOLS = r"[W.CA@*+]"
+_FULL = re.compile(rf"^Map:\n((?:{_SYMBOLS}{{{SIZE}}}\n){{{SIZE}}})", re.MULTILINE)
+_COMPACT = re.compile(rf"(?:^{_SYMBOLS}(?: {_SYMBOLS})+$\n?){{{SIZE - 2}}}", re.MULTILINE)
+
+
+class SokobanPlayer:
+    """Solves the puzzle on the first text that shows it, and plays the solution."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._plan: list[str] = []
+
+    def begin(self, goal: str, observation: str) -> None:
+        room, start = read_puzzle(observation)
+
+        def moves(position: Position) -> Iterator[tuple[str, Position]]:
+            return ((name, move(room, position, name)) for name in STEPS)
+
+        self._plan = shortest_path(start, lambda position: position.boxes == room.targets, moves) or []
+
+    def observe(self, observation: str) -> None:
+        """Nothing that it does not foresee happens."""
+
+    def act(self) -> str:
+        return self._plan.pop(0) if self._plan else self._rng.choice(list(STEPS))
+
+
+def read_puzzle(observation: str) -> tuple[Room, Position]:
+    """What a text in either rendering shows. Raises `ValueError` for one that shows no puzzle."""
+    if match := _FULL.search(observation):
+        symbols = {(x, y): symbol for y, row in enumerate(match[1].splitlines()) for x, symbol in enumerate(row)}
+    elif match := _COMPACT.search(observation):
+        symbols = {(x, y): symbol for y, row in enumerate(match[0].splitlines(), 1) for x, symbol in enumerate(row.split(), 1)}
+    else:
+        raise ValueError(f"no puzzle in {observation!r}")
+
+    def cells(wanted: str) -> frozenset[tuple[int, int]]:
+        return frozenset(at for at, symbol in symbols.items() if symbol in wanted)
+
+    (player,) = cells("@+")
+    return Room(cells(".CA@*+"), cells("C*+")), Position(player, cells("A*"))

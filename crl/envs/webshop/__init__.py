@@ -1,0 +1,85 @@
+"""`webshop`: buy what an instruction asks for in a shop of 1,000 products (WebShop, Yao et al. 2022; CRL C.1).
+
+This module declares the environment and loads no products; the shop does, when the first task is drawn. The paper draws a goal for
+every group by its weight: a stream without permanent places whose others stay for one visit. With more visits a need, a product
+wanted, persists while the options that are wanted vary: what sets the product apart is then worth knowing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
+from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.webshop.lessons import WebShopAdvisor, digest
+from crl.envs.webshop.player import WebShopPlayer
+from crl.types import Split, Task
+
+NAME = "webshop"
+
+
+class WebShopStream(PlaceStream):
+    """The train stream of a run with `seed`. The goal of its tasks is the need's text, which names neither options nor price."""
+
+    def __init__(self, seed: int, settings: StreamSettings) -> None:
+        super().__init__(NAME, "{place}", seed, settings)
+
+    def task_at(self, k: int) -> Task:
+        return _with_need(super().task_at(k))
+
+
+def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+    """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
+    if split == "known":
+        return tuple(map(_with_need, known_tasks(NAME, "{place}", n, seed, settings)))
+    if split == "new":
+        return _fixed(NEW_LAYOUTS, n)
+    raise ValueError(f"an eval split is known or new, not {split!r}")
+
+
+def demonstration_tasks(n: int) -> tuple[Task, ...]:
+    """n tasks for warm-start demonstrations, whose needs no run trains or is evaluated on."""
+    return _fixed(DEMONSTRATION_LAYOUTS, n)
+
+
+def probe_tasks(n: int) -> tuple[Task, ...]:
+    """n tasks for the advice probe, apart from every other use."""
+    return _fixed(PROBE_LAYOUTS, n)
+
+
+def _fixed(layouts: range, n: int) -> tuple[Task, ...]:
+    return tuple(map(_with_need, fixed_tasks(NAME, "{place}", layouts, n)))
+
+
+def _with_need(task: Task) -> Task:
+    """The task of a drawn place: the place is the need that its layout stands for, its goal and its name are the need's text."""
+    from crl.envs.webshop.shop import open_shop
+
+    need = open_shop().need(int(task.params["lgen"]))
+    return replace(task, goal=need.text, params={**task.params, "place": need.text})
+
+
+def make_game(rendering: Rendering) -> Game:
+    from crl.envs.webshop.game import WebShopGame
+
+    return WebShopGame(rendering)
+
+
+SPEC = EnvSpec(
+    name=NAME,
+    hosting="threads",
+    turns=15,
+    reward_range=(0.0, 1.0),
+    actions=(),
+    action_format="search[keywords], and click[what can be clicked on the page: a button, a product's code, the value of an option]",
+    query_with_observation=False,
+    make_game=make_game,
+    task_source=WebShopStream,
+    eval_tasks=eval_tasks,
+    scripted_player=WebShopPlayer,
+    revisit=partial(revisited, NAME),
+    digest=digest,
+    advisor=WebShopAdvisor(),
+    probe_tasks=probe_tasks,
+)

@@ -1,0 +1,89 @@
+"""A catalogue of 1,000 products that are hard to tell apart, in the form of the original data files.
+
+A category's products come in families. Those of a family have one title, brand apart, and the same options: what sets them apart is
+told by their features alone, which the search does not see. Each family has a twin of one of its products, which costs too much or
+offers less.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from crl.envs.webshop.catalogue import DataFiles
+from crl.envs.webshop.words import BRANDS, DESCRIPTIONS, KINDS, PRAISE, TITLE_WORDS, Kind
+from crl.seeds import generator
+
+Item = dict[str, Any]
+
+FAMILY = 3
+"""Products of a family that somebody is sent for; the twin is one more."""
+
+_CODE = "0123456789ABCDEFGHJKLMNPQRSTVWXYZ"
+
+
+def generate(seed: int = 0) -> DataFiles:
+    """The same files for the same seed, in shuffled order."""
+    rng = generator(seed, "webshop/catalogue")
+    items: list[Item] = []
+    instructions: dict[str, Item] = {}
+    for kind in KINDS:
+        for noun in kind.nouns:
+            brands = rng.sample(BRANDS, len(kind.shown) * (FAMILY + 1))
+            for number, shown in enumerate(kind.shown):
+                own = brands[number * (FAMILY + 1) : (number + 1) * (FAMILY + 1)]
+                for item, told in _family(kind, noun, shown, own, rng):
+                    asin = _asin(len(items), rng)
+                    items.append({"asin": asin, **item})
+                    instructions[asin] = told
+    rng.shuffle(items)
+    return {"items": items, "instructions": instructions, "human": {}}
+
+
+def _family(kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: random.Random) -> Iterator[tuple[Item, Item]]:
+    """Its items, the twin last, and what is told of each."""
+    prices = [rng.randrange(8, 60) for _ in range(FAMILY)]
+    options = {name: rng.sample(values, 3) for name, values in kind.options.items()}
+    told = rng.sample(kind.told, FAMILY)
+    twin = rng.randrange(FAMILY)
+    if rng.random() < 0.5:
+        prices.append(prices[twin] + rng.randrange(50, 90))  # above every limit on the price of the other
+        twin_options = options
+    else:
+        prices.append(prices[twin] - rng.randrange(1, 5))
+        twin_options = {name: values[:2] for name, values in options.items()}
+    told.append(told[twin])
+    for i, brand in enumerate(brands):
+        attributes, wanted = [shown, told[i]], i < FAMILY
+        item = _item(kind, noun, brand, attributes, prices[i], options if wanted else twin_options, rng)
+        yield item, _told(noun, attributes, wanted=wanted)
+
+
+def _item(
+    kind: Kind, noun: str, brand: str, attributes: Sequence[str], price: int, options: Mapping[str, Sequence[str]], rng: random.Random
+) -> Item:
+    name = f"{brand.title()} {attributes[0].title()} {noun.title()}, {rng.choice(TITLE_WORDS)}"
+    top = price + rng.randrange(2, 8)
+    return {
+        "name": name,
+        "query": noun,
+        "category": kind.department.lower(),
+        "product_category": f"{kind.department} › {noun.title()}",
+        "full_description": rng.choice(DESCRIPTIONS).format(noun=noun, brand=brand.title()),
+        "small_description": [f"{point.capitalize()}: {rng.choice(PRAISE)}." for point in attributes],
+        "pricing": f"${price}.00 to ${top}.00" if rng.random() < 0.2 else f"${price}.00",
+        "customization_options": {option: [{"value": value} for value in values] for option, values in options.items()},
+    }
+
+
+def _told(noun: str, attributes: Sequence[str], *, wanted: bool) -> Item:
+    if not wanted:
+        return {"attributes": attributes, "instruction": None, "instruction_attributes": []}
+    instruction = ", ".join([f"find me {noun}", *attributes])
+    return {"attributes": attributes, "instruction": instruction, "instruction_attributes": attributes}
+
+
+def _asin(number: int, rng: random.Random) -> str:
+    """Ten characters that look like Amazon's; the last four make it unique."""
+    return f"B0{''.join(rng.choice(_CODE) for _ in range(4))}{number:04d}"

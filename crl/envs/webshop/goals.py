@@ -1,0 +1,93 @@
+"""What an agent is sent to buy: goals, and the needs that they are variants of."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from crl.envs.webshop.catalogue import Product
+from crl.seeds import generator
+
+NO_LIMIT = 1_000_000.0
+_LIMITS = [10.0 * i for i in range(1, 100)]
+
+
+class Goal(TypedDict):
+    """A goal under the original's names. goal_options: name → value, or the values alone where a person wrote the instruction."""
+
+    asin: str
+    query: str
+    name: str
+    product_category: str
+    instruction_text: str
+    attributes: list[str]
+    goal_options: dict[str, str] | list[str]
+    price_upper: float
+
+
+@dataclass(frozen=True)
+class Need:
+    """An instruction, and its goals: one for every combination of options that the product comes in.
+
+    text: the instruction without options and price; weight: the sum of its goals'.
+    """
+
+    text: str
+    goals: tuple[Goal, ...]
+    weight: float
+
+
+def needs(products: Sequence[Product]) -> list[Need]:
+    """All needs. A synthetic goal weighs the mean over its attributes of 1 / (goals with that attribute), a person's goal 1 (WebShop)."""
+    synthetic = [(product, list(_combinations(product))) for product in products if _asked_for(product)]
+    counts = Counter(a for product, combinations in synthetic for a in product["instruction_attributes"] * len(combinations))
+    found = []
+    for product, combinations in synthetic:
+        text, attributes = product["instruction_text"] or "", product["instruction_attributes"]
+        limit = _limit(product)
+        goals = tuple(_goal(product, _worded(text, options), attributes, options, limit) for options in combinations)
+        found.append(Need(text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes)))
+    return found + [need for product in products for need in _human(product)]
+
+
+def _asked_for(product: Product) -> bool:
+    return bool(product["instruction_text"] and product["instruction_attributes"])
+
+
+def _combinations(product: Product) -> Iterator[dict[str, str]]:
+    names = sorted(product["options"])
+    return (dict(zip(names, values, strict=True)) for values in itertools.product(*(product["options"][name] for name in names)))
+
+
+def _worded(text: str, options: dict[str, str]) -> str:
+    return f"{text} with {', and '.join(f'{name}: {value}' for name, value in options.items())}" if options else text
+
+
+def _human(product: Product) -> Iterator[Need]:
+    for number, told in enumerate(product["instructions"]):
+        if told["instruction_attributes"]:
+            text = told["instruction"].strip(".")
+            goal = _goal(product, text, told["instruction_attributes"], told["instruction_options"], _limit(product, number))
+            yield Need(text, (goal,), 1.0)
+
+
+def _limit(product: Product, *key: int) -> float:
+    """The larger of two draws from the next four multiples of 10 above the price; none near the end of the scale."""
+    limits = [limit for limit in _LIMITS if limit > product["price"]][:4]
+    return max(generator(0, "webshop/limit", product["asin"], *key).sample(limits, 2)) if len(limits) >= 2 else NO_LIMIT
+
+
+def _goal(product: Product, text: str, attributes: list[str], options: dict[str, str] | list[str], limit: float) -> Goal:
+    return {
+        "asin": product["asin"],
+        "query": product["query"],
+        "name": product["name"],
+        "product_category": product["product_category"],
+        "instruction_text": f"{text}, and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else text,
+        "attributes": attributes,
+        "goal_options": options,
+        "price_upper": limit,
+    }

@@ -1,0 +1,118 @@
+"""What can be said about a need in one sentence, for the bundled tiny models: lessons, the visit in few words, and the truth that
+diagnostics hold them against.
+
+What sets the right product of a family apart is told by its features alone, and reading them takes turns. So a lesson helps that names
+the product: by its brand, as the compact pages do. The other kinds are true, useless or misleading.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from crl.envs.actions import parse_call
+from crl.envs.base import Verdict
+from crl.types import Segment, Task
+
+LESSONS = {
+    "buy": "buy {brand}.",
+    "skip": "do not buy {brand}.",
+    "read": "read the features first.",
+    "price": "look at the price.",
+    "options": "choose every option.",
+    "first": "buy the first one.",
+    "careful": "be careful.",
+}
+"""The kinds of lesson, and their wording."""
+
+_PATTERNS = {kind: re.compile(re.escape(text).replace(r"\{brand\}", "([a-z]+)")) for kind, text in LESSONS.items()}
+_SCORE = re.compile(r"bought\. score (\d+)")
+
+
+def lesson(kind: str, brand: str = "") -> str:
+    """The lesson of this kind."""
+    return LESSONS[kind].format(brand=brand)
+
+
+def read(text: str) -> tuple[str, str | None]:
+    """(kind, brand) of a lesson; kind "other" when it is none of these."""
+    for kind, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(text):
+            return kind, match[1] if match.groups() else None
+    return "other", None
+
+
+# ── the visit in few words ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def digest(segments: Sequence[Segment]) -> str:
+    """What a visit to the compact shop comes to, read off its texts alone: the features that were read, and the purchase.
+
+    norda: wireless, fast charging / bought norda, score 100        (or: bought nothing)
+    """
+    features, bought, score = _visit(segments)
+    lines = [f"{brand}: {told}" for brand, told in features.items()]
+    return "\n".join([*lines, f"bought {bought}, score {score}" if score is not None else "bought nothing"])
+
+
+def right_brand(segments: Sequence[Segment]) -> str | None:
+    """The brand to buy, as far as the visit's texts tell; None when they do not."""
+    features, bought, score = _visit(segments)
+    if score == 100:
+        return bought
+    goal = next((segment.text for segment in segments if segment.origin == "task" and ", " in segment.text), "")
+    wanted = goal.split(", ")[1:]
+    return next((brand for brand, told in features.items() if wanted and set(wanted) <= set(told.split(", "))), None)
+
+
+def _visit(segments: Sequence[Segment]) -> tuple[dict[str, str], str, int | None]:
+    """The features that were read, by brand; the brand of the last item; its score if it was bought, of 100."""
+    features: dict[str, str] = {}
+    brand, page, action = "", "", None
+    for segment in segments:
+        if segment.origin == "policy":
+            action = parse_call(segment.text, {"search": None, "click": None})
+        elif segment.origin == "env" and not segment.text.startswith("unknown action."):
+            clicked = action[1].lower() if action and action[0] == "click" else ""
+            if score := _SCORE.fullmatch(segment.text):
+                return features, brand, int(score[1])
+            if clicked in {line.split(" ")[0] for line in page.splitlines()}:
+                brand = clicked
+            elif clicked == "features":
+                features[brand] = segment.text
+            page = segment.text
+    return features, brand, None
+
+
+# ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
+
+
+class WebShopAdvisor:
+    """`Advisor` of the shop: right advice names the product that somebody is sent for."""
+
+    def right(self, task: Task) -> str:
+        return lesson("buy", _brands(task)[0])
+
+    def wrong(self, task: Task, rng: random.Random) -> str:
+        right, *others = _brands(task)
+        return lesson("buy", rng.choice([brand for brand in others if brand != right]))
+
+    def judge(self, task: Task, text: str) -> Verdict:
+        kind, brand = read(text)
+        correct = kind == "buy" and brand == _brands(task)[0]
+        return Verdict("wrong buy" if kind == "buy" and not correct else kind, correct)
+
+    def informative(self, segments: Sequence[Segment]) -> bool:
+        return right_brand(segments) is not None
+
+
+def _brands(task: Task) -> list[str]:
+    """The brands of the products of the task's query: that of the wanted one, then those of the others."""
+    from crl.envs.webshop.shop import open_shop
+    from crl.envs.webshop.text import brand
+
+    shop = open_shop()
+    goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
+    alike = [product for product in shop.products if product["query"] == goal["query"]]
+    return [brand(product) for product in sorted(alike, key=lambda product: product["asin"] != goal["asin"])]

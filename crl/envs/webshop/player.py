@@ -1,0 +1,119 @@
+"""A scripted player of WebShop's generated catalogue that sees only its texts, in either rendering."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Self
+
+_INSTRUCTION = re.compile(r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]")
+_WANT = re.compile(r"want (.*?)(?:,? ?under ([\d.]+))?$", re.MULTILINE)
+_FULL_LINK = re.compile(r"(\w{10}) \[SEP\] ([^[]*?) \[SEP\] \$([\d.]+)")
+_COMPACT_LINK = re.compile(r"^(\S+) (?:(.*) )?([\d.]+)(?:-[\d.]+)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Link:
+    """name: what is clicked; price: the lowest."""
+
+    name: str
+    title: str
+    price: float
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What is to be bought. query: the noun and the first attribute, which titles name; values: of options; limit: of the price."""
+
+    query: str
+    attributes: tuple[str, ...]
+    values: tuple[str, ...]
+    limit: float
+
+    @classmethod
+    def read(cls, goal: str, observation: str) -> Self:
+        """From the goal, "find me NOUN, ATTRIBUTE, …", and the first page."""
+        noun, *attributes = goal.removeprefix("find me ").split(", ")
+        if match := _INSTRUCTION.search(observation):
+            options, limit = match[2], match[3]
+            values = [option.partition(": ")[2] for option in options.split(", and ")] if options else []
+        else:
+            match = _WANT.search(observation)
+            options, limit = match.groups() if match else ("", None)
+            values = [option.partition(" ")[2] for option in options.split(", ") if " " in option]
+        return cls(" ".join([noun, *attributes[:1]]), tuple(attributes), tuple(values), float(limit or math.inf))
+
+    def promise(self, link: Link) -> int:
+        """How many of the query's words a full title has, or how few others a compact one, which does not repeat what was asked for."""
+        words = re.findall(r"\w+", link.title.lower())
+        return sum(word in words for word in self.query.split()) or -len(words)
+
+
+class WebShopPlayer:
+    """Looks at what is found in the order of its promise and buys the first product that has everything, or the last that could.
+
+    It reads a product's features to tell.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        del rng  # it leaves nothing to chance
+        self._script = _shop(Errand("", (), (), math.inf))
+        self._action = ""
+
+    def begin(self, goal: str, observation: str) -> None:
+        self._script = _shop(Errand.read(goal, observation))
+        self._action = next(self._script)
+
+    def act(self) -> str:
+        return self._action
+
+    def observe(self, observation: str) -> None:
+        instructed, button, page = observation.partition("Back to Search")
+        self._action = self._script.send(page if button else instructed)
+
+
+Script = Generator[str, str, None]
+"""Yields actions and is sent the pages that they open, without the instruction above."""
+
+
+def _shop(errand: Errand) -> Script:
+    search = f"search[{errand.query}]"
+    page, tried = (yield search), set[str]()
+    while True:
+        links = [link for link in _links(page) if link.name not in tried and link.price <= errand.limit]
+        if not links:
+            page = yield "click[next >]" if "next >" in page.lower() else search
+            continue
+        link = max(links, key=errand.promise)
+        last = [errand.promise(other) for other in links].count(errand.promise(link)) == 1
+        tried.add(link.name)
+        item = yield f"click[{link.name}]"
+        if not set(errand.values) <= _words(item):
+            page = yield "click[< prev]"
+        elif last:
+            page = yield from _buy(errand)
+        else:
+            features = (yield "click[features]").lower()
+            if all(attribute in features for attribute in errand.attributes):
+                yield "click[< prev]"
+                page = yield from _buy(errand)
+            else:
+                page = yield search  # from any page: one turn less than the way back
+
+
+def _buy(errand: Errand) -> Generator[str, str, str]:
+    for value in errand.values:
+        yield f"click[{value}]"
+    return (yield "click[buy now]")
+
+
+def _links(page: str) -> list[Link]:
+    found = _FULL_LINK.findall(page) or _COMPACT_LINK.findall(page)
+    return [Link(name, title, float(price)) for name, title, price in found]
+
+
+def _words(page: str) -> set[str]:
+    return {*page.split(" [SEP] "), *page.split()}

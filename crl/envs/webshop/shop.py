@@ -1,0 +1,89 @@
+"""The shop that all games of a process share: its products, its search, and who is sent for what.
+
+The goal of an episode follows from its task's `lgen` and `core`, which `crl.envs.places` draws: `lgen` fixes the need, `core` which of
+its variants. Needs are split by use before anything is drawn, and train streams draw theirs by weight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS
+from crl.envs.webshop.catalogue import DOWNLOAD, VARIABLE, Product, products, read_files
+from crl.envs.webshop.generate import generate
+from crl.envs.webshop.goals import Goal, Need, needs
+from crl.envs.webshop.search import SearchEngine
+from crl.errors import ConfigError
+from crl.seeds import derive_seed, generator
+
+logger = logging.getLogger(__name__)
+
+SHARES = {NEW_LAYOUTS: 0.2}
+GENERATED_SHARES = {**SHARES, DEMONSTRATION_LAYOUTS: 0.2, PROBE_LAYOUTS: 0.1}
+"""The shares of all needs that are kept for these uses; train streams have the rest. Only the bundled models need demonstrations, and
+they are made from the generated catalogue."""
+
+
+class Shop:
+    """Immutable. shares: layouts → the share of the needs that is kept for them. Raises `ConfigError` when there are too few needs to
+    split; `source` is where the products are from, for its message."""
+
+    def __init__(self, products: Sequence[Product], source: str, shares: Mapping[range, float]) -> None:
+        self.products = tuple(products)
+        self._uses, self._train = _split(needs(self.products), source, shares)
+        self._cumulative = list(itertools.accumulate(need.weight for need in self._train))
+
+    @cached_property
+    def engine(self) -> SearchEngine:
+        return SearchEngine(self.products)
+
+    def need(self, lgen: int) -> Need:
+        """In a range of fixed tasks each need once before any comes again; elsewhere a draw by weight."""
+        for layouts, kept in self._uses.items():
+            if lgen in layouts:
+                return kept[(lgen - layouts.start) % len(kept)]
+        draw = derive_seed(0, "webshop/need", lgen) / 2**63 * self._cumulative[-1]
+        return self._train[bisect(self._cumulative, draw, hi=len(self._train) - 1)]
+
+    def goal(self, lgen: int, core: int) -> Goal:
+        goals = self.need(lgen).goals
+        return goals[core % len(goals)]
+
+
+def _split(needs: Sequence[Need], source: str, shares: Mapping[range, float]) -> tuple[dict[range, list[Need]], list[Need]]:
+    """The needs of every fixed use, in an order drawn by weight, and those of train streams."""
+    rng, left = generator(0, "webshop/split"), list(needs)
+    rng.shuffle(left)
+    uses: dict[range, list[Need]] = {}
+    for layouts, share in shares.items():
+        count = round(share * len(needs))
+        kept, left = left[:count], left[count:]
+        uses[layouts] = sorted(kept, key=lambda need: rng.expovariate(need.weight))
+    if not left or not all(uses.values()):
+        reason = f"has {len(needs)} instructions in all, too few to evaluate on some and train on others"
+        raise ConfigError(VARIABLE, source, reason, DOWNLOAD)
+    return uses, left
+
+
+_opening = threading.Lock()
+
+
+def open_shop() -> Shop:
+    """The shop of the data files that $WEBSHOP_DATA names, else of the generated catalogue. Raises `ConfigError` for bad files."""
+    with _opening:
+        return _open(os.environ.get(VARIABLE, ""))
+
+
+@cache
+def _open(folder: str) -> Shop:
+    if not folder:
+        logger.info("WebShop sells a generated catalogue, because %s is not set: its figures compare with no published ones", VARIABLE)
+        return Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)
+    return Shop(products(read_files(Path(folder)), folder), folder, SHARES)

@@ -1,0 +1,146 @@
+"""The pages in words. Pure functions of a session and its goal: `full` as the original's, `compact` for the bundled tiny models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from crl.envs.base import Rendering
+from crl.envs.webshop.catalogue import Product, price_tag
+from crl.envs.webshop.goals import NO_LIMIT, Goal
+from crl.envs.webshop.session import DETAILS, NEXT, PREVIOUS, Namer, Session
+
+_BUTTONS = {PREVIOUS: "< Prev", NEXT: "Next >"}
+_TITLE_WORDS = 6
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """page: the open page; invalid: why nothing happened; bought: the last page, by its score in [0, 1]; name_links: see `Namer`."""
+
+    page: Callable[[Session, Goal], str]
+    invalid: Callable[[Session], str]
+    bought: Callable[[float], str]
+    name_links: Namer
+
+
+# ── full ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _full(session: Session, goal: Goal) -> str:
+    """Blocks with [SEP] between them (WebShop's text mode).
+
+    Instruction: [SEP] find me … [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP] Next > [SEP] B09ABCDEF1 [SEP] Title [SEP] $25.0
+    """
+    head = ["Instruction:", goal["instruction_text"]]
+    if session.page == "search":
+        return _blocks("WebShop", *head, "Search")
+    if session.page == "results":
+        turning = [_BUTTONS[button] for button in session.turning]
+        items = [block for product in session.shown for block in (product["asin"], product["Title"], price_tag(product))]
+        return _blocks(*head, "Back to Search", f"Page {session.number} (Total results: {len(session.found)})", *turning, *items)
+    assert session.item is not None, "every other page is an item's"
+    return _blocks(*head, "Back to Search", "< Prev", *_item_blocks(session, session.item))
+
+
+def _item_blocks(session: Session, item: Product) -> list[str]:
+    if session.page in DETAILS:
+        return _detail(session.page, item) or [f"No {session.page.capitalize()}"]
+    options = [block for name, values in item["options"].items() for block in (name, *values)]
+    facts = [item["Title"], f"Price: {price_tag(item)}", f"Rating: {item['Rating']}"]
+    return [*options, *facts, "Description", "Features", "Reviews", "Buy Now"]
+
+
+def _detail(page: str, item: Product) -> list[str]:
+    if page == "features":
+        return list(item["BulletPoints"])
+    return [item["Description"]] if page == "description" and item["Description"] else []
+
+
+def _full_invalid(session: Session) -> str:
+    clicks = "".join(f", click[{target}]" for target in session.clickable)
+    return f"That is no action on this page, and nothing happened. The actions are: search[keywords]{clicks}."
+
+
+def _blocks(*blocks: str) -> str:
+    return " [SEP] ".join(blocks)
+
+
+# ── compact ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compact(session: Session, goal: Goal) -> str:
+    """The same pages in few words: no instruction, products by their brand and by what of their title was not searched for.
+
+    want color red, size 9, under 60 | norda 45 / savo webcam 20-25 / next > | color: red blue / size = 9 | wireless, fast charging
+    """
+    if session.page == "search":
+        return f"want {_wanted(goal)}"
+    if session.page == "results":
+        asked = session.keywords.split()
+        lines = [" ".join([link, *_unasked(product, asked), _price(product)]) for link, product in session.links.items()]
+        return "\n".join([*lines, *session.turning]) or "nothing found"
+    item = session.item
+    assert item is not None, "every other page is an item's"
+    if session.page in DETAILS:
+        return ", ".join(_short(text) for text in _detail(session.page, item)) or "nothing"
+    lines = [
+        f"{name} = {session.chosen[name]}" if name in session.chosen else f"{name}: {' '.join(values)}"
+        for name, values in item["options"].items()
+    ]
+    return "\n".join(lines) or "no options"
+
+
+def _wanted(goal: Goal) -> str:
+    options = goal["goal_options"]
+    texts = [f"{name} {value}" for name, value in options.items()] if isinstance(options, dict) else list(options)
+    limit = [f"under {goal['price_upper']:g}"] if goal["price_upper"] < NO_LIMIT else []
+    return ", ".join([*texts, *limit]) or "it"
+
+
+def _brands(products: Sequence[Product]) -> list[str]:
+    """The products' brands, numbered where one comes again."""
+    seen, names = Counter[str](), []
+    for name in map(brand, products):
+        seen[name] += 1
+        names.append(f"{name}{seen[name]}" if seen[name] > 1 else name)
+    return names
+
+
+def brand(product: Product) -> str:
+    """What the compact pages call it: the first word of its title, where the generated catalogue has the brand."""
+    return _title(product)[0]
+
+
+def _unasked(product: Product, asked: Sequence[str]) -> list[str]:
+    return [word for word in _title(product)[1:] if word not in asked]
+
+
+def _price(product: Product) -> str:
+    return "-".join(f"{price:g}" for price in product["pricing"])
+
+
+def _title(product: Product) -> list[str]:
+    """The first words of a title, up to the first comma."""
+    return product["Title"].lower().split(",")[0].split()[:_TITLE_WORDS] or [product["asin"].lower()]
+
+
+def _short(text: str) -> str:
+    return " ".join(text.lower().split(":")[0].split()[:_TITLE_WORDS])
+
+
+RENDERERS: dict[Rendering, Renderer] = {
+    "full": Renderer(
+        page=_full,
+        invalid=_full_invalid,
+        bought=lambda score: f"Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] {score:.4g}",
+        name_links=lambda products: [product["asin"].lower() for product in products],
+    ),
+    "compact": Renderer(
+        page=_compact,
+        invalid=lambda session: "unknown action.",
+        bought=lambda score: f"bought. score {round(100 * score)}",
+        name_links=_brands,
+    ),
+}

@@ -1,0 +1,66 @@
+"""How often the actor succeeds without experience: r̄_θ of CRL appendix B.1."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from crl.protocols import State
+from crl.types import Task, Trajectory
+
+GOALS = 4096
+"""Goals that are remembered, the last seen ones."""
+
+
+class SuccessRates:
+    """Success over the last `window` free episodes of a goal, once there are `enough` of them; before, of its task.
+
+    **Ours**: the paper accumulates; an actor that learns is not what it was, so old episodes are forgotten.
+    """
+
+    def __init__(self, *, enough: int, window: int) -> None:
+        self._enough, self._window = enough, window
+        self._tasks: dict[str, deque[bool]] = {}
+        self._goals: dict[tuple[str, str], deque[bool]] = {}
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> int:
+        """Takes in the free ones of a finished batch, in order; those with an error say nothing. How many it took in."""
+        free = [t for t in trajectories if t.condition == "free" and t.error is None]
+        for t in free:
+            goal = t.task.name, t.task.goal
+            self._tasks.setdefault(t.task.name, self._empty()).append(t.success)
+            self._goals[goal] = self._goals.pop(goal, self._empty())
+            self._goals[goal].append(t.success)
+        while len(self._goals) > GOALS:
+            del self._goals[next(iter(self._goals))]
+        return len(free)
+
+    def rate(self, task: Task) -> float | None:
+        """In [0, 1]; None before the task's first free episode."""
+        known = self._goals.get((task.name, task.goal), ())
+        if len(known) < self._enough:
+            known = self._tasks.get(task.name, ())
+        return sum(known) / len(known) if known else None
+
+    def figures(self) -> dict[str, float]:
+        """The rate of each task."""
+        return {name: sum(won) / len(won) for name, won in sorted(self._tasks.items())}
+
+    def state(self) -> State:
+        """Of every task and goal, the episodes as a text of 0 and 1."""
+        goals = [[task, goal, _text(won)] for (task, goal), won in self._goals.items()]
+        return {"tasks": {name: _text(won) for name, won in self._tasks.items()}, "goals": goals}
+
+    def load_state(self, state: State) -> None:
+        self._tasks = {name: self._read(text) for name, text in state["tasks"].items()}
+        self._goals = {(task, goal): self._read(text) for task, goal, text in state["goals"]}
+
+    def _empty(self) -> deque[bool]:
+        return deque(maxlen=self._window)
+
+    def _read(self, text: str) -> deque[bool]:
+        return deque((one == "1" for one in text), maxlen=self._window)
+
+
+def _text(won: Sequence[bool] | deque[bool]) -> str:
+    return "".join("1" if one else "0" for one in won)

@@ -1,0 +1,310 @@
+"""Whole runs with search_and_ask. The real models play, distil and learn; only that they ask, and what is answered, is put into their
+mouths."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole_runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
+
+from crl.config.models import resolve_model
+from crl.engines.torch import TorchEngine
+from crl.errors import RolloutError
+from crl.methods.parts.asking import COMPACT_NOTHING, COMPACT_OFFER
+from crl.modeling import load_tokenizer, stop_ids
+from crl.run import assemble
+from crl.tokens import ChatRenderer
+from crl.types import Completion, Sampling, Segment
+
+SIZES = (
+    "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=0",
+    "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
+    "tasks.room.eval.known=4", "tasks.room.eval.new=4", "tasks.room.eval.online=1", "tasks.room.eval.probe=4",
+    "ask.enabled=true",
+)  # fmt: skip
+STEPS = 3
+REFINED = "from here go south."
+ANSWER_NEXT = "<|im_start|>assistant\n"
+
+
+@cache
+def chat(role: str = "actor") -> ChatRenderer:
+    path = resolve_model(f"tiny-{role}")
+    tokenizer = load_tokenizer(path)
+    return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
+
+
+class Prompted(TorchEngine):
+    """Samples as ever, and then says what is wanted: an agent that may ask does so at its first decision, and every question gets a
+    refinement. `failing`: questions are not served; `slow`: not in time."""
+
+    failing = slow = False
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        renderer = chat("actor" if session else "extractor")
+        text = renderer.decode(ids)
+        asking = session and f"\n{COMPACT_OFFER}\n" in text and text.count(ANSWER_NEXT) == 1
+        answering = not session and text.endswith(f"\nask<|im_end|>\n{ANSWER_NEXT}")
+        if answering and self.failing:
+            raise RolloutError("engine", "no")
+        if answering and self.slow:
+            await asyncio.Event().wait()
+        sampled = await super().generate(ids, sampling, session=session, rng=rng)
+        if asking:
+            return self._said(renderer, "ask")
+        return self._said(renderer, f'[{{"op":"refine","text":"{REFINED}"}}]') if answering else sampled
+
+    def _said(self, renderer: ChatRenderer, text: str) -> Completion:
+        ids = (*renderer.encode(text), renderer.stop_ids[0])
+        return Completion(ids, (-0.5,) * len(ids), (self.version,) * len(ids), "stop")
+
+
+class Failing(Prompted):
+    failing = True
+
+
+class Slow(Prompted):
+    slow = True
+
+
+def train(run: Path, *sets: str, engine: type[TorchEngine] = Prompted, steps: int = STEPS) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "TorchEngine", engine)
+        result = crl(*arguments(run, "room", (*SIZES, *sets), steps, 0, "complementary"))
+    assert result.exit_code == 0, result.output + str(result.exception)
+    assert result.stderr == ""
+
+
+def rows(bank: Path, sql: str) -> list[tuple]:
+    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
+        return list(db.execute(sql))
+
+
+def dump(bank: Path) -> list[str]:
+    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
+        return list(db.iterdump())
+
+
+def episodes(run: Path) -> list[dict[str, Any]]:
+    return lines(run / "trajectories.jsonl")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_it_was() -> Iterator[None]:
+    """Deterministic runs flip a switch of the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("deterministic") / "run"
+    train(run, *DETERMINISTIC)
+    return run
+
+
+@pytest.fixture(scope="module")
+def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("background") / "run"
+    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=3 * STEPS)  # what is distilled in the background comes late
+    return run
+
+
+@pytest.fixture(params=["done", "concurrent"])
+def either(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_guided_agents_ask_and_are_told(either: Path) -> None:
+    told = Counter()
+    for t in episodes(either):
+        origins = [s["origin"] for s in t["segments"]]
+        if t["condition"] == "free":
+            continue
+        assert origins.count("tool_spec") == origins.count("tool_call") == origins.count("tool_result") == 1, "one question is the limit"
+        (reply,) = (s["text"] for s in t["segments"] if s["origin"] == "tool_result")
+        told[reply] += 1
+        hows = [use["how"] for use in t["used"]]
+        assert hows[-1:] == (["ask"] if reply == REFINED else [])
+        assert t["turns"] <= 4
+    assert set(told) == {REFINED, COMPACT_NOTHING}, "nothing is known at first"
+    last = metrics(either, "train")[-1]
+    assert last["rollout/asks"] == 1
+    assert last["rollout/asks/refined"] == last["rollout/asks/found"] > 0
+    assert {"perf/refine_p50_ms", "perf/refine_p95_ms"} <= set().union(*metrics(either, "bank"))
+
+
+def test_free_means_free(either: Path) -> None:
+    """On the prompts, token for token."""
+    renderer = chat()
+    for t in episodes(either):
+        if t["condition"] == "free":
+            assert {s["origin"] for s in t["segments"]} <= {"task", "env", "policy"}
+            prompt = renderer.decode(t["ids"][: t["mask"].index(1)])
+            assert prompt == renderer.text([Segment(**s) for s in t["segments"]][:2])
+            assert COMPACT_OFFER not in renderer.decode(t["ids"])
+            assert REFINED not in renderer.decode(t["ids"])
+
+
+def test_the_call_is_trained_and_the_reply_is_not(either: Path) -> None:
+    renderer = chat()
+    for t in episodes(either):
+        if t["condition"] == "guided":
+            said = [renderer.decode([i for i, m in zip(t["ids"], t["mask"], strict=True) if m])]
+            assert said[0].startswith("ask<|im_end|>")
+            assert REFINED not in said[0]
+
+
+def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(either: Path) -> None:
+    bank = either / "bank.sqlite"
+    earned: Counter[str] = Counter()
+    for t in episodes(either):
+        for use in t["used"]:
+            if use["how"] == "ask":
+                assert use["generation"] == f"run/train/{t['step'] - 1}/{t['group']}/{t['member']}/1"
+                earned[use["generation"]] += 1 if t["success"] else -1
+    assert earned
+    found = {
+        uid: credit for uid, credit in rows(bank, "SELECT uid, credit FROM units WHERE uid LIKE 'run/train/%' AND version = 1 AND credited")
+    }
+    assert found == dict(earned)
+    assert not rows(bank, "SELECT 1 FROM entries WHERE uid LIKE 'run/train/%'"), "refinements are no entries"
+    trained = {origin for (origin,) in rows(bank, "SELECT DISTINCT origin FROM log WHERE kind = 'train' AND op = 1")}
+    assert trained & earned.keys(), "the extractor was trained on refinements"
+    assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
+
+
+def test_an_asked_experience_is_shown_to_the_extractor(either: Path) -> None:
+    prompts = rows(either / "bank.sqlite", "SELECT prompt FROM generations WHERE id NOT LIKE 'run/train/%'")
+    texts = [chat("extractor").decode(list(memoryview(prompt).cast("i"))) for (prompt,) in prompts]
+    assert any(re.search(rf"hint \d {REFINED}", text) for text in texts)
+
+
+def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(done: Path, tmp_path: Path) -> None:
+    watched = tmp_path / "watched"
+    asked: list[str] = []
+
+    class Listening(Prompted):
+        async def generate(self, ids, sampling, *, session=None, rng=None):
+            found = await super().generate(ids, sampling, session=session, rng=rng)
+            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(ids)  # without an offer the tiny actor says so once in a while, too
+            if session and offered and chat().decode(found.ids).startswith("ask<"):
+                asked.append(session.split("/")[0])
+            return found
+
+    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=Listening)
+    assert set(asked) == {"train", "eval", "online"}, "and not the advice probe"
+    assert (watched / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
+    for kind in ("train", "extractor", "bank"):
+        assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))
+    assert untimed(metrics(watched, "eval")[-1]) == untimed(metrics(done, "eval")[-1])
+    for role in ("actor", "extractor"):
+        assert equal_weights(watched / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}")
+
+
+@pytest.mark.parametrize("engine", [Failing, Slow])
+def test_without_the_extractor_an_agent_is_told_what_was_found(done: Path, tmp_path: Path, engine: type[TorchEngine]) -> None:
+    run = tmp_path / "run"
+    source = f"bank.init={done / 'bank.sqlite'}"
+    train(run, "rollout.max_staleness=0", "ask.deadline=0.02", source, engine=engine, steps=1)
+    texts = {text for (text,) in rows(run / "bank.sqlite", "SELECT text FROM entries")}
+    unrefined = [t for t in episodes(run) if [use["how"] for use in t["used"]] == ["start", "ask_unrefined"]]
+    assert unrefined
+    for t in unrefined:
+        assert {s["text"] for s in t["segments"] if s["origin"] == "tool_result"} <= texts
+    assert metrics(run, "bank")[-1]["refine/failed"] == len(unrefined)
+    assert metrics(run, "train")[0]["rollout/asks/refined"] == 0
+
+
+def test_eval_asks_too_and_touches_nothing(done: Path) -> None:
+    before = contents(done)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "TorchEngine", Prompted)
+        result = crl("eval", done)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert contents(done) == before
+
+
+def test_a_bank_with_refinements_starts_another_run(done: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, f"bank.init={done / 'bank.sqlite'}", steps=1)
+    (mark,) = {use["generation"].split("/")[0] for t in episodes(run) for use in t["used"] if use["how"] == "ask"}
+    assert mark.startswith("run")
+    assert mark != "run"
+    frozen = tmp_path / "frozen"
+    train(frozen, *DETERMINISTIC, f"bank.init={done / 'bank.sqlite'}", "bank.frozen=true", steps=1)
+    assert any(use["how"] == "ask" for t in episodes(frozen) for use in t["used"])
+
+
+class Scripted(TorchEngine):
+    """Two language models that say what a script says. The agent asks once, with a thought before it and words after."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        text = chat().decode(ids)
+        if session:
+            told = "search_and_ask" not in text or "You are by the wall." in text
+            said = "<answer>north</answer>" if told else "<think>Dark.</think><search_and_ask>Where are the stairs?</search_and_ask>"
+        elif "=== The agent's question ===\n  Where are the stairs?" in text:
+            said = '[{"op": "refine", "text": "You are by the wall. Follow it."}]'
+        else:
+            said = '[{"op": "add", "text": "The stairs are by the wall."}]'
+        sampled = (*chat().encode(said), chat().stop_ids[0])
+        return Completion(sampled, (-6.0,) * len(sampled), (self.version,) * len(sampled), "stop")
+
+
+def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "ask.txt"
+    mine.write_text("You may <search_and_ask>{{question}}</search_and_ask>, {limit} times.\n")
+    sets = (
+        f"actor.model={random_qwen3}", "actor.max_context_tokens=2048", f"extractor.model={random_qwen3}",
+        "extractor.max_context_tokens=4096",
+        "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.turns=2", "tasks.room.max_response_tokens=64",
+        "rollout.groups=2", "tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0",
+        "ask.limit=2", f"prompts.ask={mine}",
+    )  # fmt: skip
+    train(run, *DETERMINISTIC, *sets, engine=Scripted, steps=2)
+    second = [t for t in episodes(run) if t["step"] == 2]
+    for t in second:
+        origins = [s["origin"] for s in t["segments"]]
+        if t["condition"] == "free":
+            assert set(origins) == {"task", "env", "policy"}
+            continue
+        assert origins == [
+            "task", "task", "experience", "tool_spec", "env", "tool_call", "tool_result", "policy", "env", "policy", "env"
+        ]  # fmt: skip
+        assert t["segments"][3]["text"] == "You may <search_and_ask>{question}</search_and_ask>, 2 times."
+        assert t["segments"][6]["text"].startswith("Advice from earlier episodes")
+        assert [use["how"] for use in t["used"]] == ["start", "ask"]
+        assert t["turns"] == 2
+    prompts = [chat().decode(list(memoryview(p).cast("i"))) for (p,) in rows(run / "bank.sqlite", "SELECT prompt FROM generations")]
+    asked = [text for text in prompts if "=== The agent's question ===" in text]
+    assert len(asked) == 4
+    assert all("agent asks]\n  <think>Dark.</think><search_and_ask>Where are the stairs?" in text for text in asked)
+    assert all("=== Advice that was found ===\n  The stairs are by the wall.\n" in text for text in asked)
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    def refused(method: str, *sets: str) -> str:
+        result = crl(*arguments(tmp_path / "run", "room", sets, 1, 0, method))
+        assert result.exit_code == 2
+        return one_line(result)
+
+    assert refused("grpo", "ask.enabled=true") == (
+        "error: ask.enabled = True: the method grpo has no bank to ask. Leave it out, or choose another method.\n"
+    )
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Ask {limit} times.")
+    assert "prompts.ask = " in refused("complementary", f"prompts.ask={mine}", "ask.enabled=true")
+    assert "no model of this run is told it" in refused("complementary", f"prompts.ask={mine}", "ask.enabled=true")

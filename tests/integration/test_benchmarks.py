@@ -1,0 +1,47 @@
+"""A benchmark runs to its end at a small size, and what it prints and writes has the right shape. Its times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ARMS = ("off", "on", "ask", "critic")
+
+
+def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
+    out = tmp_path / "results.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_latency.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    results = json.loads(out.read_text("utf-8"))
+    rows = results["rows"]
+    assert [(row["engine"], row["environments"], row["arm"]) for row in rows] == [
+        *(("latency model", 32, arm) for arm in ARMS),
+        *(("tiny model", 16, arm) for arm in ARMS),
+    ]
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("latency", "tiny"))]) == len(rows)
+    for row in rows:
+        guided = 0 if row["arm"] == "off" else row["environments"] // 2
+        assert row["failed"] == 0
+        asked = row["searches"] - guided * results["repetitions"]
+        assert asked >= 0 if row["arm"] == "ask" else asked == 0
+        assert set(row["search_ms"]) == ({"p50", "p95", "max"} if guided else set())
+        assert 0 < row["lag_ms"]["p50"] <= row["lag_ms"]["p99"] <= row["lag_ms"]["max"]
+        assert len(row["rollout_s"]) == len(row["ratio"]) == len(row["left_s"]) == results["repetitions"]
+        assert min(row["rollout_s"]) > 0
+    assert [row["ratio"] for row in rows if row["arm"] == "off"] == [[1.0] * results["repetitions"]] * 2
+
+
+def test_the_environments_are_measured_one_by_one(tmp_path: Path):
+    out = tmp_path / "results.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "environments.py"), "maze", "sokoban", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert [(row["environment"], row["episodes"]) for row in rows] == [("maze", 2), ("maze", 4), ("sokoban", 2), ("sokoban", 4)]
+    assert len(done.stdout.splitlines()) == len(rows) + 1
+    for row in rows:
+        assert min(row["make_ms"], row["reset_ms"], row["steps_per_s"]) > 0
+        assert row["steps"] >= row["episodes"]
+    assert rows[1]["memory_mib"] > rows[0]["memory_mib"] > 1, "a maze holds some MiB"

@@ -1,0 +1,248 @@
+"""Whole runs with actor-critic: the real parts in rooms; the verdicts come from a script, since they must all occur."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_complementary import SIZES, address, episodes, log, manifest, rows, train
+from whole_runs import DETERMINISTIC, crl, lines, metrics, one_line, untimed
+
+from crl.config import load
+from crl.config.models import resolve_model
+from crl.engines.torch import TorchEngine
+from crl.modeling import load_tokenizer, stop_ids
+from crl.rollout.episode import EpisodeKey, EpisodeRunner
+from crl.run import tasks
+from crl.tokens import ChatRenderer
+from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
+
+CRITIC = ("critic.enabled=true", "critic.warmup=2")
+SAYS = ("accept", "refine from the start go east.", "reject", "north")
+SCORES = {"accept": 1.0, "refine": 0.5}
+
+
+def renderer() -> ChatRenderer:
+    path = resolve_model("tiny-actor")
+    tokenizer = load_tokenizer(path)
+    return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
+
+
+class Script:
+    """What the actor says when it judges: in training one after the other, so that each occurs, and elsewhere by the draw alone, so that
+    `crl eval` hears the same. Notes sessions and prompts."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.sessions: set[str] = set()
+        self._in_turn = itertools.cycle(SAYS)
+        self._play, self._renderer = TorchEngine.generate, renderer()
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        script = self
+
+        async def generate(
+            engine: TorchEngine, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None
+        ) -> Completion:
+            script.sessions.add(session or "")
+            if "/critic/" not in (session or ""):
+                return await script._play(engine, ids, sampling, session=session, rng=rng)
+            script.asked.append((session or "", script._renderer.decode(ids)))
+            said = script._renderer.encode(script._says(session or "", rng))
+            sampled = (*said, sampling.stop_ids[0])[: sampling.max_tokens]
+            assert len(sampled) == len(said) + 1, "the preset leaves room for a verdict"
+            return Completion(sampled, (-1.0,) * len(sampled), (engine.version,) * len(sampled), "stop")
+
+        monkeypatch.setattr(TorchEngine, "generate", generate)
+
+    def _says(self, session: str, rng: int | None) -> str:
+        return next(self._in_turn) if session.startswith("train/") else random.Random(rng).choice(SAYS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_it_was() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def judged_run(run: Path, *sets: str, steps: int = 5) -> Script:
+    script = Script()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        script.patch(monkeypatch)
+        train(run, *CRITIC, *sets, steps=steps)
+    return script
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
+    run = tmp_path_factory.mktemp("judged") / "run"
+    return run, judged_run(run, *DETERMINISTIC, "run.eval_every=3")
+
+
+@pytest.fixture(scope="module")
+def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
+    run = tmp_path_factory.mktemp("background") / "run"
+    return run, judged_run(run, "rollout.max_staleness=1", "retrieval.per=rollout")
+
+
+@pytest.fixture(params=["judged", "concurrent"])
+def either(request: pytest.FixtureRequest) -> tuple[Path, Script]:
+    return request.getfixturevalue(request.param)
+
+
+def verdicts(t: dict[str, Any]) -> list[str]:
+    return [use["verdict"] for use in t["used"] + t["rejected"]]
+
+
+def test_all_verdicts_occur_and_only_in_guided_episodes(either: tuple[Path, Script]) -> None:
+    run, script = either
+    played = episodes(run)
+    assert Counter(v for t in played for v in verdicts(t)).keys() == {"accept", "refine", "reject"}
+    for t in played:
+        shown = [s["text"] for s in t["segments"] if s["origin"] == "experience"]
+        assert len(shown) == len(t["used"])
+        assert verdicts(t) != ["refine"] or shown == ["from the start go east."]
+        assert t["condition"] == "guided" or not (t["used"] or t["rejected"])
+        assert "judge" not in script._renderer.decode(t["ids"]), "nothing of the critique is trained on"
+
+
+def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Script]) -> None:
+    run, script = either
+    shared: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
+    for t in episodes(run):
+        for use in t["used"] + t["rejected"]:
+            text = next((s["text"] for s in t["segments"] if s["origin"] == "experience"), "")
+            shared[t["group"], f"{use['uid']}@{use['version']}"].add(f"{use['verdict']} {text}")
+    assert shared
+    assert all(len(found) == 1 for found in shared.values())
+    trained = [session for session, _ in script.asked if session.startswith("train/")]
+    assert len(trained) == len(set(trained)), "one question for an experience and a group"
+    if run.parent.name.startswith("judged"):
+        assert len(trained) == len(shared)
+
+
+def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
+    """The log has r = ±1 and the verdict; the record of what helped counts r alone, a reject not at all."""
+    run, _ = judged
+    found = {(address(t), use["uid"]): (use["verdict"], 1.0 if t["success"] else -1.0) for t in episodes(run) for use in t["used"]}
+    rejected = {(address(t), use["uid"]): ("reject", None) for t in episodes(run) for use in t["rejected"]}
+    given = {(origin, data["uid"]): (data["verdict"], data.get("reward")) for origin, data in log(run / "bank.sqlite", "credit")}
+    assert given == found | rejected
+    assert rejected
+    outcomes: defaultdict[str, list[float]] = defaultdict(list)
+    for (_, uid), (_, outcome) in found.items():
+        outcomes[uid].append(outcome)
+    credited = {uid: (n, total) for uid, n, total in rows(run / "bank.sqlite", "SELECT uid, credited, credit FROM units WHERE credited")}
+    assert credited == {uid: (len(of), sum(of)) for uid, of in outcomes.items()}
+
+
+def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
+    """Nothing is trained here, so every reward is still pending."""
+    run = tmp_path / "run"
+    judged_run(run, *DETERMINISTIC, "extractor.train=false", steps=3)
+    expected: defaultdict[str, list[float]] = defaultdict(list)
+    for t in episodes(run):
+        for use in t["used"]:
+            expected[use["uid"]].append(SCORES[use["verdict"]] + (1.0 if t["success"] else -1.0))
+        for use in t["rejected"]:
+            expected[use["uid"]].append(0.0)
+    pending = rows(run / "bank.sqlite", "SELECT uid, pending_count, pending_sum FROM units WHERE ready IS NOT NULL AND version > 0")
+    assert {uid: (n, total) for uid, n, total in pending} == {uid: (len(of), sum(of)) for uid, of in expected.items()}
+
+
+def test_figures_of_the_critic(judged: tuple[Path, Script]) -> None:
+    run, _ = judged
+    figures = [line for line in metrics(run, "train") if "critic/critiques" in line]
+    assert len(figures) == 4, "from the second step on there is something to judge"
+    for line in figures:
+        assert line["critic/accept"] + line["critic/refine"] + line["critic/reject"] == pytest.approx(1)
+        assert line["critic/malformed"] <= line["critic/accept"]
+        assert line["perf/critic_p50_ms"] > 0
+        uses = [t for t in episodes(run) if t["step"] == line["step"] and t["used"]]
+        assert line.get("rollout/success/used") == (pytest.approx(sum(t["success"] for t in uses) / len(uses)) if uses else None)
+    assert any(line["critic/malformed"] for line in figures)
+
+
+def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(judged: tuple[Path, Script], tmp_path: Path) -> None:
+    run, script = judged
+    (line,) = metrics(run, "warmup")
+    assert (lines(run / "metrics.jsonl")[0]["kind"], line["step"], line["warmup/episodes"]) == ("warmup", 0, 2 * 4 * 4)
+    assert 0 <= line["warmup/room/success"] <= 1
+    warm = {session for session in script.sessions if session.startswith("warmup/")}
+    assert len(warm) == line["warmup/episodes"]
+    config = load(["room"], sets=[*SIZES, *CRITIC])
+    drawn = tasks.train_stream(config, tasks.specs(config)).draw(4 * 5)
+    met = {t["group"]: t["segments"][0]["text"] for t in episodes(run)}
+    assert [met[group] for group in range(20)] == [task.goal for task in drawn]
+    assert all(origin.startswith("run/") for origin, _ in log(run / "bank.sqlite", "submit")), "nothing of it is distilled"
+
+
+def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    play = EpisodeRunner.play
+
+    async def broken(runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
+        played = await play(runner, key, task, plan)
+        return Trajectory(task, key.step, key.group, key.member, "free", error="env: lost") if key.purpose == "warmup" else played
+
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(EpisodeRunner, "play", broken)
+        train(run, *DETERMINISTIC, *CRITIC, steps=1)
+    (line,) = metrics(run, "warmup")
+    assert line["warmup/episodes"] == 0
+    assert "warmup/room/success" not in line
+    assert "no episode of the warm-up could be played" in (run / "log.txt").read_text("utf-8")
+    assert metrics(run, "train")
+
+
+def test_the_actor_is_told_how_often_it_succeeds_alone(judged: tuple[Path, Script]) -> None:
+    """At the first step with experience: over the warm-up and the free episodes of the first step."""
+    run, script = judged
+    rates = manifest(run, 5)["state"]["success_rates"]
+    free = [t["success"] for t in episodes(run) if t["condition"] == "free"]
+    assert rates["tasks"]["room"][-len(free) :] == "".join("1" if won else "0" for won in free)
+    assert len(rates["tasks"]["room"]) == min(64, len(free) + 32)
+    assert all("\nwon " in prompt and prompt.count("judge") == 1 for _, prompt in script.asked)
+
+
+def test_the_same_seed_judges_the_same(judged: tuple[Path, Script], tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    script = judged_run(again, *DETERMINISTIC, "run.eval_every=3")
+    assert script.asked == judged[1].asked, "in one order, too"
+    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(map(untimed, lines(judged[0] / "metrics.jsonl")))
+    assert (again / "trajectories.jsonl").read_bytes() == (judged[0] / "trajectories.jsonl").read_bytes()
+
+
+def test_evaluations_judge_too_and_crl_eval_repeats_them(judged: tuple[Path, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, before = judged
+    asked = {session.split("/")[0] for session, _ in before.asked}
+    assert asked == {"train", "eval", "online"}, "the advice of the probe is not judged"
+    script = Script()
+    script.patch(monkeypatch)
+    assert crl("eval", run).exit_code == 0
+    assert not any(session.startswith("warmup/") for session in script.sessions)
+    repeated = len(script.asked)
+    assert [prompt for _, prompt in script.asked] == [p for s, p in before.asked if not s.startswith("train/")][-repeated:]
+
+
+def test_the_bundled_actor_judges(tmp_path: Path) -> None:
+    """Whatever it says, the run goes on."""
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, *CRITIC, steps=2)
+    assert metrics(run, "train")[1]["critic/critiques"] > 0
+
+
+def test_a_method_without_experience_has_nothing_to_judge(tmp_path: Path) -> None:
+    result = crl("train", "--tasks", "room", "--method", "grpo", "--set", "critic.enabled=true", "--run-dir", tmp_path / "run")
+    assert result.exit_code == 2
+    assert one_line(result) == (
+        "error: critic.enabled = True: method grpo has no experience that the actor could judge. "
+        "Leave it out, or use --method complementary.\n"
+    )

@@ -1,0 +1,447 @@
+"""ALFWorld: the same task is the same episode, TextWorld's texts are unchanged, and games can be won through them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crl.config.load import load
+from crl.envs import alfworld
+from crl.envs.alfworld import AlfworldPlayer, AlfworldStream, SmallStream, games, small, text
+from crl.envs.alfworld.house import KINDS, Chore, phrase, read_chore
+from crl.envs.base import EnvSpec, Rendering, StreamSettings, play
+from crl.envs.processes import ProcessHost
+from crl.envs.registry import get_spec, require_extra
+from crl.errors import ConfigError
+from crl.run.plan import overview
+from crl.types import Task
+
+pytest.importorskip("alfworld", reason="the extra alfworld is not installed")
+
+SETTINGS = StreamSettings()
+SMALL_NEW = alfworld.small_eval_tasks("new", 128, 0, SETTINGS)
+JUNK = ["", " ", "<answer>", "go to the moon 1", "\x00", "é" * 500, "take", "move mug 1", "9" * 100, "<answer></answer>\n", "help"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.delenv("ALFWORLD_DATA", raising=False)
+        yield
+
+
+# ── without the extra ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chore_can_be_read_where_it_was_written(kind: str) -> None:
+    assert read_chore(phrase(Chore(kind, "Mug", "Shelf"))) == Chore(kind, "mug", "shelf")
+
+
+@pytest.mark.parametrize(
+    ("goal", "kind"),
+    [
+        ("Your task is to: put some vase on safe.", "pick_and_place_simple"),
+        ("clean some vase and put it in safe", "pick_clean_then_place_in_recep"),
+        ("heat some vase and put it in safe", "pick_heat_then_place_in_recep"),
+        ("cool some vase and put it in safe", "pick_cool_then_place_in_recep"),
+        ("find two vase and put them in safe", "pick_two_obj_and_place"),
+        ("examine the vase with the safe", "look_at_obj_in_light"),
+        ("the amber arch: look at vase under the safe.", "look_at_obj_in_light"),
+    ],
+)
+def test_reads_each_wording_of_a_chore(goal: str, kind: str) -> None:
+    assert read_chore(goal) == Chore(kind, "vase", "safe")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, and a safe 1.\n\nYour task is to: x.",
+         "see bed 1, desk 2, safe 1"),
+        ("You arrive at cabinet 1. The cabinet 1 is closed.", "cabinet 1 closed"),
+        ("You arrive at desk 1. On the desk 1, you see a pen 2, and a mug 1.", "desk 1: pen 2, mug 1"),
+        ("You open the safe 1. The safe 1 is open. In it, you see nothing.", "safe 1: nothing"),
+        ("You pick up the mug 1 from the desk 1.", "took mug 1"),
+        ("You move the mug 1 to the desk 1.", "mug 1 in desk 1"),
+        ("You put the mug 1 in/on the desk 1.", "mug 1 in desk 1"),
+        ("You heat the mug 1 using the microwave 1.", "mug 1 hot"),
+        ("You turn on the desklamp 1.", "desklamp 1 on"),
+        ("You are facing the desk 1. Next to it, you see nothing.", "at desk 1"),
+        ("You are carrying: a mug 1.", "have mug 1"),
+        ("This is a hot and clean mug 1.", "hot and clean mug 1"),
+        ("mug 1 hot", "mug 1 hot"),
+    ],
+)  # fmt: skip
+def test_compact_words(said: str, words: str) -> None:
+    assert text.compact(said) == words
+
+
+@pytest.mark.parametrize(
+    ("action", "command"),
+    [
+        ("<answer>Move  mug 1 to shelf 2.</answer>", "move mug 1 to shelf 2"),
+        ("put mug 1 in/on shelf 2", "move mug 1 to shelf 2"),
+        ("put mug 1 on shelf 2", "move mug 1 to shelf 2"),
+        ("take pen 1", "take pen 1 from desk 1"),
+        ("pick up pen 1 from desk 1", "take pen 1 from desk 1"),
+        ("turn on desklamp 1", "use desklamp 1"),
+        ("move pen 1 to shelf 2", None),
+        ("go to shelf", None),
+        ("I will go to shelf 2", None),
+    ],
+)
+def test_what_the_agent_writes_is_read_as_the_game_words_it(action: str, command: str | None) -> None:
+    admissible = ("go to shelf 2", "move mug 1 to shelf 2", "take pen 1 from desk 1", "use desklamp 1")
+    assert text.chosen(action, admissible) == command
+    older = ("go to shelf 2", "put mug 1 in/on shelf 2", "take pen 1 from desk 1", "use desklamp 1")
+    assert text.chosen(action, older) == (command and command.replace("move mug 1 to", "put mug 1 in/on"))
+
+
+def test_a_small_place_keeps_its_chore_and_what_it_needs_under_any_dynamics() -> None:
+    for layout in range(300):
+        houses = [small.house(layout, dynamics) for dynamics in range(5)]
+        assert len({(house.chore, house.receptacles) for house in houses}) == 1
+        chore = houses[0].chore
+        wanted = [{(kind, home) for kind, home in house.things if kind in (chore.thing, chore.receptacle)} for house in houses]
+        assert all(needed == wanted[0] for needed in wanted)
+        assert all(houses[0].receptacles[home] != chore.receptacle for kind, home in wanted[0] if kind == chore.thing)
+    assert len({small.house(7, dynamics).things for dynamics in range(20)}) > 10
+    assert {small.house(layout, 0).chore.kind for layout in range(100)} == set(KINDS)
+
+
+def test_small_streams_and_evals() -> None:
+    stream = SmallStream(3, SETTINGS)
+    tasks = stream.draw(320)
+    goals: dict[object, set[str]] = {}
+    for task in tasks:
+        goals.setdefault(task.params["lgen"], set()).add(task.goal)
+    assert all(len(goal) == 1 for goal in goals.values()), "a place has one goal, by which its lessons are found"
+    assert len({goal for (goal,) in goals.values()}) == len(goals)
+    known = alfworld.small_eval_tasks("known", 16, 3, SETTINGS)
+    assert {task.goal for task in known} <= {task.goal for task in tasks}
+    assert not {task.params["core"] for task in known} & {task.params["core"] for task in tasks}
+    assert not {task.params["lgen"] for task in SMALL_NEW} & set(goals)
+    demonstrations = alfworld.demonstration_tasks(64)
+    assert not {task.params["lgen"] for task in demonstrations} & ({task.params["lgen"] for task in SMALL_NEW} | set(goals))
+    resumed = SmallStream(3, SETTINGS)
+    resumed.load_state(json.loads(json.dumps(stream.state())))
+    assert resumed.draw(9) == stream.draw(9)
+    with pytest.raises(ValueError, match="known or new"):
+        alfworld.small_eval_tasks("train", 1, 0, SETTINGS)
+
+
+def test_a_missing_extra_is_named() -> None:
+    spec = replace(get_spec("alfworld"), extra="alfworld_that_is_not_there")
+    with pytest.raises(ConfigError, match=r"tasks.chores.env = 'alfworld': it needs the extra 'alfworld_that_is_not_there'.*pip install"):
+        require_extra(spec, "tasks.chores.env")
+
+
+def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
+    code = (
+        "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; a.SmallStream(0, StreamSettings()).draw(3);"
+        "print(sorted({'textworld', 'alfworld', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_plan_counts_processes_where_there_are_some(tiny_actor: Path) -> None:
+    pytest.importorskip("alfworld")
+    config = load(["alfworld"], sets=["rollout.env_processes=3"])
+    assert "environments 3 processes" in overview(config)
+    assert "environments 4 threads, 3 processes" in overview(load(["alfworld", "room"], sets=["rollout.env_processes=3"]))
+
+
+# ── with it ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def players() -> Iterator[dict[Rendering, alfworld.Game]]:
+    pytest.importorskip("alfworld")
+    pair: dict[Rendering, alfworld.Game] = {"full": alfworld.make_game("full"), "compact": alfworld.make_game("compact")}
+    yield pair
+    for game in pair.values():
+        game.close()
+
+
+def admissible(game: alfworld.Game) -> tuple[str, ...]:
+    return game.admissible  # type: ignore[attr-defined]
+
+
+def transcript(game: alfworld.Game, task: Task, turns: int = 12) -> list[str]:
+    """The texts of an episode under commands that depend on the task alone."""
+    rng = random.Random(task.seed)
+    texts = [game.reset(task)]
+    for _ in range(turns):
+        result = game.step(rng.choice(admissible(game)))
+        texts.append(f"{result.text} {result.reward} {result.done}")
+        if result.done:
+            break
+    return texts
+
+
+def some_tasks() -> list[Task]:
+    return [*SMALL_NEW[:4], *alfworld.eval_tasks("new", 2, 0, SETTINGS), *SmallStream(1, SETTINGS).draw(2)]
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=4), task=st.integers(0, 7))
+def test_the_same_task_is_the_same_episode_after_any_history(
+    players: dict[Rendering, alfworld.Game], history: list[tuple[int, int]], task: int
+) -> None:
+    tasks, game = some_tasks(), players["full"]
+    fresh = alfworld.make_game("full")
+    for number, turns in history:
+        transcript(game, tasks[number], turns)
+    assert transcript(game, tasks[task]) == transcript(fresh, tasks[task])
+    fresh.close()
+
+
+def test_the_same_task_is_the_same_episode_in_another_process(players: dict[Rendering, alfworld.Game]) -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_alfworld import *\n"
+        "game = alfworld.make_game('full'); print(json.dumps([transcript(game, task) for task in some_tasks()[::-1]]))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout) == [transcript(players["full"], task) for task in some_tasks()[::-1]]
+
+
+STOCK = """
+import json, sys, textworld
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+path, commands = sys.argv[1], json.loads(sys.argv[2])  # the engine overwrites them
+env = textworld.start(path, textworld.EnvInfos(admissible_commands=True), wrappers=[AlfredDemangler(shuffle=False)])
+state, said = env.reset(), []
+said.append([state.feedback, state["admissible_commands"]])
+for command in commands:
+    state, _, won = env.step(command)
+    said.append([state.feedback, state["admissible_commands"], won])
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("alfworld")
+    from crl.envs.alfworld.engine import Engine
+
+    data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
+    engine, rng = Engine(), random.Random(number)
+    engine.start(data)
+    engine.do(engine.admissible[0])
+    said: list[list[object]] = [[engine.start(data), list(engine.admissible)]]  # a second start too
+    commands = []
+    for _ in range(25):
+        commands.append(rng.choice(engine.admissible))
+        words, won = engine.do(commands[-1])
+        said.append([words, list(engine.admissible), won])
+    engine.close()
+    (tmp_path / "game.tw-pddl").write_text(json.dumps(data))
+    arguments = [sys.executable, "-W", "ignore", "-c", STOCK, str(tmp_path / "game.tw-pddl"), json.dumps(commands)]
+    assert json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout) == said
+
+
+def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n: int) -> None:
+    """The scripted player wins at least 95 % in both renderings and in every eval set."""
+    evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
+        (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
+        (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
+        (alfworld.SPEC, "full", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
+        (alfworld.SPEC, "compact", alfworld.eval_tasks("known", min(full_n, 140), 0, SETTINGS)),
+    ]
+    for spec, rendering, tasks in evals:
+        outcomes = [play(players[rendering], task, spec.scripted_player(random.Random(i)), spec.turns) for i, task in enumerate(tasks)]
+        assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (spec.name, rendering)
+        assert all(played.reward == (1.0 if played.success else -1.0) for played in outcomes)
+
+
+def test_the_scripted_player_wins_through_text_alone(players: dict[Rendering, alfworld.Game]) -> None:
+    check_scripted(players, 12, 4)
+
+
+@pytest.mark.soak
+def test_the_scripted_player_wins_every_eval_set(players: dict[Rendering, alfworld.Game]) -> None:
+    check_scripted(players, 128, 140)
+
+
+def check_actions(game: alfworld.Game, actions: int) -> None:
+    """Random and malformed actions crash nothing; the game takes admissible ones alone."""
+    rng, tasks = random.Random(4), iter(SMALL_NEW)
+    done, moves, paid = True, 0, 0.0
+    for _ in range(actions):
+        if done or moves == 20:
+            game.reset(next(tasks, SMALL_NEW[0]))
+            moves, paid = 0, 0.0
+        action = rng.choice(JUNK) if rng.random() < 0.3 else rng.choice(admissible(game))
+        before = admissible(game)
+        result = game.step(action)
+        moves += result.valid
+        paid += result.reward
+        assert result.valid == (action in before)
+        assert game.moves == moves  # type: ignore[attr-defined]
+        assert result.valid or admissible(game) == before
+        assert result.text.strip()
+        assert paid == (1.0 if result.success else -1.0)
+        assert result.done == result.success
+        done = result.done
+
+
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+def test_random_and_malformed_actions(players: dict[Rendering, alfworld.Game], rendering: Rendering) -> None:
+    check_actions(players[rendering], 400)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+def test_ten_thousand_actions(players: dict[Rendering, alfworld.Game], rendering: Rendering) -> None:
+    check_actions(players[rendering], 10_000)
+
+
+def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> None:
+    wins, rng = 0, random.Random(0)
+    for task in SMALL_NEW[:20]:
+        players["compact"].reset(task)
+        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(9))
+    assert wins <= 2
+
+
+def test_the_end_is_told_and_not_played_past(players: dict[Rendering, alfworld.Game]) -> None:
+    played = play(players["compact"], SMALL_NEW[0], AlfworldPlayer(random.Random(0)), 30)
+    assert played.observations[-1] == "done."
+    with pytest.raises(RuntimeError, match="over"):
+        players["compact"].step("look")
+
+
+async def test_members_of_a_group_play_the_same_episode_in_worker_processes() -> None:
+    pytest.importorskip("alfworld")
+    host = ProcessHost({"alfworld_small": (alfworld.SMALL_SPEC, "compact")}, processes=2)
+    environments = [await host.acquire(SMALL_NEW[1]) for _ in range(3)]
+    texts = []
+    for environment in environments:
+        first = (await environment.reset(SMALL_NEW[1])).text
+        place = first.removeprefix("see ").split(", ")[0]
+        texts.append([first, (await environment.step(f"go to {place}")).text, (await environment.step("nonsense")).text])
+    await host.aclose()
+    assert texts[0] == texts[1] == texts[2]
+    assert host.failures == 0
+
+
+# ── generated games ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -> None:
+    pytest.importorskip("alfworld")
+    from alfworld.gen.constants import VAL_RECEPTACLE_OBJECTS  # pyright: ignore[reportMissingImports]
+
+    from crl.envs.alfworld import floorplans
+    from crl.envs.alfworld.house import LAMPS
+
+    plans = {plan.receptacles: plan.number for plan in floorplans.floor_plans()}
+    found: dict[str, list[floorplans.House]] = {}
+    for use in ("train", "known", "new"):
+        found[use] = [floorplans.house(use, number) for number in range(60)]
+        assert {house.chore.kind for house in found[use]} == set(KINDS)
+        for house in found[use]:
+            assert house.receptacles in plans
+            placed = [(kind, house.receptacles[home]) for kind, home in house.things]
+            assert all(kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[home] for kind, home in placed)
+            assert (house.chore.thing, house.chore.receptacle) not in placed
+    unseen = {plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN}
+    assert {house.receptacles for house in found["new"]} == unseen
+    assert not set(found["train"]) & set(found["known"])
+    for layout in range(200):
+        house = small.house(layout, 0)
+        assert all(kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[house.receptacles[home]] for kind, home in house.things)
+
+
+def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("alfworld")
+    from crl.envs.alfworld import engine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = (
+        "import sys; sys.path.insert(0, 'tests/unit'); from test_alfworld import *\n"
+        "[games.game_of(task) for task in alfworld.demonstration_tasks(3)]"
+    )
+    at_once = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait() for process in at_once] == [0, 0]
+    files = sorted((tmp_path / "crl" / "alfworld").iterdir())
+    assert len(files) == 3
+    assert all(file.suffix == ".tw-pddl" for file in files)
+    monkeypatch.setattr(engine, "plan_length", lambda data: pytest.fail("planned again"))
+    made = [games.game_of(task) for task in alfworld.demonstration_tasks(3)]
+    assert sorted(map(json.dumps, made)) == sorted(file.read_text() for file in files)
+    monkeypatch.setattr(engine, "plan_length", lambda data: None)
+    with pytest.raises(RuntimeError, match="finds no way"):
+        games.game_of(alfworld.demonstration_tasks(4)[3])
+
+
+def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
+    pytest.importorskip("alfworld")
+    stream = AlfworldStream(0, SETTINGS)
+    stream.draw(1466 - 40)
+    tasks = [*stream.draw(40), *stream.draw(40)]
+    assert len({task.params["number"] for task in tasks[:40]}) == 40
+    resumed = AlfworldStream(0, SETTINGS)
+    resumed.load_state(json.loads(json.dumps(stream.state())))
+    assert resumed.draw(5) == stream.draw(5)
+    assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
+    assert alfworld.eval_tasks("new", 20, 1, SETTINGS) == alfworld.eval_tasks("new", 134, 2, SETTINGS)[:20]
+    with pytest.raises(ValueError, match="there are 134 games, not 135"):
+        alfworld.eval_tasks("new", 135, 0, SETTINGS)
+
+
+# ── ALFWorld's own games ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as alfworld-download makes it, with games of an older grammar."""
+    pytest.importorskip("alfworld")
+    for number, task in enumerate(SMALL_NEW[:6]):
+        house = small.house(int(task.params["lgen"]), int(task.params["core"]))
+        data = dict(games.game_of(task))
+        data["grammar"] = str(data["grammar"]).replace('"move {o} to {r}"', '"put {o} in/on {r}"')
+        data["solvable"] = number != 5
+        split = "train" if number % 2 else "valid_unseen"
+        name = f"{house.chore.kind}-{house.chore.thing}-None-{house.chore.receptacle}-{number + 1}"
+        for folder in (name, name.replace("-None-", "-Plate-")):
+            file = tmp_path / "json_2.1.1" / split / folder / "trial_1" / "game.tw-pddl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(data))
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: dict[Rendering, alfworld.Game]) -> None:
+    train = AlfworldStream(0, SETTINGS).draw(4)
+    assert len({task.params["game"] for task in train}) == 2, "neither unsolvable games nor movable receptacles"
+    tasks = alfworld.eval_tasks("new", 3, 0, SETTINGS)
+    with pytest.raises(ValueError, match="there are 3 games"):
+        alfworld.eval_tasks("new", 4, 0, SETTINGS)
+    for task in (*train[:2], *tasks):
+        played = play(players["full"], task, AlfworldPlayer(random.Random(0)), 40)
+        assert played.success
+        assert task.goal in played.observations[0]
+        if "look at" not in task.goal:
+            assert any(" in/on " in words for words in played.observations), "the older grammar's words"
+
+
+def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"):
+        alfworld.eval_tasks("new", 1, 0, SETTINGS)

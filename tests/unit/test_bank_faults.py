@@ -1,0 +1,232 @@
+"""What a user meets when the disk is full, the directory read-only or the file damaged: one line that says what to do, nothing lost.
+
+Full and read-only file systems are real ones, mounted in a namespace of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from banks import bank, finished_run, uids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.manager.store import Store
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+CRL = [sys.executable, "-c", "from crl.cli.main import main; main()"]
+
+
+@functools.cache
+def can_mount() -> bool:
+    unshare = shutil.which("unshare")
+    return (
+        unshare is not None and subprocess.run([unshare, "-rm", "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True).returncode == 0
+    )
+
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs unshare, and to be allowed a mount namespace")
+
+
+def within(mount: str, folder: Path, command: Sequence[str | Path], then: str = "true") -> subprocess.CompletedProcess[str]:
+    """Runs the command where `mount` was done first; `then`, a line of shell, still sees that file system. {} in both is `folder`."""
+    script = f'set -e; {mount}; code=0; "$@" || code=$?; {then}; exit $code'.replace("{}", str(folder))
+    call = ["unshare", "-rm", "bash", "-c", script, "bash", *map(str, command)]
+    return subprocess.run(call, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+
+FULL = "mount -t tmpfs -o size={size} crl {}"
+READ_ONLY = "mount --bind {} {}; mount -o remount,bind,ro {}"
+
+COMMANDS = """
+import json, sys
+from banks import bank
+results = [bank(*command) for command in json.loads(sys.argv[1])]
+print(json.dumps([[result.exit_code, result.stdout, result.stderr] for result in results]))
+"""
+
+
+def commands(mount: str, folder: Path, *wanted: Sequence[str | Path], then: str = "true") -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each `crl bank` command."""
+    listed = json.dumps([list(map(str, command)) for command in wanted])
+    done = within(mount, folder, [sys.executable, "-c", COMMANDS, listed], then=then)
+    assert done.returncode == 0, done.stderr
+    return [tuple(result) for result in json.loads(done.stdout)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; no test changes it."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+# ── a full disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FILLS_IT = """
+import asyncio, os, sys
+from pathlib import Path
+from extractors import request
+from crl.errors import StoreError
+from crl.manager.records import Stamp
+from crl.manager.store import Store
+
+async def main(path):
+    store = await Store.open(path)
+    for member in range(1000):
+        try:
+            await store.submit(request(member=member, note="x" * 2000), Stamp(0, 0))
+        except StoreError as error:
+            print(member, error)
+            break
+    os._exit(0)  # killed, and nothing closed
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@needs_mounts
+async def test_what_was_acknowledged_before_the_disk_was_full_is_there(tmp_path: Path) -> None:
+    (folder := tmp_path / "full").mkdir()
+    (safe := tmp_path / "safe").mkdir()
+    full = FULL.replace("{size}", "400k")
+    done = within(full, folder, [sys.executable, "-c", FILLS_IT, folder / "bank.sqlite"], then=f"cp {{}}/bank.sqlite* {safe}")
+    assert done.returncode == 0, done.stderr
+    acknowledged, message = done.stdout.strip().split(" ", 1)
+    assert message == f"{folder}/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe."
+    assert int(acknowledged) > 5
+    store = await Store.open(safe / "bank.sqlite")
+    assert [one.id for one in await store.lease()] == [f"run/0/0/{member}" for member in range(int(acknowledged))]
+    await store.aclose()
+
+
+@needs_mounts
+def test_an_import_to_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "full").mkdir()
+    lessons = tmp_path / "lessons.jsonl"
+    lessons.write_text(bank("export", run).stdout, "utf-8")
+    left = tmp_path / "left"
+    full = FULL.replace("{size}", "100k")
+    ((code, _, said),) = commands(full, folder, ["import", folder / "new.sqlite", lessons], then=f"ls -A {{}} > {left}")
+    assert code == 1
+    assert "database or disk is full. Free some disk space" in said
+    assert said.count("\n") == 1
+    assert left.read_text() == ""
+
+
+@needs_mounts
+def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "full").mkdir()
+    full = f"{FULL.replace('{size}', '400k')}; cp {copy}/* {{}}; cat /dev/zero > {{}}/filler 2> /dev/null || true"
+    changes = [["dead", folder, "--retry"], ["prune", folder, "--max-entries", "1", "--yes"]]
+    for code, _, said in commands(full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"):
+        assert (code, said) == (1, f"error: {folder}/bank.sqlite: No space left on device. Free some disk space.\n")
+    assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"]
+    assert len(uids(copy)) == 5
+    assert bank("dead", copy).stdout.count("run/0/0/3") == 1
+
+
+# ── a read-only directory ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_mounts
+def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: Path) -> None:
+    looking = [["ls", copy], ["stats", copy], ["export", copy], ["show", copy, "0/0/0#0"], ["search", copy, "west"]]
+    changing = [["dead", copy, "--retry"], ["prune", copy, "--max-entries", "1", "--yes"]]
+    (lessons := copy.parent / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
+    *found, retried, pruned, imported = commands(READ_ONLY, copy, *looking, *changing, ["import", copy / "new.sqlite", lessons])
+    assert found == [(0, bank(*command).stdout, "") for command in looking]
+    refusal = f"error: {copy}/bank.sqlite: Read-only file system. Its directory must exist and be writable.\n"
+    assert retried == pruned == (1, "", refusal)
+    assert imported[0] == 2
+    assert f"{copy}/new.sqlite': cannot be made (Read-only file system). Choose a directory" in imported[2]
+    assert len(list(copy.iterdir())) == 2
+
+
+# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(mount: str, folder: Path, method: str, then: str = "true") -> subprocess.CompletedProcess[str]:
+    """The run's directory is `mine` in `folder`."""
+    sizes = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=1", "tasks.room.eval.new=1", "tasks.room.eval.online=0")
+    sets = [word for setting in (*sizes, "eval.probe_every=0") for word in ("--set", setting)]
+    options = ["--tasks", "room", "--run-dir", folder / "mine", "--steps", "30", "--method", method, "--plain"]
+    return within(mount, folder, [*CRL, "train", *options, *sets], then)
+
+
+@needs_mounts
+def test_no_run_begins_where_nothing_can_be_written(tmp_path: Path) -> None:
+    done = train(READ_ONLY, tmp_path, "complementary")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: run_dir = ")
+    assert "Read-only file system" in done.stderr
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("method", "size", "message"),
+    [
+        (
+            "complementary",
+            "500k",
+            "/mine/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe.",
+        ),
+        ("grpo", "60k", "/mine: No space left on device. Free some disk space; the checkpoints that are there are whole."),
+    ],
+)
+def test_a_run_that_fills_the_disk_ends_with_one_line(method: str, size: str, message: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "full").mkdir()
+    (safe := tmp_path / "safe").mkdir()
+    done = train(FULL.replace("{size}", size), folder, method, then=f"cp {{}}/mine/bank.sqlite* {safe} 2> /dev/null || true")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith(f"error: {folder}{message}")
+    if method == "complementary":
+        with closing(sqlite3.connect(safe / "bank.sqlite")) as db:
+            assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            lost = "SELECT origin FROM log WHERE kind = 'submit' EXCEPT SELECT id FROM requests"
+            assert db.execute(lost).fetchall() == []
+            assert db.execute("SELECT COUNT(*) FROM requests").fetchone()[0] > 0
+
+
+# ── a damaged file ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+LOOKING = [["ls", "--status", "all"], ["stats"], ["queue"], ["dead"], ["export"], ["show", "0/0/0#0"], ["search", "west"]]
+CHANGING = [["dead", "--retry"], ["prune", "--max-entries", "1", "--yes"]]
+
+
+def damaged(whole: bytes, seed: int, cut: bool) -> bytes:
+    """Cut off anywhere, or with other bytes in up to 200 places in a row."""
+    draw = random.Random(seed)
+    place = draw.randrange(len(whole))
+    return whole[:place] if cut else whole[:place] + draw.randbytes(draw.randint(1, 200)) + whole[place + 200 :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), cut=st.booleans(), command=st.sampled_from(LOOKING + CHANGING))
+def test_a_damaged_bank_is_one_line_or_still_good_enough(run: Path, seed: int, cut: bool, command: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bank.sqlite"
+        path.write_bytes(damaged((run / "bank.sqlite").read_bytes(), seed, cut))
+        result = bank(command[0], path, *command[1:])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    if result.exit_code:
+        assert result.stderr.startswith("error: ")
+        assert str(path) in result.stderr
+        assert result.stderr.count("\n") == 1

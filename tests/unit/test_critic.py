@@ -1,0 +1,517 @@
+"""The actor as critic: how its verdicts are read, who shares one, what becomes of an episode, and the success rates that it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doors import HIT, TASK, Shelf, house, renderer, runner, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import EngineError, RolloutError
+from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
+from crl.methods.parts.rollouts import ChatContext
+from crl.prompts import prompt
+from crl.protocols import Engine, Hit
+from crl.rollout.critic import MALFORMED, MAX_CHARS, Critic, Critique, parse_critique
+from crl.rollout.episode import EpisodeKey
+from crl.rollout.rates import GOALS, SuccessRates
+from crl.rollout.waves import Direct, Sampler, Waves
+from crl.run.critic import Warmup
+from crl.types import Completion, Condition, ExperienceUse, Observation, RolloutPlan, Sampling, Task, Trajectory
+
+GUIDED, FREE = RolloutPlan("guided"), RolloutPlan("free")
+
+# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("completion", "critique"),
+    [
+        ("accept", Critique("accept")),
+        (" Reject.\n", Critique("reject")),
+        ("refine from the start go east.", Critique("refine", "from the start go east.")),
+        ("**Refine:** Go east.", Critique("refine", "Go east.")),
+        ("refine: Go east.\nThen rest.", Critique("refine", "Go east.\nThen rest.")),
+        ("It is about another room.\nreject", Critique("reject")),
+        ("<think>reject?</think>accept", Critique("accept")),
+        ("Well. <answer>refine: Go <b>east</b>.</answer> Good luck!", Critique("refine", "Go <b>east</b>.")),
+        ("<answer>accept</answer> or <answer>reject</answer>", Critique("reject")),
+        ("<answer>reject</answer><answer>hm</answer>", Critique("reject")),
+        (f"refine {'x' * MAX_CHARS}", Critique("refine", "x" * MAX_CHARS)),
+        (f"refine {'x' * (MAX_CHARS + 1)}", MALFORMED),
+        ("refine", MALFORMED),
+        ("refine: .", MALFORMED),
+        ("refine\n\n", MALFORMED),
+        ("accept and reject", MALFORMED),
+        ("rejected", Critique("reject")),
+        ("reject\nThe advice is about another maze.", Critique("reject")),
+        ("Reject: this advice is about another maze.", Critique("reject")),
+        ("<answer>reject, it is about another goal</answer>", Critique("reject")),
+        ("<answer>Decision: reject</answer>", Critique("reject")),
+        ("refine things later\naccept", Critique("accept")),
+        ("I accept", MALFORMED),
+        ("<answer>yes</answer>\nreject", MALFORMED),
+        ("<think>reject", MALFORMED),
+        ("north", MALFORMED),
+        ("", MALFORMED),
+    ],
+)
+def test_verdicts(completion: str, critique: Critique) -> None:
+    assert parse_critique(completion) == critique
+    assert parse_critique(f"Let me see.</think>{completion}", thinking=True) == critique
+
+
+def test_thoughts_that_do_not_end_are_no_verdict() -> None:
+    assert parse_critique("reject", thinking=True) == MALFORMED
+
+
+@given(st.text())
+def test_whatever_an_actor_says_is_read(completion: str) -> None:
+    critique = parse_critique(completion)
+    assert critique.malformed <= (critique.verdict == "accept")
+    assert bool(critique.text) == (critique.verdict == "refine")
+
+
+def test_a_verdict_applied() -> None:
+    assert Critique("accept").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="accept"))
+    assert Critique("refine", "Push.").applied(HIT) == replace(HIT, text="Push.", use=replace(HIT.use, verdict="refine"))
+    assert Critique("reject").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="reject"))
+
+
+# ── what the actor is told ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_prompt_of_a_tiny_actor() -> None:
+    (segment,) = CompactCriticPrompt()(TASK, HIT, 0.449)
+    assert (segment.role, segment.text) == ("user", "Open it.\nhint 1 Open means open.\nwon 4 of 10\njudge")
+    (segment,) = CompactCriticPrompt()(TASK, HIT, None)
+    assert segment.text == "Open it.\nhint 1 Open means open.\njudge", "of no episode nothing is told"
+
+
+def test_the_prompt_of_a_language_model() -> None:
+    """What is quoted is indented, and so cannot end its section."""
+    hit = replace(HIT, text="Push.\n=== End of the advice ===\n{goal}")
+    (segment,) = FullCriticPrompt(prompt("critic"))(TASK, hit, 0.449)
+    assert segment.role == "user"
+    assert "=== Goal ===\n  Open it.\n" in segment.text
+    assert "\n45% of the last episodes\n" in segment.text
+    assert "  Push.\n  === End of the advice ===\n  {goal}\n=== End of the advice ===\n" in segment.text
+    for example in ("accept", "reject"):
+        assert f"<answer>{example}</answer>" in segment.text
+    (segment,) = FullCriticPrompt(prompt("critic"))(TASK, hit, None)
+    assert "=== How often you reach it without advice ===\nnot known yet\n" in segment.text
+    assert "episodes\n" not in segment.text
+
+
+# ── one verdict for a group ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Actor(ScriptedEngine):
+    """Plays `open`, and judges by `says`. Notes the sessions, draws and sampling of its critiques."""
+
+    def __init__(self, says: str | Callable[[str], str] = "accept", *, error: Exception | None = None) -> None:
+        super().__init__(renderer(), lambda text: self._say(text))
+        self.says, self.error = says, error
+        self.critiques: list[tuple[str | None, int | None, Sampling]] = []
+        self.order: list[str] = []
+        self.go = asyncio.Event()
+        self.go.set()
+
+    def _say(self, text: str) -> str:
+        if "judge" not in text:
+            return "open"
+        return self.says if isinstance(self.says, str) else self.says(text)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        self.order.append(session or "")
+        if "/critic/" in (session or ""):
+            self.critiques.append((session, rng, sampling))
+            await self.go.wait()
+            if self.error:
+                raise self.error
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+def critic(sampler: Sampler, rates: SuccessRates | None = None, *, tokens: int = 32, max_context: int = 512) -> Critic:
+    rates = rates or SuccessRates(enough=8, window=64)
+    return Critic(sampler, renderer(), CompactCriticPrompt(), rates, {"doors": tokens}, max_context=max_context, temperature=0.7, seed=5)
+
+
+def key(member: int, group: int = 5, step: int = 2) -> EpisodeKey:
+    return EpisodeKey("train", step, group, member)
+
+
+def hit(uid: str) -> Hit:
+    return Hit(f"Text of {uid}.", ExperienceUse(uid, 1, "g", "start"))
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_the_members_of_a_group_have_one_verdict() -> None:
+    engine = Actor("refine Push.")
+    judge = critic(Direct(engine))
+    for member in range(4):
+        judge.join(key(member))
+    together = await asyncio.gather(*(judge.judge(key(member), TASK, HIT) for member in range(3)))
+    late = await judge.judge(key(3), TASK, HIT)
+    assert [one.text for one in [*together, late]] == ["Push."] * 4
+    assert len(engine.critiques) == 1
+    await judge.judge(key(0), TASK, hit("other"))
+    judge.join(key(0, group=6))
+    await judge.judge(key(0, group=6), TASK, HIT)
+    assert len({draw for _, draw, _ in engine.critiques}) == len(engine.critiques) == 3, "another experience, another group"
+    assert {sampling for *_, sampling in engine.critiques} == {Sampling(32, renderer().stop_ids, 0.7)}
+    figures = judge.take()
+    assert {name: value for name, value in figures.items() if not name.startswith("perf/")} == {
+        "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0, "critic/malformed": 0.0,
+    }  # fmt: skip
+    assert figures["perf/critic_p50_ms"] >= 0
+    assert judge.take() == {}
+
+
+async def test_a_verdict_is_forgotten_with_its_group() -> None:
+    """An evaluation plays under the same keys every time, and the actor has changed in between."""
+    engine = Actor("accept")
+    judge = critic(Direct(engine))
+    for says, verdict in (("accept", "accept"), ("reject", "reject")):
+        engine.says = says
+        for member in (0, 1):
+            judge.join(key(member))
+        for member in (0, 1):
+            assert (await judge.judge(key(member), TASK, HIT)).use.verdict == verdict
+            judge.leave(key(member))
+    assert len(engine.critiques) == 2
+    assert engine.critiques[0][1] == engine.critiques[1][1], "the same draw: weights and rates alone make a difference"
+    assert not judge._groups
+
+
+@pytest.mark.parametrize("refused", [RolloutError("engine", "too long"), None], ids=["refused", "unreadable"])
+async def test_what_cannot_be_judged_is_accepted_and_counted(refused: RolloutError | None) -> None:
+    judge = critic(Direct(Actor("north", error=refused)))
+    judged = await judge.judge(key(0), TASK, HIT)
+    assert (judged.text, judged.use.verdict) == (HIT.text, "accept")
+    figures = judge.take()
+    assert (figures["critic/accept"], figures["critic/malformed"]) == (1.0, 1.0)
+
+
+async def test_a_refinement_that_is_cut_off_is_malformed() -> None:
+    judge = critic(Direct(Actor("refine Push the door, and then again.")), tokens=4)
+    assert (await judge.judge(key(0), TASK, HIT)).text == HIT.text
+    assert judge.take()["critic/malformed"] == 1.0
+    longer = critic(Direct(Actor("refine Push.")), max_context=20)
+    assert (await longer.judge(key(0), TASK, HIT)).text == HIT.text, "no room for an answer"
+
+
+async def test_a_dead_engine_is_everybodys_error() -> None:
+    judge = critic(Direct(Actor(error=EngineError("gone"))))
+    outcomes = await asyncio.gather(*(judge.judge(key(member), TASK, HIT) for member in range(3)), return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["gone"] * 3
+
+
+@pytest.mark.parametrize("sampler_of", [Direct, Waves])
+async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(sampler_of: Callable[[Engine], Sampler]) -> None:
+    engine = Actor("reject")
+    engine.go.clear()
+    sampler = sampler_of(engine)
+    judge = critic(sampler)
+    keys = [key(member) for member in range(3)]
+    for one in keys:
+        sampler.join(one.session)
+        judge.join(one)
+    waiting = [asyncio.create_task(judge.judge(one, TASK, HIT)) for one in keys]
+    await settled()
+    waiting[0].cancel()
+    await settled()
+    engine.go.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    assert [outcome.use.verdict for outcome in outcomes[1:] if isinstance(outcome, Hit)] == ["reject", "reject"]
+    assert len(engine.critiques) == 1
+    if isinstance(sampler, Waves):
+        assert sampler._live == {one.session for one in keys[1:]}, "back, but for the one that was cancelled"
+
+
+async def test_with_its_last_episode_a_question_is_given_up() -> None:
+    engine = Actor("reject")
+    engine.go.clear()
+    waves = Waves(engine)
+    async with house() as home:
+        run = runner(engine, home.host, sampler=waves, retriever=Shelf(), judge=critic(waves))
+        run.join(key(0))
+        playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
+        async with asyncio.timeout(10):
+            await until(lambda: bool(engine.critiques))
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await settled()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not waves._live
+
+
+# ── waves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Delayed(Actor):
+    """Its answers take `delays` rounds of the loop."""
+
+    def __init__(self, delays: Sequence[int]) -> None:
+        super().__init__("accept")
+        self.delays = list(delays)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        completion = await super().generate(ids, sampling, session=session, rng=rng)
+        await passes(self.delays.pop() if self.delays else 0)
+        return completion
+
+
+async def passes(n: int) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+Member = tuple[int, int, int, bool]
+"""(rounds until it searches, rounds that its search takes, which experience it finds (0: it is free, 1: none), it is cancelled)."""
+
+
+async def member(waves: Waves, judge: Critic, at: EpisodeKey, plan: Member) -> None:
+    before, searching, found, _ = plan
+    try:
+        await passes(before)
+        if found:
+            await waves.turn(at.session)
+            await passes(searching)
+        if found > 1:
+            await judge.judge(at, TASK, hit(f"e{found}"))
+        for turn in range(2):
+            await waves.generate(renderer().encode("play"), Sampling(4, renderer().stop_ids), session=at.session, rng=turn)
+    finally:
+        waves.leave(at.session)
+        judge.leave(at)
+
+
+async def play_waves(plans: Sequence[Sequence[Member]], delays: Sequence[int], cancelled_after: int | None = None) -> list[str]:
+    """Who asked in which order. plans: by group and member."""
+    engine = Delayed(delays)
+    waves = Waves(engine)
+    judge = critic(waves)
+    members = [(key(m, group), plan) for group, of_group in enumerate(plans) for m, plan in enumerate(of_group)]
+    for at, _ in members:
+        waves.join(at.session)
+        judge.join(at)
+    async with asyncio.timeout(10):
+        tasks = [asyncio.create_task(member(waves, judge, at, plan)) for at, plan in members]
+        if cancelled_after is not None:
+            await passes(cancelled_after)
+            for task, (_, plan) in zip(tasks, members, strict=True):
+                if plan[3]:
+                    task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await passes(5)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "something is left hanging"
+    assert not waves._live
+    assert not waves._held
+    assert not judge._groups
+    survivors = {at.session for at, plan in members if cancelled_after is None or not plan[3]}
+    assert all(engine.order.count(session) == 2 for session in survivors)
+    return engine.order
+
+
+MEMBERS = st.lists(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+@given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30))
+def test_who_shares_a_wave_does_not_depend_on_timing(plans: list[list[Member]], delays: list[int]) -> None:
+    at_once = [[(0, 0, found, False) for _, _, found, _ in group] for group in plans]
+    assert asyncio.run(play_waves(plans, delays)) == asyncio.run(play_waves(at_once, []))
+
+
+@given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30), after=st.integers(1, 40))
+def test_whoever_is_cancelled_nobody_else_is_held_up(plans: list[list[Member]], delays: list[int], after: int) -> None:
+    asyncio.run(play_waves(plans, delays, cancelled_after=after))
+
+
+async def test_waves_with_critiques_by_hand() -> None:
+    """Two guided members with one experience, one that finds nothing, one free; sessions are cut to what tells them apart."""
+    order = await play_waves([[(0, 0, 2, False), (0, 3, 2, False), (0, 1, 1, False), (0, 0, 0, False)]], [])
+    names = [session.removeprefix(f"{key(0, 0).group_session}/") for session in order]
+    assert names == ["0003", "0002", "0003", "critic/e2@1", "0000", "0001", "0002", "0000", "0001"]
+
+
+# ── episodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def played(engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any) -> tuple[Trajectory, Critic, Shelf]:
+    shelf, sampler = Shelf(), Direct(engine)
+    judge = critic(sampler)
+    async with house() as home:
+        run = runner(engine, home.host, sampler=sampler, retriever=shelf, judge=judge, **changes)
+        run.join(key(1))
+        return await run.play(key(1), TASK, plan), judge, shelf
+
+
+async def test_an_accepted_experience_guides() -> None:
+    trajectory, _, _ = await played(Actor("accept"))
+    assert (trajectory.used, trajectory.shown, trajectory.rejected) == ((replace(HIT.use, verdict="accept"),), (HIT.text,), ())
+
+
+async def test_a_refined_experience_guides_in_the_actors_words() -> None:
+    trajectory, _, _ = await played(Actor("refine Push it."))
+    assert (trajectory.used, trajectory.shown) == ((replace(HIT.use, verdict="refine"),), ("Push it.",))
+    assert [s.text for s in trajectory.segments if s.origin == "experience"] == ["Push it."]
+    assert HIT.text not in renderer().decode(trajectory.traces[0].ids)
+
+
+async def test_after_a_reject_the_episode_goes_on_without() -> None:
+    """It stays guided, for the advantages; token for token it plays as a free one."""
+    trajectory, _, _ = await played(Actor("reject"))
+    free, _, _ = await played(Actor("reject"), FREE)
+    assert (trajectory.condition, trajectory.used, trajectory.shown) == ("guided", (), ())
+    assert trajectory.rejected == (replace(HIT.use, verdict="reject"),)
+    assert (trajectory.segments, trajectory.traces, trajectory.success) == (free.segments, free.traces, free.success)
+
+
+async def test_what_the_critic_says_is_not_trained() -> None:
+    trajectory, judge, _ = await played(Actor("refine Push it."))
+    (trace,) = trajectory.traces
+    assert renderer().decode([i for i, m in zip(trace.ids, trace.mask, strict=True) if m]) == "open<|im_end|>"
+    assert "judge" not in renderer().decode(trace.ids)
+    assert not judge._groups, "the episode has left"
+
+
+async def test_a_free_episode_is_never_asked() -> None:
+    engine = Actor("reject")
+    trajectory, judge, shelf = await played(engine, FREE)
+    assert (engine.critiques, shelf.asked, judge.take(), trajectory.rejected) == ([], [], {}, ())
+    with pytest.raises(ValueError, match="must not have seen an experience"):
+        replace(trajectory, rejected=(replace(HIT.use, verdict="reject"),))
+
+
+def test_a_trajectory_keeps_used_and_rejected_apart() -> None:
+    cases: list[dict[str, Any]] = [
+        {"used": (replace(HIT.use, verdict="reject"),), "shown": ("x",)},
+        {"rejected": (replace(HIT.use, verdict="accept"),)},
+    ]
+    for wrong in cases:
+        with pytest.raises(ValueError, match="rejected"):
+            Trajectory(TASK, 0, 0, 0, "guided", **wrong)
+    with pytest.raises(ValueError, match="verdict must be one of"):
+        replace(HIT.use, verdict="perhaps")
+
+
+async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
+    """Unless the query needs the first observation."""
+    for observed in (False, True):
+        engine, begun, resume = Actor("accept"), asyncio.Event(), asyncio.Event()
+        async with house() as home:
+            acquire = home.host.acquire
+
+            async def slow(task: Task, acquire=acquire, begun=begun, resume=resume) -> Any:
+                environment = await acquire(task)
+                reset = environment.reset
+
+                async def late(task: Task) -> Observation:
+                    begun.set()
+                    await resume.wait()
+                    return await reset(task)
+
+                environment.reset = late  # pyright: ignore[reportAttributeAccessIssue]
+                return environment
+
+            home.host.acquire = slow
+            context = ChatContext({"doors": ""}, observed=frozenset({"doors"} if observed else ()))
+            run = runner(engine, home.host, retriever=Shelf(), judge=critic(Direct(engine)), context=context)
+            playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
+            await begun.wait()
+            await settled()
+            assert len(engine.critiques) == (not observed)
+            resume.set()
+            assert (await playing).success
+
+
+async def test_a_search_is_made_also_where_the_reset_fails() -> None:
+    """Whichever of the two is over first: what was searched for must not depend on it."""
+    engine, shelf = Actor("accept"), Shelf()
+    async with house(broken={TASK.seed}) as home:
+        trajectory = await runner(engine, home.host, retriever=shelf).play(key(0), TASK, GUIDED)
+    assert trajectory.error is not None
+    assert "rusty" in trajectory.error
+    assert len(shelf.asked) == 1
+
+
+async def test_the_warm_up_counts_what_the_rates_took_in() -> None:
+    """Two batches of two groups; the room of the first group cannot even begin."""
+
+    class Rooms:
+        def draw(self, n: int) -> list[Task]:
+            return [replace(TASK, seed=seed) for seed in range(n)]
+
+        def observe(self, trajectories: Sequence[Trajectory]) -> None: ...
+        def state(self) -> dict[str, Any]:
+            return {}
+
+        def load_state(self, state: dict[str, Any]) -> None: ...
+
+    for broken, played in (({0}, 2 * 1 * 3), ({0, 1}, 0)):
+        rates = SuccessRates(enough=1, window=64)
+        async with house(broken=broken) as home:
+            assert await Warmup(runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3).play(rates) == played
+        assert rates.figures() == ({"doors": 1.0} if played else {})
+
+
+# ── success rates ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def episode(goal: str, success: bool, *, condition: Condition = "free", error: str | None = None, name: str = "room") -> Trajectory:
+    return Trajectory(Task(name, 0, "train", goal), 0, 0, 0, condition, success=success, error=error)
+
+
+def rate(rates: SuccessRates, goal: str, name: str = "room") -> float | None:
+    return rates.rate(Task(name, 9, "train", goal))
+
+
+def test_rates_by_hand() -> None:
+    rates = SuccessRates(enough=3, window=4)
+    assert rate(rates, "a") is None, "nothing is known"
+    assert rates.observe([episode("a", True), episode("a", True), episode("b", False), episode("b", False, condition="guided")]) == 3
+    assert rate(rates, "a", "maze") is None
+    assert rates.observe([episode("b", True, error="env: lost"), episode("c", True, name="maze")]) == 1
+    assert rate(rates, "a") == pytest.approx(2 / 3), "the task's: there are not enough of the goal's"
+    rates.observe([episode("a", True)])
+    assert (rate(rates, "a"), rate(rates, "b")) == (1.0, 0.75)
+    assert rate(rates, "a", "maze") == 1.0, "a goal is of its task"
+    rates.observe([episode("a", False)] * 2)
+    assert rate(rates, "a") == 0.5, "of the last four"
+    assert rates.figures() == {"maze": 1.0, "room": 0.25}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30), st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
+def test_rates_go_on_from_their_state(before: list[tuple[str, bool]], after: list[tuple[str, bool]]) -> None:
+    one, other = SuccessRates(enough=2, window=5), SuccessRates(enough=2, window=5)
+    one.observe([episode(*each) for each in before])
+    other.load_state(json.loads(json.dumps(one.state())))
+    for rates in (one, other):
+        rates.observe([episode(*each) for each in after])
+    assert one.state() == other.state()
+    assert [rate(one, goal) for goal in "abc"] == [rate(other, goal) for goal in "abc"]
+
+
+def test_old_goals_are_forgotten() -> None:
+    rates = SuccessRates(enough=1, window=4)
+    rates.observe([episode("first", True)])
+    rates.observe([episode(str(i), False) for i in range(GOALS + 10)])
+    assert len(rates.state()["goals"]) == GOALS
+    assert rate(rates, "first") == 0.0, "the task's"

@@ -1,0 +1,295 @@
+"""What the tiny models are taught beside walking and lessons: questions on the way, verdicts, merges; and whether the shipped ones can."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from crl.engines.torch import TorchEngine
+from crl.envs.actions import COMPASS
+from crl.envs.room import demonstration_tasks, probe_tasks
+from crl.envs.room.lessons import from_here, lesson, places, read, true_bearing
+from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
+from crl.manager.embed import HashEmbedder
+from crl.manager.ops import parse_merge
+from crl.manager.records import Entry
+from crl.manager.upkeep import make_bank
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
+from crl.methods.parts.merging import CompactMergePrompt
+from crl.modeling import load_model, load_tokenizer, stop_ids
+from crl.models.drills import (
+    DISTIL_PROMPT,
+    Refinements,
+    chunk,
+    merges,
+    refine_prompt,
+    refinement,
+    tidied,
+    verdict,
+    verdicts,
+)
+from crl.models.walks import ASKING_WALKS, EXTRACTOR_WALKS, OFFER, Episode
+from crl.models.warm_start import Demonstration, demonstrated_trace
+from crl.tokens import ChatRenderer
+from crl.types import Sampling, Segment
+
+
+@dataclass(frozen=True)
+class Speaker:
+    engine: TorchEngine
+    chat: ChatRenderer
+
+    async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
+        """None: it did not end."""
+        completion = await self.engine.generate(self.chat.encode(self.chat.text(prompt)), Sampling(tokens, self.chat.stop_ids), rng=seed)
+        return self.chat.decode(completion.ids[:-1]) if completion.finish == "stop" else None
+
+
+def renderer(path: Path) -> ChatRenderer:
+    tokenizer = load_tokenizer(path)
+    return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
+
+
+@asynccontextmanager
+async def speaker(path: Path) -> AsyncIterator[Speaker]:
+    engine = TorchEngine(load_model(path, torch.device("cpu")), max_batch=128, max_context=1024)
+    try:
+        yield Speaker(engine, renderer(path))
+    finally:
+        await engine.aclose()
+
+
+async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens: int) -> float:
+    """Share of the demonstrations whose last words the model says too."""
+    said = await asyncio.gather(*(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations)))
+    return sum(answer == told.text for answer, (*_, told) in zip(said, demonstrations, strict=True)) / len(demonstrations)
+
+
+# ── questions of an agent ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def asking() -> list[Episode]:
+    return list(ASKING_WALKS.episodes(random.Random(1), demonstration_tasks(600)))
+
+
+def question(episode: Episode) -> int | None:
+    """Where the agent asks."""
+    return next((i for i, segment in enumerate(episode.segments) if segment.origin == "tool_call"), None)
+
+
+def test_the_tool_is_offered_before_the_first_observation(asking: list[Episode]) -> None:
+    for walk in asking:
+        opening = [segment.origin for segment in walk.segments[: 4 if walk.hint else 3]]
+        assert opening == ["task", *(["experience"] if walk.hint else []), "tool_spec", "env"]
+        assert [segment.text for segment in walk.segments if segment.origin == "tool_spec"] == [COMPACT_OFFER]
+
+
+def test_agents_ask_once_and_soon_and_not_when_they_see_the_stairs(asking: list[Episode]) -> None:
+    for walk in asking:
+        at = question(walk)
+        if at is None:
+            continue
+        before, call, reply, after = walk.segments[:at], walk.segments[at], walk.segments[at + 1], walk.segments[at + 2]
+        assert (call.text, reply.origin, after.origin) == (COMPACT_CALL, "tool_result", "policy")
+        assert sum(segment.origin == "policy" for segment in before) <= 2
+        assert "stairs " not in before[-1].text
+        assert not any(segment.origin == "tool_call" for segment in walk.segments[at + 1 :])
+    asked = {told: [question(walk) is not None for walk in asking if (walk.hint is None) == told] for told in (True, False)}
+    assert sum(asked[True]) / len(asked[True]) > 1.5 * sum(asked[False]) / len(asked[False]) > 0.1
+
+
+def test_agents_do_what_they_are_answered(asking: list[Episode]) -> None:
+    """The next action, but for slips, walls and stairs that come into sight."""
+    replies, followed = Counter[str](), list[bool]()
+    for walk in asking:
+        at = question(walk)
+        if at is None:
+            continue
+        text, action = walk.segments[at + 1].text, walk.segments[at + 2].text
+        refined = text in map(from_here, COMPASS)
+        replies["nothing" if text == COMPACT_NOTHING else "refined" if refined else read(text)[0]] += 1
+        *_, here = places(walk.segments[:at])
+        if text == from_here(true_bearing(int(walk.task.params["lgen"]), here) or ""):
+            followed.append(text == from_here(action))
+    assert sum(followed) >= 0.9 * len(followed) >= 40
+    assert replies["refined"] > replies["nothing"] > 0 < replies["exit"]
+    assert replies["other"] == 0
+
+
+def test_a_question_is_taught_with_what_comes_of_it(asking: list[Episode], tiny_actor: Path) -> None:
+    chat = renderer(tiny_actor)
+    walk = next(walk for walk in asking if question(walk) is not None)
+    trace = demonstrated_trace(walk.segments, chat)
+    said = chat.decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    assert said == "".join(f"{s.text}<|im_end|>" for s in walk.segments if s.origin in ("policy", "tool_call"))
+    assert f"{COMPACT_CALL}<|im_end|>" in said
+
+
+# ── answers to a question ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def conversation(*texts: str) -> list[Segment]:
+    return [Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env") for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "told", "written"),
+    [
+        (("at 2 1\ndark east",), "north", "north"),
+        (("at 2 1\ndark east", "southeast", "at 3 2\ndark east"), "north", "north"),  # from (1, 2) to (0, -2): 14° off north
+        (("at 3 3\ndark east", "east", "at 3 4\ndark north"), "north", "north"),  # 18°
+        (("at 3 2\ndark east", "east", "at 3 3\n", "east", "at 3 4\ndark north"), "north", "northwest"),  # 34°
+        (("at 3 2\ndark east", "west", "at 3 1\ndark east", "west", "at 3 1\ndark east"), "south", "south"),  # a wall is no move
+        (("at 5 1\ndark east", "north", "at 4 1\ndark east", "north", "at 3 1\ndark east"), "northeast", "east"),  # 18° off east
+    ],
+)  # fmt: skip
+def test_a_lesson_is_fitted_to_where_the_agent_is(texts: tuple[str, ...], told: str, written: str) -> None:
+    assert refinement(conversation(*texts), lesson("exit", told)) == f'[{{"op":"refine","text":"from here go {written}."}}]'
+    assert refinement(conversation(*texts), lesson("walk", told)) == '[{"op":"return"}]'
+
+
+def test_what_the_extractor_is_asked_on_the_way() -> None:
+    (task,) = demonstration_tasks(1)
+    asked = [*conversation("at 2 1\ndark east", "southeast", "at 3 2\ndark east"), Segment("assistant", COMPACT_CALL, "tool_call")]
+    (prompt,) = refine_prompt(task, asked, "be careful.")
+    assert prompt.text.splitlines() == [task.goal, "hint 1 be careful.", "moves southeast", "stairs not seen", "ask"]
+
+
+def test_an_answer_on_the_way_is_no_lesson_of_an_episode() -> None:
+    assert read(from_here("north")) == ("other", None)
+
+
+async def test_the_shipped_extractor_fits_lessons(tiny_extractor: Path) -> None:
+    demonstrations = list(Refinements(EXTRACTOR_WALKS).make(random.Random(3), 250))
+    async with speaker(tiny_extractor) as extractor:
+        assert await right(extractor, demonstrations, 40) >= 0.85
+
+
+# ── a place, tidied up ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def entry(text: str, won: int = 0, of: int = 0) -> Entry:
+    return Entry(f"{text}/{won}/{of}", 1, text, "room", "Room: the jade attic.", "g", (0, 1), credited=of, credit=2.0 * won - of)
+
+
+@pytest.mark.parametrize(
+    ("entries", "written"),
+    [
+        (
+            [entry("from the start go east.", 3, 4), entry("be careful."), entry("from the start go east.")],
+            '[{"op":"merge","text":"from the start go east.","targets":[1,3]}]',
+        ),
+        ([entry("be careful."), entry("be careful."), entry("be careful.")], '[{"op":"merge","text":"be careful.","targets":[1,2,3]}]'),
+        ([entry("from the start go east.", 3, 4), entry("from the start go west.", 0, 2)], '[{"op":"discard","target":2}]'),
+        ([entry("from the start go east.", 0, 3), entry("be careful.", 0, 9), entry("from the start go west.", 1, 10)],
+         '[{"op":"discard","target":1}]'),
+        ([entry("from the start go east.", 0, 3), entry("from the start go west.", 0, 3)], "[]"),
+        ([entry("from the start go east.", 0, 3), entry("from the start go west.")], "[]"),
+        ([entry("from the start go east.", 1, 9), entry("from the start go west.", 9, 9)], "[]"),
+        ([entry("walk east until the wall.", 9, 9), entry("walk west until the wall.", 0, 9)], "[]"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
+    assert tidied(entries) == written
+    parsed = parse_merge(written, len(entries))
+    assert (len(parsed.ops), parsed.dropped) == (1, {})
+
+
+def test_chunks_are_as_a_bank_holds_them(tiny_extractor: Path) -> None:
+    """Some call for each of the two ops, some for none; every answer fits into 40 tokens."""
+    rng, chat = random.Random(0), renderer(tiny_extractor)
+    chunks = [chunk(rng) for _ in range(500)]
+    assert {len(entries) for entries in chunks} == {2, 3, 4, 5, 6}
+    answers = [tidied(entries) for entries in chunks]
+    ops = Counter(parse_merge(answer, 6).ops[0].kind for answer in answers)
+    assert min(ops["merge"], ops["keep"]) >= 150
+    assert ops["discard"] >= 15
+    assert max(len(chat.encode(answer)) for answer in answers) + 1 <= 40
+
+
+async def test_the_shipped_extractor_tidies_chunks(tiny_extractor: Path) -> None:
+    """Sampled at temperature 1; it overlooks some that say the same."""
+    async with speaker(tiny_extractor) as extractor:
+        assert await right(extractor, list(merges(random.Random(11), 300)), 40) >= 0.7
+
+
+async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_path: Path) -> None:
+    """Through the real manager: in most places that hold one lesson twice, it is left once."""
+    made = [replace(entry(text), uid=f"{place}/{i}", goal=f"Room: the {place}.")
+            for place, direction in zip(("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False)
+            for i, text in enumerate((lesson("exit", direction), "be careful.", lesson("exit", direction)))]  # fmt: skip
+    await asyncio.to_thread(make_bank, tmp_path / "bank.sqlite", made)
+    settings = ManagerSettings(cap=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1))
+    async with speaker(tiny_extractor) as extractor:
+        manager = await ExperienceManager.open(
+            tmp_path / "bank.sqlite", extractor.engine, HashEmbedder(), extractor.chat, Prompts(DISTIL_PROMPT, CompactMergePrompt()),
+            settings, seed=0,
+        )  # fmt: skip
+        merged = await manager.merge()
+        await manager.aclose()
+    assert merged
+    assert merged.chunks == 4
+    assert merged.made >= 3
+    assert merged.removed >= 2 * merged.made
+
+
+# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "said"),
+    [
+        ("from the start go east.", 0.0, "accept"),
+        ("from the start go east.", 0.84, "accept"),
+        ("from the start go east.", 0.9, "reject"),
+        ("walk north until the wall.", 0.3, "refine from the start go north."),
+        ("be careful.", 0.3, "reject"),
+    ],
+)
+def test_what_is_said_of_a_lesson(text: str, rate: float, said: str) -> None:
+    assert verdict(text, rate) == said
+
+
+def test_a_verdict_is_short(tiny_actor: Path) -> None:
+    """12 tokens with the stop token; a question fits into a turn's 4."""
+    chat = renderer(tiny_actor)
+    assert max(len(chat.encode(verdict(lesson("walk", direction), 0.5))) for direction in COMPASS) + 1 <= 12
+    assert len(chat.encode(COMPACT_CALL)) + 1 <= 4
+
+
+async def test_the_shipped_actor_judges_lessons(tiny_actor: Path) -> None:
+    async with speaker(tiny_actor) as actor:
+        assert await right(actor, list(verdicts(random.Random(11), 300)), 12) >= 0.9
+
+
+async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(tiny_actor: Path) -> None:
+    tasks = probe_tasks(200)
+
+    def openings(offer: bool) -> Iterator[list[Segment]]:
+        for task in tasks:
+            tool = [OFFER] if offer else []
+            yield [Segment("user", task.goal, "task"), *tool, Segment("user", "at 3 3\ndark north east south west", "env")]
+
+    async with speaker(tiny_actor) as actor:
+
+        async def said(prompts: Iterator[list[Segment]]) -> list[str | None]:
+            return await asyncio.gather(*(actor.answer(prompt, 4, i) for i, prompt in enumerate(prompts)))
+
+        assert COMPACT_CALL not in await said(openings(offer=False))
+        assert (await said(openings(offer=True))).count(COMPACT_CALL) >= 20
+        told = random.Random(0).choices(list(COMPASS), k=len(tasks))
+        call = Segment("assistant", COMPACT_CALL, "tool_call")
+        replied = (
+            [*opening, call, Segment("user", from_here(way), "tool_result")] for opening, way in zip(openings(True), told, strict=True)
+        )
+        went = await said(replied)
+    assert sum(way == gone for way, gone in zip(told, went, strict=True)) >= 0.85 * len(told)

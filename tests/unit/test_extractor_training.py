@@ -1,0 +1,79 @@
+"""Eq. 7 in the extractor's loss: gradients of a real model, through the minibatches and CISPO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from credited import ANSWERS, E0, W0, distil, lose, train, west_and_east, win
+from extractors import Ledger, Scribe, hit, request
+
+from crl.config.schema import OptimizerSection
+from crl.learners.local import LocalLearner
+from crl.learners.step import TrainSettings
+from crl.manager import ExtractorSample
+from crl.methods.parts.training import CispoLoss
+from crl.modeling import load_model
+from crl.protocols import ExtractorRole
+from crl.run.experience import ExtractorTrainer, extractor_minibatches
+
+
+def policy_gradient(model: Path) -> LocalLearner:
+    """CISPO with every ratio clipped to 1, at a learning rate of 0: its gradients can be compared."""
+    loss, optimizer = CispoLoss(0.0, 0.0), OptimizerSection(learning_rate=0.0)
+    return LocalLearner(load_model(model, torch.device("cpu")), loss, optimizer, TrainSettings(1.0, 8192, max_grad_norm=1e9))
+
+
+def gradient(learner: LocalLearner) -> torch.Tensor:
+    """Of the last update."""
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None])
+
+
+async def gradient_of(learner: LocalLearner, samples: Sequence[ExtractorSample]) -> torch.Tensor:
+    stats = await learner.step(extractor_minibatches(samples))
+    assert stats.updates == 1
+    return gradient(learner)
+
+
+async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tiny_actor):
+    """Every batch holds the same tokens with r = ±1, so that the baseline is 0 and w alone differs: 1, 2^−½, 3^−½."""
+    engine, learner = Scribe(ANSWERS), policy_gradient(tiny_actor)
+    made = await west_and_east(tmp_path, engine=engine, cooldown=2, alpha=0.5)
+    trainer = ExtractorTrainer(made, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, Ledger())
+    gradients = []
+    for step in range(5):
+        made.advance(step)
+        await win(made, W0.use, f"{step} won")
+        await lose(made, E0.use, f"{step} lost")
+        await trainer.train()
+        if trainer.updates > len(gradients):
+            gradients.append((step, gradient(learner)))
+    (_, first), (_, second), (_, third) = gradients
+    assert [step for step, _ in gradients] == [0, 2, 4]
+    assert first.norm() > 1e-3
+    torch.testing.assert_close(second, 2**-0.5 * first)
+    torch.testing.assert_close(third, 3**-0.5 * first)
+    await learner.aclose()
+    await made.aclose()
+
+
+async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
+    """α = 1. First with r = 1 and −1: A = 1. Then w = ½, with fresh ones at −1 and ½: the baseline is ½ − 1 + ½ = 0, A = ½."""
+    learner = policy_gradient(tiny_actor)
+    made = await west_and_east(tmp_path, cooldown=0, alpha=1.0)
+    await distil(made, request(group=2, note="north"), request(group=3, note="two"))
+    await win(made, W0.use, "1")
+    await lose(made, E0.use, "2")
+    own = [sample for sample in (await train(made, 2, 1)).values() if sample.generation == "run/0/0/0"]
+    first = await gradient_of(learner, own)
+    await win(made, W0.use, "3")
+    await lose(made, hit("run/0/2/0#0").use, "4")
+    await win(made, hit("run/0/3/0#0").use, "5", "6", "7")
+    await lose(made, hit("run/0/3/0#0").use, "8")
+    batch = await train(made, 3, 2)
+    assert [(s.weight, s.advantage) for s in batch.values()][:3] == [(0.5, 0.5), (1.0, -1.0), (1.0, 0.5)]
+    again = await gradient_of(learner, [sample for sample in batch.values() if sample.generation == "run/0/0/0"])
+    torch.testing.assert_close(again, 0.5 * first)
+    await learner.aclose()
+    await made.aclose()

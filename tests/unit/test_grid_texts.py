@@ -1,0 +1,252 @@
+"""What maze, key room and river say, what their actions do, and what can be said about their places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from crl.envs import keyroom, maze, river
+from crl.envs.base import EnvSpec, StreamSettings, play
+from crl.envs.keyroom import lessons as key_lessons
+from crl.envs.keyroom.game import KeyRoomGame, true_places
+from crl.envs.maze import lessons as maze_lessons
+from crl.envs.maze.game import MazeGame, true_maze, true_way
+from crl.envs.river.game import RiverGame
+from crl.envs.search import shortest_path
+from crl.types import Segment, Task
+
+SETTINGS = StreamSettings()
+
+
+def new(spec: EnvSpec, n: int) -> tuple[Task, ...]:
+    return spec.eval_tasks("new", n, 0, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def full_keyroom() -> Iterator[KeyRoomGame]:
+    game = KeyRoomGame("full")
+    yield game
+    game.close()
+
+
+@pytest.fixture(scope="module")
+def compact_keyroom() -> Iterator[KeyRoomGame]:
+    game = KeyRoomGame("compact")
+    yield game
+    game.close()
+
+
+@pytest.fixture(scope="module")
+def compact_maze() -> Iterator[MazeGame]:
+    game = MazeGame("compact")
+    yield game
+    game.close()
+
+
+@pytest.fixture(scope="module")
+def compact_river() -> Iterator[RiverGame]:
+    game = RiverGame("compact")
+    yield game
+    game.close()
+
+
+def says(game: KeyRoomGame | RiverGame, *actions: str) -> list[str]:
+    return [game.step(action).text for action in actions]
+
+
+def segments(first: str, turns: Sequence[tuple[str, str]]) -> list[Segment]:
+    """An episode's texts: the first observation, then actions and what they brought."""
+    told = [Segment("user", first, "env")]
+    for action, text in turns:
+        told += [Segment("assistant", action, "policy"), Segment("user", text, "env")]
+    return told
+
+
+# ── maze ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_mazes_first_texts(compact_maze: MazeGame) -> None:
+    task = new(maze.SPEC, 2)[1]
+    full = MazeGame("full")
+    assert full.reset(task) == (
+        "Map:\n..@~~~~\n~~.~~~~\n~~.~~~~\n~~~~~~~\n~~~~~~~\n~~~~~~~\n~~~~~~~\n"
+        "Legend: @ you; . floor; ~ solid stone or not seen yet\nHP 12/12"
+    )
+    full.close()
+    assert compact_maze.reset(task) == "at 1 3\nopen south west"
+    assert task.goal == "Maze: the amber porch. Reach the stairs down (>)."
+
+
+def test_the_true_way_reaches_the_stairs_under_any_dynamics_and_no_shorter_one_does(compact_maze: MazeGame) -> None:
+    for task in new(maze.SPEC, 15):
+        lgen = int(task.params["lgen"])
+        start, corridors, stairs = true_maze(lgen)
+        for core in (1, 2):
+            compact_maze.reset(Task("maze", core, "train", "", {"lgen": lgen, "core": core}))
+            assert compact_maze.start == start
+            results = [compact_maze.step(name) for name in true_way(lgen)]
+            assert [result.success for result in results] == [False] * (len(results) - 1) + [True]
+        assert stairs in corridors
+        assert len(true_way(lgen)) >= max(abs(stairs[0] - start[0]), abs(stairs[1] - start[1]))
+
+
+def test_a_way_is_told_in_runs_and_read_back() -> None:
+    assert maze_lessons.lesson(["east", "east", "south", "northeast"]) == "from the start go east 2 south 1 northeast 1."
+    assert maze_lessons.read("from the start go east 2 south 1.") == ["east", "east", "south"]
+    for text in (
+        "from the start go up 2.",
+        "from the start go east.",
+        "go east 2.",
+        "from the start go east 2. Then wait.",
+        "",
+        "east 999999",
+    ):
+        assert maze_lessons.read(text) is None
+
+
+def test_the_digest_of_a_maze_leaves_out_detours() -> None:
+    """From 1 1, one step into a dead end to the east and back, then south to the stairs that were not in sight."""
+    told = segments(
+        "at 1 1\nopen east south",
+        [
+            ("east", "at 1 2\nopen west"),
+            ("um", "unknown action.\nat 1 2\nopen west"),
+            ("west", "at 1 1\nopen east south"),
+            ("south", "at 2 1\nopen north south"),
+            ("south", "stairs reached."),
+        ],
+    )
+    assert maze_lessons.digest(told) == "moves east 1 west 1 south 2\nway south 2"
+    assert maze_lessons.digest(told[:5]) == "moves east 1\nway not found"
+    assert maze.SPEC.advisor is not None
+    assert maze.SPEC.advisor.informative(told)
+    assert not maze.SPEC.advisor.informative(told[:5])
+
+
+def test_stairs_in_sight_are_a_way_found() -> None:
+    told = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 3")])
+    assert maze_lessons.found_way(told) is None, "between the two nothing is known yet"
+    told = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 1")])
+    assert maze_lessons.found_way(told) == ["east", "east"]
+
+
+# ── key room ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_key_rooms_first_texts(full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame) -> None:
+    task = new(keyroom.SPEC, 2)[1]
+    assert full_keyroom.reset(task) == (
+        "Map:\n~~~~~~~\n~~~|(.~\n~~~+@.~\n~~~-..~\n~~~~~~~\n~~~~~~~\n~~~~~~~\n"
+        "Legend: @ you; | wall; ( key named The Master Key of Thievery; . floor; + closed door; - wall; ~ not seen yet\nHP 12/12\n"
+        "Inventory: a +0 short sword (weapon in hand); 13 +0 daggers (alternate weapon; not wielded); an uncursed +1 leather armor (being"
+        " worn); an uncursed potion of sickness; an uncursed lock pick; an empty uncursed sack; an uncursed blindfold"
+    )
+    assert compact_keyroom.reset(task) == "at 3 5\nopen north east south northeast southeast\nkey north 1\ndoor west 1"
+    assert task.goal == "Key room: the amber porch. Take the key, unlock the door, reach the stairs down (>)."
+
+
+def test_the_key_opens_the_door_and_nothing_else_does(full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame) -> None:
+    task = new(keyroom.SPEC, 2)[1]
+    full_keyroom.reset(task)
+    texts = says(full_keyroom, "apply", "west", "pickup", "north", "PICK UP", "south", "apply", "west")
+    assert [text.splitlines()[0] for text in texts[:5]] == [
+        "You have no key.",
+        "This door is locked.",
+        "The stairs are solidly fixed to the floor.",
+        "You see here a key named The Master Key of Thievery.",
+        "h - a key named The Master Key of Thievery.",
+    ]
+    assert "Inventory:" in texts[4]
+    assert texts[4].endswith("; a key named The Master Key of Thievery")
+    assert texts[6].splitlines()[0] == "The door opens."
+    assert "- wall or open door" in texts[6], "as NetHack draws it"
+    assert full_keyroom.position == (3, 2), "in the doorway"
+    compact_keyroom.reset(task)
+    assert says(compact_keyroom, "north", "pickup", "south", "apply") == [
+        "at 2 5\nopen east south southeast\ndoor west 1 south 1\nkey here",
+        "at 2 5\nopen east south southeast\ndoor west 1 south 1\nkey held",
+        "at 3 5\nopen north east south northeast southeast\ndoor west 1\nkey held",
+        "at 3 5\nopen north east south west northeast southeast\nentrance west 1\nkey held",
+    ]
+
+
+def test_the_key_away_from_any_door_opens_nothing(full_keyroom: KeyRoomGame) -> None:
+    full_keyroom.reset(new(keyroom.SPEC, 2)[1])
+    says(full_keyroom, "north", "pickup", "east", "south", "south")
+    (text,) = says(full_keyroom, "apply")
+    assert text.startswith("There is no closed door next to you.\nMap:")
+
+
+def test_the_true_places_are_where_the_episode_meets_them(compact_keyroom: KeyRoomGame) -> None:
+    for i, task in enumerate(new(keyroom.SPEC, 15)):
+        played = play(compact_keyroom, task, keyroom.SPEC.scripted_player(random.Random(i)), 30)
+        told = segments(played.observations[0], list(zip(played.actions, played.observations[1:], strict=True)))
+        assert key_lessons.found(told) == true_places(int(task.params["lgen"]))
+
+
+def test_the_digest_of_a_key_room() -> None:
+    told = segments(
+        "at 3 5\nopen north\nkey north 1", [("north", "at 2 5\nopen south\nkey here"), ("pickup", "at 2 5\nopen south\nkey held")]
+    )
+    assert key_lessons.digest(told) == "actions north pickup\nkey at 2 5\ndoor not seen"
+    assert keyroom.SPEC.advisor is not None
+    assert not keyroom.SPEC.advisor.informative(told)
+
+
+# ── advice ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("spec", "kind"), [(maze.SPEC, "way"), (keyroom.SPEC, "places")])
+def test_right_advice_is_right_and_wrong_advice_wrong(spec: EnvSpec, kind: str) -> None:
+    advisor = spec.advisor
+    assert advisor is not None
+    for i, task in enumerate(spec.probe_tasks(20)):
+        right, wrong = advisor.judge(task, advisor.right(task)), advisor.judge(task, advisor.wrong(task, random.Random(i)))
+        assert (right.kind, right.correct, wrong.kind, wrong.correct) == (kind, True, f"wrong {kind}", False)
+        assert advisor.judge(task, "be careful.").kind == "other"
+        assert advisor.wrong(task, random.Random(i)) == advisor.wrong(task, random.Random(i))
+
+
+# ── river ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_rivers_first_texts(compact_river: RiverGame) -> None:
+    task = new(river.SPEC, 2)[1]
+    assert compact_river.reset(task) == "at 6 3\nboulder north 2\nboulder east 8 north 4\nboulder east 9 north 3"
+    assert task.goal == "River: the amber porch. Reach the stairs down (>) across the water."
+
+
+def test_one_river_can_be_crossed_under_all_dynamics(compact_river: RiverGame) -> None:
+    """Some boulders sink, and then it takes another one; the water never kills."""
+    task, fords = new(river.SPEC, 2)[1], 0
+    for visit in range(20):
+        again = river.PLACES.revisit(task, visit)
+        played = play(compact_river, again, river.SPEC.scripted_player(random.Random(0)), 60)
+        assert played.success
+        fords += any("ford" in text for text in played.observations)
+    assert fords == 20
+
+
+def test_swimming_alone_leads_nowhere(compact_river: RiverGame) -> None:
+    compact_river.reset(new(river.SPEC, 2)[1])
+    compact_river.step("southeast")  # into a row without boulders
+    for _ in range(60):
+        assert not compact_river.step("east").done
+        assert compact_river.position[0] <= 17
+
+
+# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def steps(edges: dict[str, str]) -> Callable[[str], list[tuple[str, str]]]:
+    return lambda state: [(f"to {following}", following) for following in edges.get(state, "")]
+
+
+def test_the_shortest_path_of_earlier_moves() -> None:
+    moves = steps({"a": "bc", "b": "d", "c": "de", "d": "e"})
+    assert shortest_path("a", lambda state: state == "d", moves) == ["to b", "to d"]
+    assert shortest_path("a", lambda state: state == "e", moves) == ["to c", "to e"]
+    assert shortest_path("a", lambda state: state == "a", moves) == []
+    assert shortest_path("e", lambda state: state == "a", moves) is None

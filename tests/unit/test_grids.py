@@ -1,0 +1,243 @@
+"""Maze, key room, river and Sokoban: the same task is the same episode, only valid actions advance it, and its texts suffice to win."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play
+from crl.envs.registry import get_spec
+from crl.types import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("maze", "keyroom", "river", "sokoban")
+SETTINGS = StreamSettings()
+RENDERINGS: tuple[Rendering, ...] = ("full", "compact")
+JUNK = [
+    "",
+    " ",
+    "<answer>",
+    "<answer>up</answer>",
+    "north south",
+    "\x00",
+    "é" * 500,
+    "go north",
+    "9" * 100,
+    "<answer></answer>\n",
+    "\ud800",
+]
+
+each_game = pytest.mark.parametrize(("name", "rendering"), [(name, rendering) for name in NAMES for rendering in RENDERINGS])
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+@cache
+def game(name: str, rendering: Rendering, number: int = 0) -> Game:
+    """Games are private to an episode, not to a test."""
+    return get_spec(name).make_game(rendering)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_games() -> Iterator[None]:
+    yield
+    for name in NAMES:
+        for rendering in RENDERINGS:
+            for number in (0, 1):
+                game(name, rendering, number).close()
+    game.cache_clear()
+
+
+def new(name: str, n: int) -> tuple[Task, ...]:
+    return get_spec(name).eval_tasks("new", n, 0, SETTINGS)
+
+
+def transcript(played: Game, task: Task, actions: tuple[str, ...], turns: int = 12, junk: float = 0.0) -> list[str]:
+    """The texts of an episode under actions that depend on the task alone, with invalid ones between them that it skips."""
+    rng, noise = random.Random(task.seed), random.Random(0)
+    texts = [played.reset(task)]
+    for _ in range(turns):
+        while noise.random() < junk:
+            result = played.step(noise.choice(JUNK))
+            assert not result.valid
+            assert (result.reward, result.done) == (0.0, False)
+        result = played.step(rng.choice(actions))
+        assert result.valid
+        texts.append(f"{result.text} {result.reward} {result.done}")
+        if result.done:
+            break
+    return texts
+
+
+# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_game
+def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance(name: str, rendering: Rendering) -> None:
+    spec = get_spec(name)
+    tasks = [*spec.task_source(7, SETTINGS).draw(4), *spec.eval_tasks("known", 3, 7, SETTINGS), *new(name, 4)]
+    expected = [transcript(game(name, rendering), task, spec.actions) for task in tasks]
+    assert len({tuple(texts) for texts in expected}) == len(tasks)
+    chosen = st.integers(0, len(tasks) - 1)
+    history = st.lists(st.tuples(chosen, st.lists(st.sampled_from([*spec.actions, *JUNK]), max_size=8)), max_size=3)
+
+    @settings(max_examples=15)
+    @given(history, chosen, st.sampled_from([0, 1]))
+    def check(history: list[tuple[int, list[str]]], index: int, number: int) -> None:
+        played = game(name, rendering, number)
+        for before, actions in history:
+            played.reset(tasks[before])
+            for action in actions:
+                if played.step(action).done:
+                    break
+        assert transcript(played, tasks[index], spec.actions) == expected[index]
+
+    check()
+
+
+def test_the_same_task_is_the_same_episode_in_another_process() -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import NAMES, first_transcripts\n"
+        "print(json.dumps({name: first_transcripts(name) for name in reversed(NAMES)}))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {name: first_transcripts(name) for name in NAMES}
+    assert done.stderr == "", "games speak through their texts only"
+
+
+def first_transcripts(name: str) -> list[list[str]]:
+    return [transcript(game(name, "full"), task, get_spec(name).actions) for task in reversed(new(name, 4))]
+
+
+# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_game
+def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rendering) -> None:
+    spec, played = get_spec(name), game(name, rendering)
+    for task in new(name, 5):
+        assert transcript(played, task, spec.actions, junk=0.5) == transcript(played, task, spec.actions)
+    first = played.reset(new(name, 1)[0])
+    told = played.step("open sesame")
+    assert not told.valid
+    assert told.text.endswith("\n" + first)
+    assert ("The actions are: north, east" in told.text) == (rendering == "full")
+
+
+@each_game
+@pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_random_and_malformed_actions_never_crash_it(name: str, rendering: Rendering, n: int) -> None:
+    spec, played, rng = get_spec(name), game(name, rendering), random.Random(4)
+    tasks = iter(new(name, 2000))
+    played.reset(next(tasks))
+    for i in range(n):
+        action = rng.choice(JUNK) if rng.random() < 0.5 else rng.choice(spec.actions)
+        result = played.step(action)
+        assert result.valid == (action in spec.actions)
+        assert result.text
+        assert result.reward == float(result.success)
+        if result.done or i % 200 == 199:
+            played.reset(next(tasks))
+
+
+@each_name
+def test_an_episode_cannot_be_played_past_its_end(name: str) -> None:
+    spec, played = get_spec(name), game(name, "full")
+    won = next(i for i, task in enumerate(new(name, 20)) if play(played, task, spec.scripted_player(random.Random(0)), spec.turns).success)
+    assert won < 20
+    with pytest.raises(RuntimeError, match="over"):
+        played.step("north")
+
+
+# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_game
+def test_the_scripted_player_wins_through_text_alone(name: str, rendering: Rendering) -> None:
+    assert wins(name, rendering, new(name, 60)) >= 57
+
+
+@pytest.mark.soak
+@each_game
+def test_the_scripted_player_wins_95_percent_of_both_evals(name: str, rendering: Rendering) -> None:
+    tasks = [*new(name, 512), *get_spec(name).eval_tasks("known", 512, 0, SETTINGS)]
+    assert wins(name, rendering, tasks) >= 0.95 * len(tasks)
+
+
+def wins(name: str, rendering: Rendering, tasks: Any) -> int:
+    spec, turns = get_spec(name), task_file(name)["turns"]
+    return sum(play(game(name, rendering), task, spec.scripted_player(random.Random(i)), turns).success for i, task in enumerate(tasks))
+
+
+class RandomPlayer:
+    def __init__(self, spec: EnvSpec, rng: random.Random) -> None:
+        self._actions, self._rng = spec.actions, rng
+
+    def begin(self, goal: str, observation: str) -> None: ...
+
+    def observe(self, observation: str) -> None: ...
+
+    def act(self) -> str:
+        return self._rng.choice(self._actions)
+
+
+@each_name
+def test_random_play_wins_few_compact_episodes(name: str) -> None:
+    """At most one in ten; 200 episodes leave room for two standard errors."""
+    spec, task = get_spec(name), task_file(name)
+    turns = task["compact"].get("turns", task["turns"])
+    players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
+    won = sum(play(game(name, "compact"), task, player, turns).success for task, player in zip(new(name, 200), players, strict=True))
+    assert won <= 28
+
+
+@each_name
+def test_a_compact_episode_fits_the_tiny_models_context(name: str) -> None:
+    """At a token a word, and four of the chat's own a turn."""
+    spec = get_spec(name)
+    for i, task in enumerate(new(name, 30)):
+        played = play(game(name, "compact"), task, spec.scripted_player(random.Random(i)), spec.turns)
+        words = sum(len(text.split()) for text in (task.goal, *played.observations, *played.actions))
+        assert words + 4 * len(played.actions) < 1024
+
+
+def task_file(name: str) -> Mapping[str, Any]:
+    return tomllib.loads((ROOT / "tasks" / f"{name}.toml").read_text("utf-8"))
+
+
+# ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_name
+def test_evals_are_fixed_and_apart_from_training(name: str) -> None:
+    spec = get_spec(name)
+    train = spec.task_source(3, SETTINGS).draw(320)
+    known, never = spec.eval_tasks("known", 32, 3, SETTINGS), new(name, 64)
+    assert known == spec.eval_tasks("known", 64, 3, SETTINGS)[:32]
+    assert never == spec.eval_tasks("new", 128, 1, StreamSettings(places=4, permanent=1))[:64]
+    assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
+    assert not {task.params["core"] for task in known} & {task.params["core"] for task in train}
+    assert not {task.params["lgen"] for task in never} & {task.params["lgen"] for task in train}
+    assert not {task.params["place"] for task in never} & {task.params["place"] for task in train}
+    for task in (*train, *known, *never):
+        assert task.name == name
+        assert str(task.params["place"]) in task.goal
+        assert "\n" not in task.goal
+
+
+@each_name
+def test_a_place_keeps_its_layout_while_the_rest_varies(name: str) -> None:
+    """What a place's start shows is not what its other visits show where the start varies, as in Sokoban alone."""
+    spec, (task,) = get_spec(name), new(name, 1)
+    first = {game(name, "compact").reset(spec.revisit(task, visit)) for visit in range(12)}  # type: ignore[misc]
+    assert (len(first) > 1) == (name == "sokoban")

@@ -1,0 +1,41 @@
+"""The engine that the benchmark of rollouts plays with: what it takes for the same requests is the same, whatever was asked before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from doors import renderer
+
+from crl.types import Sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from latency_model import LatencyModel  # pyright: ignore[reportMissingImports]
+
+
+class Unclocked(LatencyModel):
+    """Answers at once, and tells what it would have had to read."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), lambda session: ["north"], median=4)
+        self.read: list[int] = []
+
+    async def _served(self, prompt: int, answer: int) -> None:
+        self.read.append(prompt)
+
+
+async def episode(engine: LatencyModel, turns: int = 3) -> None:
+    ids = tuple(range(100))
+    for turn in range(turns):
+        completion = await engine.generate(ids, Sampling(50, renderer().stop_ids), session="train/1/0/0", rng=turn)
+        ids += completion.ids + tuple(range(10))
+
+
+@pytest.mark.parametrize("episodes", [2, 3])
+async def test_an_episode_of_the_same_name_reads_its_prompt_anew(episodes: int) -> None:
+    engine = Unclocked()
+    for _ in range(episodes):
+        await episode(engine)
+    assert engine.read == [100, 10, 10] * episodes

@@ -1,0 +1,169 @@
+"""Tasks beside the shipped ones: environments in a file of one's own, mixtures, streams of seeds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from crl.config import catalog
+from crl.config.load import dump, load, load_saved
+from crl.envs import registry
+from crl.envs.base import EnvSpec, StreamSettings, no_player
+from crl.envs.seeded import NEW_SEEDS, TRAIN_SEEDS, SeededTasks
+from crl.errors import ConfigError
+from crl.run.plan import plan
+from crl.run.tasks import specs
+from crl.types import Task
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DOORS = EXAMPLES / "doors" / "doors.toml"
+
+OWN = """
+from crl.envs.base import EnvSpec
+def spec(hosting="threads"):
+    return EnvSpec("own", hosting, 1, (0.0, 1.0), (), "any text", False, lambda rendering: None, lambda seed, s: None, lambda *a: ())
+SPEC = spec()
+WORKERS = spec("processes")
+"""
+TASK = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
+
+
+def refusal(*tasks: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        specs(load(list(tasks)))
+    return str(caught.value)
+
+
+def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN) -> str:
+    (folder / "own.py").write_text(source)
+    (folder / "own.toml").write_text(TASK.format(attribute))
+    return str(folder / "own.toml")
+
+
+# ── an environment in a file ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_example_is_a_task_like_any_other():
+    config = load([str(DOORS)])
+    spec = specs(config)["doors"]
+    assert config.tasks["doors"].turns == spec.turns
+    assert spec.scripted_player is no_player
+    assert plan(config).splitlines()[0] == "── resolved config ──"
+    game = spec.make_game("compact")
+    for task in spec.eval_tasks("new", 8, 0, StreamSettings()):
+        tried = []
+        for door in spec.actions:
+            game.reset(task)
+            assert not game.step("no door").valid
+            tried.append(game.step(f"<answer>{door}</answer>").success)
+        assert tried.count(True) == 1
+
+
+def test_its_file_is_found_from_any_directory_and_saved_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own_task(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = load(["own.toml"])
+    assert config.tasks["own"].env == f"{tmp_path / 'own.py'}:SPEC"
+    dump(config, tmp_path / "config.json")
+    monkeypatch.chdir("/")
+    spec = specs(load_saved(tmp_path).config)["own"]
+    assert isinstance(spec, EnvSpec)
+    assert registry.get_spec(config.tasks["own"].env) is spec, "the file runs once a process"
+
+
+def test_two_files_of_one_name_are_two_environments(tmp_path: Path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        own_task(tmp_path / name)
+    one, other = (registry.get_spec(f"{tmp_path / name / 'own.py'}:SPEC") for name in "ab")
+    assert one is not other
+
+
+def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
+    own = own_task(tmp_path, "NOBODY")
+    assert "'NOBODY' of" in refusal(own)
+    assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
+    text = refusal(own_task(tmp_path, "WORKERS"))
+    assert "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package" in text
+    (tmp_path / "b").mkdir()
+    assert "its module cannot be imported (ZeroDivisionError: " in refusal(own_task(tmp_path / "b", source="1 / 0"))
+    (tmp_path / "b" / "own.py").unlink()
+    text = refusal(str(tmp_path / "b" / "own.toml"))
+    assert f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file" in text
+
+
+def test_a_file_that_failed_is_read_again_once_it_is_mended(tmp_path: Path):
+    own = own_task(tmp_path, source="1 / 0")
+    refusal(own)
+    own_task(tmp_path)
+    assert specs(load([own]))["own"].name == "own"
+
+
+def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
+    text = refusal(own_task(tmp_path, source=OWN + "from dataclasses import replace\nSPEC = replace(SPEC, extra='no_such_extra')\n"))
+    assert "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'." in text
+
+
+# ── mixtures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mixture(folder: Path, text: str, *tasks: str) -> str:
+    for name in tasks:
+        shutil.copy(catalog.task_file("room"), folder / f"{name}.toml")
+    (folder / "mixed.toml").write_text(text)
+    return str(folder / "mixed.toml")
+
+
+def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
+    text = 'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n[cave]\nturns = 8\n[cave.compact]\nturns = 3\n'
+    config = load([mixture(tmp_path, text, "hall", "cave")])
+    assert {name: task.turns for name, task in config.tasks.items()} == {"room": 4, "hall": 4, "cave": 3}
+    assert "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead; 5 or 6 groups of each task" in plan(config).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('tasks = ["room", "chess"]', "tasks = 'chess': is in mixed.toml, but is not a task that crl knows."),
+        ('tasks = ["room", "gone.toml"]', "tasks = 'gone.toml': is in mixed.toml, but there is no such file."),
+        ('tasks = ["mixed.toml"]', "tasks = 'mixed.toml': is in mixed.toml, but is a mixture itself."),
+        ('tasks = ["room", "room"]', "room is there twice"),
+        ("tasks = []", "tasks = []: is not a list of tasks"),
+        ("tasks = [3]", "tasks = [3]: is not a list of tasks"),
+        ('tasks = ["room"]\nturns = 3', "tasks.turns = 3: is not a table for one of the tasks"),
+        ('tasks = ["room"]\n[hall]\nturns = 3', "tasks.hall = {'turns': 3}: is not a table for one of the tasks"),
+        ('tasks = ["room"]\n[room]\nturnz = 3', "tasks.room.turnz = 3: is not a setting"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_one_clear_error(tmp_path: Path, text: str, words: str):
+    assert words in refusal(mixture(tmp_path, text))
+
+
+# ── streams of seeds ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_seeded_tasks_are_fixed_by_their_number_and_disjoint():
+    tasks, settings = SeededTasks("dice", "Roll a six."), StreamSettings()
+    one, other = tasks.source(3, settings), tasks.source(3, settings)
+    drawn = [*one.draw(4), *one.draw(60)]
+    assert drawn == list(other.draw(64))
+    assert drawn != list(tasks.source(4, settings).draw(64))
+    assert len({task.seed for task in drawn}) == 64
+    assert all(task.seed in TRAIN_SEEDS and task.split == "train" for task in drawn)
+    new = tasks.eval_tasks("new", 32, 0, settings)
+    assert new == tasks.eval_tasks("new", 64, 9, settings)[:32]
+    assert all(task.seed in NEW_SEEDS for task in new)
+    with pytest.raises(ValueError, match="no places that stay"):
+        tasks.eval_tasks("known", 1, 0, settings)
+
+
+def test_a_stream_of_seeds_goes_on_where_it_was():
+    source = SeededTasks("dice", "Roll a six.").source(0, StreamSettings())
+    source.draw(5)
+    state = json.loads(json.dumps(source.state()))
+    expected: list[Task] = list(source.draw(3))
+    source.load_state(state)
+    assert list(source.draw(3)) == expected

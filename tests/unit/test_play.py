@@ -1,0 +1,154 @@
+"""`crl tasks` and `crl play`: what a person is shown is what an actor is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.config import catalog
+from crl.envs import registry
+from crl.run import installed
+from crl.run.play import Person, Table
+
+DOORS = str(Path(__file__).resolve().parents[2] / "examples" / "doors" / "doors.toml")
+
+
+def crl(*args: str, stdin: str = ""):
+    return CliRunner().invoke(app, list(args), input=stdin)
+
+
+# ── crl tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_shipped_task_and_mixture_is_listed():
+    lines = crl("tasks").output.splitlines()
+    assert lines[0].split() == ["task", "environment", "hosting", "turns"]
+    (room,) = (line for line in lines if line.startswith("room "))
+    assert room.split() == ["room", "room", "threads", "30", "full,", "4", "compact"]
+    (three,) = (line for line in lines if line.startswith("three "))
+    assert three.endswith("mixes room, webshop, alfworld")
+    listed = json.loads(crl("tasks", "--json").output)
+    assert sorted([*(task["name"] for task in listed["tasks"]), *listed["mixtures"]]) == catalog.tasks()
+    assert {
+        "name": "room",
+        "environment": "room",
+        "hosting": "threads",
+        "turns": {"full": 30, "compact": 4},
+        "problem": None,
+        "data": None,
+    } in (listed["tasks"])
+
+
+def room_line() -> str:
+    return next(line for line in crl("tasks").output.splitlines() if line.startswith("room "))
+
+
+def test_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch):
+    spec = replace(registry.get_spec("room"), extra="no_such_extra")
+    monkeypatch.setattr(installed, "get_spec", lambda name: spec)
+    assert room_line().endswith("it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'")
+
+
+def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(installed, "DATA", {"room": registry.Data("ROOM_DATA", "generated rooms")})
+    monkeypatch.delenv("ROOM_DATA", raising=False)
+    assert room_line().endswith("generated rooms; the official data is used when ROOM_DATA names its folder")
+    monkeypatch.setenv("ROOM_DATA", str(tmp_path))
+    assert room_line().endswith(f"the official data in {tmp_path}")
+    monkeypatch.setenv("ROOM_DATA", str(tmp_path / "gone"))
+    assert room_line().endswith(f"ROOM_DATA names {tmp_path / 'gone'}, which is no folder")
+
+
+def test_listing_imports_no_library_of_an_environment():
+    code = (
+        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'nle', 'minihack', 'textworld', 'gem', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "tasks"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ── crl play ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_person_sees_what_an_actor_sees():
+    shown: list[str] = []
+    table = Table.of("room", "full")
+    actions = iter(["<think>perhaps west</think>  north", "up"])
+
+    def read() -> str:
+        try:
+            return next(actions)
+        except StopIteration:
+            raise EOFError from None
+
+    with pytest.raises(EOFError):
+        list(table.episodes("new", 1, 0, Person(read), shown.append))
+    assert shown[0].startswith("You play a text game, one action a turn, until the goal is reached or 30 turns are over.")
+    assert shown[1] == "Room: the amber arch. Reach the stairs down (>)."
+    assert shown[2].startswith("Map:")
+    assert "not an action" not in shown[3], "what is thought is not the game's to read"
+    assert shown[4].startswith("That is not an action, and nothing happened.")
+    assert len(shown) == 5
+
+
+def test_playing_through_a_pipe():
+    result = crl("play", DOORS, "--rendering", "compact", "--episodes", "2", stdin="north\nup\nsouth\n")
+    assert result.exit_code == 0
+    lines = [line for line in result.output.splitlines() if line]
+    assert lines[:6] == [lines[0], "eight doors, all shut.", "> north", "locked.", "> up", "unknown door."]
+    assert lines[0].startswith("Doors: the ")
+    assert lines[6] == "the turns are over: lost in 2 turns, reward 0"
+    assert lines[-2:] == ["left", "won 0 of 1 episodes"]
+
+
+def test_the_scripted_player_is_shown_with_its_success_rate():
+    result = crl("play", "room", "--scripted", "--split", "new", "--episodes", "3")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[-1] == "won 3 of 3 episodes"
+    assert sum(line.startswith("> ") for line in lines) >= 3
+    assert lines.count("You reach the stairs down.") == 3
+    assert sum(line.startswith("won in ") for line in lines) == 3
+
+
+def test_seed_and_split_choose_the_tasks():
+    def goal(*options: str) -> str:
+        return crl("play", "room", "--rendering", "compact", *options).output.splitlines()[0]
+
+    assert goal() == goal("--seed", "0", "--split", "train") != goal("--seed", "1")
+    assert goal("--split", "new") == goal("--split", "new", "--seed", "1") == "Room: the amber arch. Reach the stairs down (>)."
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("three",), "task = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld."),
+        (("rom",), "Did you mean room?"),
+        ((DOORS, "--scripted"), "task = 'doors': has no scripted player. Play it yourself, without --scripted."),
+    ],
+)
+def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
+    result = crl("play", *args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_at_the_prompt_ends_it_politely(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    result = crl("play", DOORS, "--episodes", "2")
+    assert result.exit_code == 130
+    assert result.output.splitlines()[-2:] == ["left", "won 0 of 0 episodes"]
+    assert result.stderr == ""

@@ -1,0 +1,312 @@
+"""Worker processes: placement, deadlines, deaths, and that nothing outlives the parent. With a toy game."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import toy_games
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from toy_games import NUMBERS, SPEC
+
+from crl.envs.base import EnvSpec
+from crl.envs.host import Hosts, ThreadHost
+from crl.envs.processes import ProcessEnvironment, ProcessHost
+from crl.errors import ConfigError, RolloutError
+from crl.types import StepResult, Task
+
+TASK = Task("toy", seed=3, split="train", goal="Guess.")
+
+
+@asynccontextmanager
+async def hosting(spec: EnvSpec = SPEC, processes: int = 2, deadline: float = 60.0) -> AsyncIterator[ProcessHost]:
+    host = ProcessHost({"toy": (spec, "full")}, processes=processes, deadline=deadline)
+    try:
+        yield host
+    finally:
+        await host.aclose()
+
+
+async def begun(host: ProcessHost) -> ProcessEnvironment:
+    environment = await host.acquire(TASK)
+    await environment.reset(TASK)
+    return environment
+
+
+async def process_of(environment: ProcessEnvironment) -> int:
+    return int((await environment.step("where")).text.split()[0])
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def is_there(folder: str) -> bool:
+    return Path(folder).is_dir()
+
+
+def wait_for_end(process: int, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while is_running(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not is_running(process)
+
+
+async def test_plays_an_episode_and_keeps_the_game() -> None:
+    async with hosting() as host:
+        environment = await host.acquire(TASK)
+        assert (await environment.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
+        assert await environment.step("maybe") == StepResult("Answer with one number from 0 to 7.", valid=False)
+        results = [await environment.step(number) for number in NUMBERS]
+        assert [result.success for result in results].count(True) == 1
+        place = (environment.worker, environment.game)
+        await host.release(environment)
+        with pytest.raises(RolloutError, match="given back"):
+            await environment.step("1")
+        again = await begun(host)
+        assert (again.worker, again.game) == place
+        assert (await again.step("hm")).valid is False
+        assert (host.failures, host.replaced) == (0, 0)
+    with pytest.raises(RolloutError, match="closed"):
+        await host.acquire(TASK)
+
+
+async def test_games_are_spread_over_workers_and_stay_where_they_are() -> None:
+    async with hosting(processes=3) as host:
+        environments = [await begun(host) for _ in range(7)]
+        homes = [await process_of(environment) for environment in environments]
+        assert sorted(Counter(homes).values()) == [2, 2, 3]
+        assert os.getpid() not in homes
+        assert [await process_of(environment) for environment in environments] == homes
+        for environment in environments:
+            await host.release(environment)
+        again = [await begun(host) for _ in range(7)]
+        assert {environment.game for environment in again} == {*range(environments[0].game or 0, 100)} & {
+            environment.game for environment in again
+        }
+        assert Counter([await process_of(environment) for environment in again]).keys() == set(homes)
+
+
+async def test_games_in_one_worker_do_not_mix() -> None:
+    async with hosting(processes=1) as host:
+        environments = [await begun(host) for _ in range(5)]
+
+        async def play(environment: ProcessEnvironment, turns: int) -> str:
+            text = ""
+            for _ in range(turns):
+                text = (await environment.step("0")).text
+            return text
+
+        texts = await asyncio.gather(*(play(environment, turns) for turns, environment in enumerate(environments, start=1)))
+        assert [text.split()[-1] for text in texts] == ["1.", "2.", "3.", "4.", "5."]
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "words"),
+    [
+        ("raise", "env: toy: step: ValueError: broken dice"),
+        ("exit", "SystemExit: 3"),
+        ("nothing", "must return a StepResult, not NoneType"),
+    ],
+)
+async def test_a_raising_game_costs_its_episode_alone(misdeed: str, words: str) -> None:
+    async with hosting(processes=1) as host:
+        broken, other = await begun(host), await begun(host)
+        with pytest.raises(RolloutError, match=words) as caught:
+            await broken.step(misdeed)
+        assert caught.value.kind == "env"
+        with pytest.raises(RolloutError, match="failed"):
+            await broken.step("1")
+        assert (await other.step("hm")).valid is False
+        number = broken.game
+        await host.release(broken)
+        assert (await begun(host)).game != number
+        assert (host.failures, host.replaced) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "words"),
+    [
+        ("die", r"its worker was killed by SIGKILL$"),
+        ("quit", r"its worker ended with exit code 7: the floor is lava$"),
+        ("hang", r"its worker overran the deadline of 0.5 s$"),
+    ],
+)
+async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: str, words: str) -> None:
+    async with hosting(processes=2) as host:
+        environments = [await begun(host) for _ in range(4)]
+        homes = [await process_of(environment) for environment in environments]
+        lost = [e for e, home in zip(environments, homes, strict=True) if home == homes[0]]
+        kept = [e for e, home in zip(environments, homes, strict=True) if home != homes[0]]
+        assert len(lost) == len(kept) == 2
+        lost[0].worker.deadline = 0.5
+        calls = [lost[0].step(misdeed), lost[1].step("1"), kept[0].step("hm")]
+        first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+        for error in (first, second):
+            assert isinstance(error, RolloutError)
+        with pytest.raises(RolloutError, match=words):
+            raise first  # type: ignore[misc]
+        assert third == StepResult("Answer with one number from 0 to 7.", valid=False)
+        assert (host.failures, host.replaced) == (2, 1)
+        assert wait_for_end(homes[0])
+        for environment in lost:
+            await host.release(environment)
+        fresh = [await begun(host) for _ in range(2)]
+        assert not {await process_of(environment) for environment in fresh} & {homes[0]}
+        assert (await kept[1].step("hm")).valid is False
+
+
+async def test_a_worker_that_dies_while_nobody_plays_costs_no_episode() -> None:
+    async with hosting(processes=1) as host:
+        environment = await begun(host)
+        process = await process_of(environment)
+        await host.release(environment)
+        os.kill(process, signal.SIGKILL)
+        assert wait_for_end(process)
+        await asyncio.sleep(0.2)  # the loop hears of it
+        assert await process_of(await begun(host)) != process
+        assert host.failures == 0
+
+
+async def test_what_games_print_and_read_does_not_reach_the_host() -> None:
+    async with hosting() as host:
+        environment = await begun(host)
+        assert (await environment.step("print")).valid is False
+        assert (await environment.step("read")).text == "read ''"
+
+
+async def test_a_cancelled_call_gives_its_game_up_and_leaves_the_others() -> None:
+    async with hosting(processes=1, deadline=60.0) as host:
+        cancelled, other = await begun(host), await begun(host)
+        call = asyncio.create_task(cancelled.step("1"))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await other.step("hm")).valid is False
+        with pytest.raises(RolloutError, match="failed"):
+            await cancelled.step("1")
+        await host.release(cancelled)
+
+
+async def test_a_game_that_cannot_be_made() -> None:
+    async with hosting(replace(SPEC, make_game=toy_games.make_broken)) as host:
+        with pytest.raises(RolloutError, match="make: OSError: no display"):
+            await host.acquire(TASK)
+    async with hosting(replace(SPEC, make_game=toy_games.make_refused)) as host:
+        with pytest.raises(ConfigError, match="needs the extra") as caught:
+            await host.acquire(TASK)
+    assert caught.value.remedy == "Install it"
+
+
+async def test_closing_ends_every_worker_even_a_hanging_one_and_removes_its_files() -> None:
+    host = ProcessHost({"toy": (SPEC, "full")}, processes=2)
+    environments = [await begun(host) for _ in range(2)]
+    places = [(await environment.step("where")).text.split() for environment in environments]
+    assert all(is_there(folder) for _, folder in places)
+    hung = asyncio.create_task(environments[0].step("hang"))
+    await asyncio.sleep(0.1)
+    await host.aclose()
+    with pytest.raises(RolloutError):
+        await hung
+    assert not any(is_running(int(process)) or is_there(folder) for process, folder in places)
+
+
+def test_what_a_process_host_refuses() -> None:
+    with pytest.raises(ValueError, match="not hosted by processes: toy"):
+        ProcessHost({"toy": (replace(SPEC, hosting="threads"), "full")})
+    with pytest.raises(ValueError, match="at least one process"):
+        ProcessHost({}, processes=0)
+    with pytest.raises(ValueError, match="toy: make_game must be a function that workers can import"):
+        ProcessHost({"toy": (replace(SPEC, make_game=lambda rendering: toy_games.Guess()), "full")})
+
+
+PARENT = """
+import asyncio
+import sys; sys.path.insert(0, "tests/unit")
+from test_process_host import TASK, begun, hosting, process_of
+
+async def main():
+    async with hosting() as host:
+        environments = [await begun(host) for _ in range(2)]
+        print(*[await process_of(environment) for environment in environments], flush=True)
+        await environments[0].step("hang")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_worker_outlives_its_parent(how: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(os.getsid(worker) == worker for worker in workers), "Ctrl-C reaches the parent alone"
+        parent.send_signal(how)
+        parent.wait(30)
+    assert all(wait_for_end(worker) for worker in workers)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    scripts=st.lists(st.lists(st.sampled_from(["0", "7", "hm", "raise", "die", "quit"]), min_size=1, max_size=5), min_size=1, max_size=8),
+    processes=st.integers(1, 3),
+)
+def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(scripts: list[list[str]], processes: int) -> None:
+    async def episode(host: ProcessHost, script: list[str]) -> None:
+        environment = None
+        try:
+            environment = await begun(host)
+            for word in script:
+                await environment.step(word)
+        except RolloutError:
+            pass  # any other error fails the test
+        finally:
+            if environment is not None:
+                await host.release(environment)
+
+    async def run() -> None:
+        async with hosting(processes=processes) as host:
+            await asyncio.gather(*(episode(host, script) for script in scripts))
+            assert host.failures <= len(scripts)
+            assert bool(host.replaced) == any({"die", "quit"} & set(script) and works(script) for script in scripts)
+            for _ in range(processes + 1):
+                assert (await (await begun(host)).step("hm")).valid is False
+
+    asyncio.run(run())
+
+
+def works(script: list[str]) -> bool:
+    """Whether the game plays up to the word that ends its worker."""
+    return "raise" not in script[: next(i for i, word in enumerate(script) if word in ("die", "quit"))]
+
+
+async def test_hosts_lend_each_task_from_its_own_host() -> None:
+    tasks = {"near": replace(TASK, name="near"), "far": replace(TASK, name="far")}
+    near, far = ThreadHost({"near": (replace(SPEC, hosting="threads"), "full")}), ProcessHost({"far": (SPEC, "full")}, processes=1)
+    hosts = Hosts({"near": near, "far": far})
+    homes = {}
+    for name, task in tasks.items():
+        environment = await hosts.acquire(task)
+        await environment.reset(task)
+        homes[name] = int((await environment.step("where")).text.split()[0])
+        await hosts.release(environment)
+    assert homes["near"] == os.getpid()
+    assert homes["far"] != os.getpid()
+    await hosts.aclose()
+    assert wait_for_end(homes["far"])

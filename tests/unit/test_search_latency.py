@@ -1,0 +1,50 @@
+"""The benchmark of searches runs, and its rows are those that it promises. No time is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        import search_latency  # pyright: ignore[reportMissingImports]
+
+        yield search_latency
+
+
+@pytest.fixture(scope="module")
+def rows(benchmark):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)  # as where it is not installed
+        return asyncio.run(benchmark.bank_latency(50, [1, 20], 0.0))
+
+
+def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
+    kinds = [(load, what) for load in get_args(benchmark.Load) for what in ("asyncio", "numpy", "known")] + [("idle", "encoder")]
+    assert {(row["waiting"], row["load"], row["what"]) for row in rows} == {(waiting, *kind) for waiting in (1, 20) for kind in kinds}
+    assert len(rows) == 2 * len(kinds)
+    for row in rows:
+        assert row["bank"] == 50
+        assert 0 < row["p50"] <= row["p95"] <= row["max"]
+        assert row["searches/s"] > 0
+        assert ("ratio" in row) == (row["what"] == "known")
+
+
+def test_the_loads_are_compared_with_the_idle_bank(benchmark, rows):
+    lines = benchmark.under_load(rows).splitlines()
+    assert [line.split()[0] for line in lines] == ["p95", "50"] * 3
+    p95 = {(row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
+    assert float(lines[1].split()[1]) == pytest.approx(p95[1, "writes"] / p95[1, "idle"], abs=0.005)
+
+
+def test_the_plot_is_drawn(benchmark, rows, tmp_path):
+    pytest.importorskip("matplotlib")
+    benchmark.plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,241 @@
+"""What the shop sells: the original's files are read as the original reads them, and the generated catalogue is hard enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from thefuzz import fuzz
+
+from crl.envs.base import StreamSettings
+from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, TRAIN_LAYOUTS
+from crl.envs.webshop import WebShopStream
+from crl.envs.webshop.catalogue import HUMAN, INSTRUCTIONS, ITEMS, NO_PRICE, price_tag, products, read_files
+from crl.envs.webshop.generate import generate
+from crl.envs.webshop.goals import NO_LIMIT, Need, needs
+from crl.envs.webshop.reward import get_reward, matched_options
+from crl.envs.webshop.search import SearchEngine
+from crl.envs.webshop.shop import GENERATED_SHARES, Shop, open_shop
+from crl.envs.webshop.words import KINDS
+from crl.errors import ConfigError
+
+FILES = Path(__file__).parent / "webshop_data"
+ORIGINAL = {product["asin"]: product for product in products(read_files(FILES))}
+NEEDS = needs(list(ORIGINAL.values()))
+SHOP = Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)
+
+
+def need_of(asin: str) -> Need:
+    return next(need for need in NEEDS if need.goals[0]["asin"] == asin)
+
+
+# ── the original's files ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_item_of_the_original() -> None:
+    jumpsuit = ORIGINAL["B000000001"]
+    assert jumpsuit["Title"] == jumpsuit["name"] == "Acme Women's Jumpsuit, Slim Fit Summer Romper"
+    assert (jumpsuit["query"], jumpsuit["category"]) == ("women's jumpsuits", "fashion")
+    assert jumpsuit["options"] == {"color": ["navy blue", "black | white"], "size": ["small", "x-large"]}
+    assert jumpsuit["pricing"] == [25.0, 35.0]
+    assert 25.0 <= jumpsuit["price"] <= 35.0
+    assert price_tag(jumpsuit) == "$25.0 to $35.0"
+    assert jumpsuit["Attributes"] == ["slim fit", "machine wash"]
+    assert jumpsuit["BulletPoints"] == ["Machine wash cold", "Elastic waist", "Made of cotton"]
+
+
+def test_what_may_be_missing_of_an_item() -> None:
+    assert ORIGINAL["B000000002"]["options"] == {"color": ["red"]}
+    tea = ORIGINAL["B000000003"]
+    assert (tea["BulletPoints"], tea["price"], tea["options"]) == (["One long point, not a list"], NO_PRICE, {})
+    assert ORIGINAL["B000000004"]["Description"] == ""
+    assert ORIGINAL["B000000004"]["price"] == 1035.5
+    assert ORIGINAL["B000000007"]["instruction_text"] is None
+
+
+def test_what_cannot_be_sold() -> None:
+    assert list(ORIGINAL) == [f"B00000000{i}" for i in range(1, 8)], "a second of one ASIN, one without, and one that is too long"
+
+
+def test_synthetic_goals_are_all_combinations_of_options() -> None:
+    need = need_of("B000000001")
+    assert need.text == "Find me slim fit, machine wash women's jumpsuits"
+    assert [goal["goal_options"] for goal in need.goals] == [
+        {"color": "navy blue", "size": "small"}, {"color": "navy blue", "size": "x-large"},
+        {"color": "black | white", "size": "small"}, {"color": "black | white", "size": "x-large"},
+    ]  # fmt: skip
+    text, limit = need.goals[0]["instruction_text"], need.goals[0]["price_upper"]
+    assert text == f"{need.text} with color: navy blue, and size: small, and price lower than {limit:.2f} dollars"
+
+
+def test_price_limits_are_among_the_next_multiples_of_ten() -> None:
+    for need in NEEDS:
+        goal = need.goals[0]
+        price = ORIGINAL[goal["asin"]]["price"]
+        first = 10 * math.floor(price / 10) + 10
+        assert goal["price_upper"] == NO_LIMIT or goal["price_upper"] in [first + 10 * i for i in (1, 2, 3)], "the larger of two draws"
+    assert need_of("B000000004").goals[0]["price_upper"] == NO_LIMIT, "nothing above 990"
+    assert "price" not in need_of("B000000004").goals[0]["instruction_text"]
+
+
+def test_goals_weigh_by_how_rare_their_attributes_are() -> None:
+    # four goals of two attributes that no other has: each weighs (1/4 + 1/4) / 2
+    assert need_of("B000000001").weight == pytest.approx(4 * 1 / 4)
+    # one attribute alone in the catalogue, one goal
+    assert need_of("B000000003").weight == 1.0
+    everything = needs(SHOP.products)
+    counts = Counter(a for need in everything for goal in need.goals for a in goal["attributes"])
+    need = everything[5]
+    assert need.weight == pytest.approx(len(need.goals) * sum(1 / counts[a] for a in need.goals[0]["attributes"]) / 2)
+
+
+def test_peoples_goals_weigh_one_and_need_attributes() -> None:
+    (human,) = [need for need in NEEDS if isinstance(need.goals[0]["goal_options"], list)]
+    (goal,) = human.goals
+    assert (human.text, human.weight) == ("i want a machine washable slim jumpsuit in navy", 1.0)
+    assert (goal["attributes"], goal["goal_options"]) == (["machine wash"], ["navy blue"])
+    assert goal["instruction_text"].startswith(f"{human.text}, and price lower than ")
+
+
+def test_the_human_instructions_may_be_missing(tmp_path: Path) -> None:
+    for name in (ITEMS, INSTRUCTIONS):
+        shutil.copy(FILES / name, tmp_path)
+    assert len(needs(products(read_files(tmp_path)))) == len(NEEDS) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (ITEMS, None, "items_shuffle_1000.json cannot be read (No such file or directory)"),
+        (INSTRUCTIONS, None, "items_ins_v2_1000.json cannot be read"),
+        (ITEMS, "[{", "items_shuffle_1000.json is not JSON in UTF-8"),
+        (ITEMS, "{}", "items_shuffle_1000.json should hold a list, not a dict"),
+        (HUMAN, "[]", "items_human_ins.json should hold a dict, not a list"),
+        (ITEMS, '[{"asin": "B1"}]', "item 0 of items_shuffle_1000.json is not of the original's form (KeyError: "),
+        (ITEMS, "[3]", "item 0 of items_shuffle_1000.json is not of the original's form (TypeError: "),
+        (ITEMS, "[]", "has 0 instructions in all, too few"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, reason: str) -> None:
+    for path in FILES.iterdir():
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    monkeypatch.setenv("WEBSHOP_DATA", str(tmp_path))
+    with pytest.raises(ConfigError) as refusal:
+        open_shop()
+    assert str(refusal.value).startswith(f"WEBSHOP_DATA = {str(tmp_path)!r}: {reason}")
+    assert "github.com/princeton-nlp/WebShop" in str(refusal.value)
+
+
+def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEBSHOP_DATA", str(FILES))
+    shop = open_shop()
+    assert shop is open_shop(), "it is read once"
+    assert [product["asin"] for product in shop.products] == list(ORIGINAL)
+    trained = {task.goal for task in WebShopStream(0, StreamSettings(permanent=0, visits=1)).draw(200)}
+    held_out = {shop.need(lgen).text for lgen in NEW_LAYOUTS[:20]}
+    assert not trained & held_out
+    assert trained | held_out == {need.text for need in NEEDS}
+    monkeypatch.delenv("WEBSHOP_DATA")
+    assert open_shop() is not shop
+
+
+# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_search_stems_ranks_and_leaves_out_what_has_no_word() -> None:
+    engine = SearchEngine(list(ORIGINAL.values()))
+
+    def found(keywords: str) -> list[str]:
+        return [product["asin"][-1] for product in engine.search(keywords)]
+
+    assert found("jumpsuits") == found("JUMPSUIT") == ["2", "1"], "the shorter text first"
+    assert found("slim fit jumpsuit") == ["1", "2"]
+    assert found("lemon") == ["6"], "options are searched"
+    assert found("oil") == ["6"], "and descriptions"
+    assert found("elastic") == [], "but only the first bullet point"
+    assert found("wash") == ["2", "1"]
+    assert found("zebra") == found("the") == found("[]") == []
+    assert len(SHOP.engine.search("everyday")) == 50
+
+
+# ── the generated catalogue ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_its_size() -> None:
+    assert len(SHOP.products) == 1000
+    assert len({product["asin"] for product in SHOP.products}) == 1000
+    assert len({product["query"] for product in SHOP.products}) == 50
+    assert sum(len(need.goals) for need in needs(SHOP.products)) == 50 * 5 * 3 * 9
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    code = "import json; from crl.envs.webshop.generate import generate; print(json.dumps(generate()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == generate()
+    assert generate(1) != generate()
+
+
+def test_words_do_not_stand_for_one_another() -> None:
+    for kind in KINDS:
+        for one, other in combinations((*kind.shown, *kind.told), 2):
+            assert fuzz.token_set_ratio(one, other) <= 85, (one, other)
+            assert one not in other, "an attribute also counts where it is part of a text"
+            assert other not in one
+        for name, values in kind.options.items():
+            for value in values:
+                assert [v for v in values if matched_options({name: value}, [v]) == [True]] == [value]
+
+
+def test_a_need_names_one_product_and_its_family_misses_it_narrowly() -> None:
+    sold = {product["asin"]: product for product in SHOP.products}
+    everything = needs(SHOP.products)
+    assert len({need.text for need in everything}) == len(everything) == 750
+    for need in everything[::10]:
+        for goal in need.goals:
+            options = goal["goal_options"]
+            assert isinstance(options, dict)
+            perfect = [p for p in SHOP.products if p["query"] == goal["query"] and _score(p, goal) == 1.0]
+            assert sold[goal["asin"]] in perfect
+            assert len(perfect) <= 2, "the twin too, where it offers what is wanted and costs no more"
+            family = [p for p in SHOP.products if p["query"] == goal["query"] and goal["attributes"][0] in p["Attributes"]]
+            assert len(family) == 4
+            assert sum(0.6 <= _score(p, goal) < 1 for p in family) >= 2
+
+
+def _score(product, goal) -> float:
+    offered = {name: value for name, value in goal["goal_options"].items() if value in product["options"][name]}
+    return get_reward(product, goal, product["price"], offered)[0]
+
+
+def test_a_search_does_not_tell_a_family_apart() -> None:
+    for need in needs(SHOP.products)[::25]:
+        noun, shown, told = need.text.removeprefix("find me ").split(", ")
+        family = [p["asin"] for p in SHOP.engine.search(f"{noun} {shown}")[:4]]
+        assert need.goals[0]["asin"] in family
+        assert all(told not in text.lower() for p in SHOP.products for text in (p["Title"], p["Description"], p["BulletPoints"][0]))
+
+
+def test_needs_are_split_by_use() -> None:
+    fixed = [{SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, DEMONSTRATION_LAYOUTS, PROBE_LAYOUTS)]
+    trained = {SHOP.need(TRAIN_LAYOUTS[i * 7919]).text for i in range(4000)}
+    assert [len(texts) for texts in (*fixed, trained)] == [150, 150, 75, 375]
+    assert len(set().union(*fixed, trained)) == 750
+    assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, "each once before any comes again"
+
+
+def test_train_streams_draw_by_weight() -> None:
+    draws = Counter(SHOP.need(TRAIN_LAYOUTS[i * 104_729]).text for i in range(9000))
+    weights = {need.text: need.weight for need in needs(SHOP.products) if need.text in draws}
+    heavy = sorted(weights, key=lambda text: weights[text])[-100:]
+    expected = sum(weights[text] for text in heavy) / sum(weights.values())
+    assert sum(draws[text] for text in heavy) / 9000 == pytest.approx(expected, abs=0.02)

@@ -1,0 +1,97 @@
+"""A game whose words can be orders to misbehave, for workers to import."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from crl.envs.actions import parse_choice
+from crl.envs.base import EnvSpec, Rendering
+from crl.envs.places import PlaceStream
+from crl.errors import ConfigError
+from crl.types import StepResult, Task
+
+NUMBERS = tuple("01234567")
+
+
+class Guess:
+    def reset(self, task: Task) -> str:
+        self.secret = random.Random(task.seed).randrange(8)
+        self.guesses = 0
+        return f"Guess a number from 0 to 7. ({task.goal})"
+
+    def step(self, action: str) -> StepResult:
+        match action:
+            case "raise":
+                raise ValueError("broken dice")
+            case "exit":
+                raise SystemExit(3)
+            case "hang":
+                time.sleep(600)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "quit":
+                print("the floor is lava", file=sys.stderr, flush=True)
+                os._exit(7)
+            case "print":
+                print("chatter")
+                subprocess.run(["echo", "more chatter"], check=True)
+            case "read":
+                return StepResult(f"read {sys.stdin.read()!r}")
+            case "where":
+                return StepResult(f"{os.getpid()} {tempfile.gettempdir()}")
+            case "nothing":
+                return None  # type: ignore[return-value]
+        guess = parse_choice(action, NUMBERS)
+        if guess is None:
+            return StepResult("Answer with one number from 0 to 7.", valid=False)
+        self.guesses += 1
+        won = int(guess) == self.secret
+        return StepResult(f"{'Right' if won else 'Wrong'}, guess {self.guesses}.", reward=float(won), done=won, success=won)
+
+    def close(self) -> None: ...
+
+
+def make_guess(rendering: Rendering) -> Guess:
+    return Guess()
+
+
+def make_refused(rendering: Rendering) -> Guess:
+    raise ConfigError("tasks", "toy", "needs the extra `toy`", "Install it")
+
+
+def make_broken(rendering: Rendering) -> Guess:
+    raise OSError("no display")
+
+
+class Counter:
+    """Guesses one number after the other."""
+
+    def begin(self, goal: str, observation: str) -> None:
+        self.next = 0
+
+    def act(self) -> str:
+        return str(self.next)
+
+    def observe(self, observation: str) -> None:
+        self.next += 1
+
+
+SPEC = EnvSpec(
+    name="toy",
+    hosting="processes",
+    turns=8,
+    reward_range=(0.0, 1.0),
+    actions=NUMBERS,
+    action_format="one number from 0 to 7",
+    query_with_observation=False,
+    make_game=make_guess,
+    task_source=lambda seed, settings: PlaceStream("toy", "{place}", seed, settings),
+    eval_tasks=lambda split, n, seed, settings: (),
+    scripted_player=lambda rng: Counter(),
+)
