@@ -25,7 +25,7 @@ from crl.manager.upkeep import make_bank
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills import (
+from crl.models.drills.room import (
     DISTIL_PROMPT,
     Refinements,
     chunk,
@@ -36,7 +36,7 @@ from crl.models.drills import (
     verdict,
     verdicts,
 )
-from crl.models.walks import ASKING_WALKS, EXTRACTOR_WALKS, OFFER, Episode
+from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS, OFFER, Episode
 from crl.models.warm_start import Demonstration, demonstrated_trace
 from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment

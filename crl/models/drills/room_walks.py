@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
@@ -13,12 +12,11 @@ from crl.envs.room.game import RoomGame
 from crl.envs.room.lessons import LESSONS, from_here, lesson, true_bearing
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
 from crl.methods.parts.rollouts import ChatContext
-from crl.models.personas import STAIRS, Explorer, Pacer, Persona, Walker, adherent, showing
+from crl.models.drills.drill import draw, hit
+from crl.models.drills.room_personas import STAIRS, Explorer, Pacer, Persona, Walker, adherent, showing
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
-from crl.types import ExperienceUse, Observation, Segment, Task
-
-T = TypeVar("T")
+from crl.types import Observation, Segment, Task
 
 SCORED_TURNS = 4
 """Turns within which the stairs must be reached, as in tasks/room.toml."""
@@ -70,7 +68,7 @@ class RoomWalks:
 
     def _episode(self, game: RoomGame, task: Task, rng: random.Random) -> Episode:
         told = self._told(task, rng)
-        hint = Hit(lesson(*told), ExperienceUse("told", 1, "told", "start")) if told else None
+        hint = hit(lesson(*told), task) if told else None
         persona = self._persona(told, rng)
         *head, seen = CONTEXT.opening(task, Observation(game.reset(task)), hint)
         segments = [*head, *([OFFER] if self.offer else []), seen]
@@ -125,12 +123,6 @@ def replied(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Person
     if said == "right":
         direction = true_bearing(int(task.params["lgen"]), game.position) or direction
     return from_here(direction), adherent("exit", direction)
-
-
-def draw(shares: Sequence[tuple[T, float]], rng: random.Random) -> T:
-    """One of the values, by their shares."""
-    values, weights = zip(*shares, strict=True)
-    return rng.choices(values, weights)[0]
 
 
 PERSONAS: tuple[tuple[Callable[[], Persona], float], ...] = ((Explorer, 0.50), (Walker, 0.30), (Pacer, 0.20))

@@ -1,16 +1,13 @@
-"""What the bundled models are taught before RL: an extensible list of drills for each, a drill being a kind of demonstration.
-
-The actor sees scripted walks through rooms, most of them under advice, in some of which it may ask; and it judges lessons. The
-extractor sees what such walks come to, and answers with one lesson of a kind drawn at random: which kinds help is left to RL, but
-what a lesson says of its episode is true. It also adapts lessons to an agent on its way, and tidies up what is known of a place.
+"""The room's drills. The actor sees scripted walks through rooms, most of them under advice, in some of which it may ask; and it judges
+lessons. The extractor sees what such walks come to, and answers with one lesson of a kind drawn at random: which kinds help is left
+to RL, but what a lesson says of its episode is true. It also adapts lessons to an agent on its way, and tidies up what is known of a place.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from crl.envs.actions import COMPASS
@@ -22,10 +19,11 @@ from crl.methods.parts.asking import COMPACT_CALL, CompactRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.judging import CompactCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt
-from crl.models.walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, Episode, RoomWalks, draw
+from crl.models.drills.drill import Drill, draw, hit, op, said
+from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, Episode, RoomWalks
 from crl.models.warm_start import Demonstration
-from crl.protocols import Hit, Question
-from crl.types import ExperienceUse, Segment, Task
+from crl.protocols import Question
+from crl.types import Segment, Task
 
 DISTIL_PROMPT = CompactDistilPrompt({NAME: digest})
 REFINE_PROMPT = CompactRefinePrompt({NAME: digest})
@@ -39,15 +37,6 @@ STAIRS_AWAY = 3
 the lesson's own direction still is in 60 %."""
 
 
-@dataclass(frozen=True)
-class Drill:
-    """A kind of demonstration: `make(rng, n)` yields n of them; the recipe takes `count`."""
-
-    name: str
-    count: int
-    make: Callable[[random.Random, int], Iterator[Demonstration]]
-
-
 # ── the extractor: lessons of an episode ────────────────────────────────────────────────────────────────────────────
 
 
@@ -59,7 +48,7 @@ class RoomLessons:
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         for number, episode in enumerate(self.walks.episodes(rng, demonstration_tasks(n))):
-            yield [*distil_prompt(episode, number), _said(answer(rng.choice(list(LESSONS)), episode))]
+            yield [*distil_prompt(episode, number), said(answer(rng.choice(list(LESSONS)), episode))]
 
 
 def distil_prompt(episode: Episode, number: int = 0) -> Sequence[Segment]:
@@ -76,13 +65,13 @@ def answer(kind: str, episode: Episode) -> str:
     if kind == "exit":
         seen = stairs_direction(episode.segments)
         if seen is None:
-            return _op("return")
+            return op("return")
         text = lesson("exit", seen)
         if episode.hint and read(episode.hint.text)[0] == "exit" and episode.hint.text != text:
-            return _op("update", target=1, text=text)
-        return _op("add", text=text)
+            return op("update", target=1, text=text)
+        return op("add", text=text)
     last_move = next(segment.text for segment in reversed(episode.segments) if segment.origin == "policy")
-    return _op("add", text=lesson(kind, last_move))
+    return op("add", text=lesson(kind, last_move))
 
 
 # ── the extractor: a lesson for an agent on its way ─────────────────────────────────────────────────────────────────
@@ -98,7 +87,7 @@ class Refinements:
         for episode in self.walks.episodes(rng, demonstration_tasks(n)):
             segments = until_asked(episode, rng)
             text = found(segments, rng)
-            yield [*refine_prompt(episode.task, segments, text), _said(refinement(segments, text))]
+            yield [*refine_prompt(episode.task, segments, text), said(refinement(segments, text))]
 
 
 def until_asked(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
@@ -115,7 +104,7 @@ def found(segments: Sequence[Segment], rng: random.Random) -> str:
 
 def refine_prompt(task: Task, segments: Sequence[Segment], text: str) -> Sequence[Segment]:
     """What an extractor is told of the question in a run."""
-    return REFINE_PROMPT(Question("drill", task, "", tuple(segments)), _hit(text, task))
+    return REFINE_PROMPT(Question("drill", task, "", tuple(segments)), hit(text, task))
 
 
 def refinement(segments: Sequence[Segment], text: str) -> str:
@@ -125,11 +114,11 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
     """
     kind, direction = read(text)
     if kind != "exit" or direction is None:
-        return _op("return")
+        return op("return")
     visited = list(places(segments))
     (x, y), (dx, dy) = visited[0], COMPASS[direction]
     stairs = (x + STAIRS_AWAY * dx, y + STAIRS_AWAY * dy)
-    return _op("refine", text=from_here(bearing(visited[-1], stairs) or direction))
+    return op("refine", text=from_here(bearing(visited[-1], stairs) or direction))
 
 
 # ── the extractor: what is known of a place, tidied up ──────────────────────────────────────────────────────────────
@@ -138,7 +127,7 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
     for _ in range(n):
         entries = chunk(rng)
-        yield [*MERGE_PROMPT(entries), _said(tidied(entries))]
+        yield [*MERGE_PROMPT(entries), said(tidied(entries))]
 
 
 def chunk(rng: random.Random) -> list[Entry]:
@@ -170,11 +159,11 @@ def tidied(entries: Sequence[Entry]) -> str:
         numbers[entry.text].append(number)
     for text, same in numbers.items():
         if len(same) > 1:
-            return _op("merge", text=text, targets=same)
+            return op("merge", text=text, targets=same)
     # a credit of -credited: every episode that it guided was lost
     won = {number: e.credit > -e.credited for number, e in enumerate(entries, start=1) if e.credited and read(e.text)[0] == "exit"}
     lost = [number for number, some in won.items() if not some]
-    return _op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
+    return op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
 
 
 # ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
@@ -185,7 +174,7 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
         kind = draw((("exit", 0.5), ("walk", 0.25), ("other", 0.25)), rng)
         text = lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, rng.choice(list(COMPASS)))
         rate = rng.randint(0, 10) / 10
-        yield [*CRITIC_PROMPT(task, _hit(text, task), rate), _said(verdict(text, rate))]
+        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate))]
 
 
 def verdict(text: str, rate: float) -> str:
@@ -194,18 +183,6 @@ def verdict(text: str, rate: float) -> str:
     if kind == "exit" and rate < MASTERED:
         return "accept"
     return f"refine {lesson('exit', direction)}" if kind == "walk" and direction else "reject"
-
-
-def _said(text: str) -> Segment:
-    return Segment("assistant", text, "policy")
-
-
-def _op(kind: str, **fields: int | str | Sequence[int]) -> str:
-    return json.dumps([{"op": kind, **fields}], separators=(",", ":"))
-
-
-def _hit(text: str, task: Task) -> Hit:
-    return Hit(text, ExperienceUse("drill", 1, "drill", "start"), task.goal)
 
 
 ACTOR_DRILLS = (
