@@ -29,6 +29,8 @@ from crl.types import Completion, Observation, Sampling, StepResult, Task
 GPUS = 8
 PER_REQUEST, CAPACITY, PREFILL = 75.0, 3_363.0 * GPUS, 10_000.0 * GPUS
 """Tokens per second: decoded of one request at most, decoded of all together, read of prompts."""
+BLOCK = 16
+"""Tokens of a prefix that are shared or read together, as in vLLM."""
 TICK = 0.01
 """Seconds between two looks at the requests: of the order of a decode step."""
 SPREAD = 0.5
@@ -40,8 +42,9 @@ Request = tuple[float, int, asyncio.Future[None]]
 
 
 class LatencyModel:
-    """`crl.protocols.Engine` under continuous batching. Prompts are read one after the other, without what their session has in the
-    prefix cache; then all requests decode at the same speed, min(PER_REQUEST, CAPACITY / running).
+    """`crl.protocols.Engine` under continuous batching. Prompts are read one after the other, without what is in the prefix cache: of a
+    session what it said and was told, of a new one the blocks that an earlier first prompt begins with too. Then all requests decode at
+    the same speed, min(PER_REQUEST, CAPACITY / running).
 
     An answer is a thought and one of `answers(session)`, drawn from the request's `rng`: so is its length, log-normal about `median`
     tokens.
@@ -54,6 +57,7 @@ class LatencyModel:
         self._thought = renderer.encode("<think>\n" + THOUGHT * median)
         self._median = median
         self._cached: dict[str, int] = {}
+        self._blocks: set[int] = set()
         self._read: deque[tuple[int, int, asyncio.Future[None]]] = deque()  # tokens to read, tokens to decode, who waits
         self._decoding: list[Request] = []
         self._reach = 0.0  # tokens that a request decoded which was always there: one that came at r ends at r + its length
@@ -68,17 +72,35 @@ class LatencyModel:
         length = max(len(answer), round(draw.lognormvariate(math.log(self._median), SPREAD)))
         sampled = (*self._thought[: length - len(answer)], *answer, sampling.stop_ids[0])[: sampling.max_tokens]
         cached = self._cached.get(session or "", 0)
-        await self._served(len(ids) - cached if cached < len(ids) else len(ids), len(sampled))  # a shorter prompt begins anew
+        if not 0 < cached < len(ids):  # a shorter prompt begins anew
+            cached = self._shared(ids)
+        await self._served(len(ids) - cached, len(sampled))
         if session:
             self._cached[session] = len(ids) + len(sampled)
         finish = "stop" if sampled[-1] in sampling.stop_ids else "length"
         return Completion(sampled, (-1.0,) * len(sampled), (self.version,) * len(sampled), finish)
+
+    def forget(self) -> None:
+        """The prefix cache is empty, as after an update of the weights."""
+        self._cached.clear()
+        self._blocks.clear()
+
+    def _shared(self, ids: Sequence[int]) -> int:
+        """Tokens of a first prompt that others begin with as well, in whole blocks, less the last token, which is always read."""
+        prefix, shared = 0, 0
+        for end in range(BLOCK, len(ids), BLOCK):
+            prefix = hash((prefix, tuple(ids[end - BLOCK : end])))
+            if prefix in self._blocks:
+                shared = end
+            self._blocks.add(prefix)
+        return shared
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         return [-1.0] * (len(ids) - 1)
 
     async def update_weights(self, handle: PublishHandle) -> None:
         self.version = handle.version
+        self.forget()
 
     async def health(self) -> None:
         """A clock does not fail."""

@@ -82,12 +82,13 @@ VERDICTS = ["<answer>accept</answer>", "<answer>reject</answer>", f"<answer>refi
 
 @dataclass(frozen=True)
 class Stage:
-    """What plays: a runner whose guided episodes are judged and may ask, the bank's side of the run, and the tasks, from the first one
-    again at every call."""
+    """What plays: a runner whose guided episodes are judged and may ask, the bank's side of the run, the tasks, from the first one
+    again at every call, and what empties the engines' prefix caches."""
 
     runner: EpisodeRunner
     side: ExperienceSide
     tasks: Callable[[], TaskSource]
+    forget: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,12 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     )
     side = ExperienceSide(manager, extractor, EveryEpisode(), None, Diagnostics({}), embedder, monitor, run="bench", background=True)
     try:
-        yield Stage(runner, side, tasks)
+
+        def forget() -> None:
+            actor.forget()
+            extractor.forget()
+
+        yield Stage(runner, side, tasks, forget)
     finally:
         await manager.aclose()
         await actor.aclose()
@@ -191,7 +197,7 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             loop.source.load_state(start)
             return loop.source
 
-        yield Stage(loop.collector._runner, loop.experience, tasks)
+        yield Stage(loop.collector._runner, loop.experience, tasks, forget=lambda: None)  # nothing is shared between episodes
     monitor.close()
 
 
@@ -262,7 +268,8 @@ async def rollout(stage: Stage, arm: Arm, environments: int, step: int, learnt: 
         await stage.side.observe(learnt)
         await stage.side.complete(step, learnt)
 
-    gc.collect()  # no arm pays for what another one left
+    gc.collect()  # no arm pays for what another one left, or gains by it
+    stage.forget()
     async with lags() as late, asyncio.TaskGroup() as tasks:
         if arm.share:
             tasks.create_task(learn())

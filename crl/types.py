@@ -115,7 +115,7 @@ class TokenTrace:
 
     def __post_init__(self) -> None:
         _same_length(ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions)
-        if not set(self.mask) <= {0, 1}:
+        if self.mask.count(0) + self.mask.count(1) != len(self.mask):
             raise ValueError("the mask holds only 0 and 1")
 
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:

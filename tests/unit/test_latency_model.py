@@ -37,5 +37,15 @@ async def episode(engine: LatencyModel, turns: int = 3) -> None:
 async def test_an_episode_of_the_same_name_reads_its_prompt_anew(episodes: int) -> None:
     engine = Unclocked()
     for _ in range(episodes):
+        engine.forget()
         await episode(engine)
     assert engine.read == [100, 10, 10] * episodes
+
+
+async def test_of_a_new_session_it_reads_what_no_first_prompt_began_with() -> None:
+    engine, stop = Unclocked(), renderer().stop_ids
+    for session, last in (("a", 1), ("b", 2), ("c", 1)):
+        await engine.generate((*range(40), last), Sampling(50, stop), session=session, rng=0)
+    engine.forget()
+    await engine.generate((*range(40), 1), Sampling(50, stop), session="d", rng=0)
+    assert engine.read == [41, 41 - 32, 41 - 32, 41], "in whole blocks of 16"

@@ -111,6 +111,8 @@ def with_transcript(
 
     transcript = "\n".join(_transcript(segments))
     prompt = written(transcript)
+    if len(renderer.text(prompt).encode()) < max_tokens:
+        return prompt  # it has no more tokens than bytes, and to count them takes milliseconds
     tokens, kept = length(prompt), len(transcript)
     rest = length(written("")) if tokens > max_tokens else 0
     while tokens > max_tokens:
