@@ -245,7 +245,8 @@ def prune(
     run: Run,
     max_entries: Annotated[int | None, typer.Option(metavar="N", min=1, help="Keep the N of the best credit.")] = None,
     unused_since: Annotated[
-        int | None, typer.Option(metavar="STEP", min=0, help="Evict what was written before this step and not retrieved since.")
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="Evict what was written before this step, or in an earlier run, and not retrieved since."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:

@@ -64,6 +64,15 @@ def helped(won: int, credited: int) -> str:
     return f"{won}/{credited}" if credited else "–"
 
 
+def _step(step: int | None) -> str:
+    """– in another run."""
+    return "–" if step is None else str(step)
+
+
+def _when(step: int | None) -> str:
+    return "in an earlier run" if step is None else f"at step {step}"
+
+
 def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]) -> list[str]:
     """more: columns in front. Task and status are told where they differ, votes where there are any."""
     columns = {
@@ -71,7 +80,7 @@ def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, *
         "uid": [short[entry.uid] for entry in entries],
         "helped": [helped(entry.won, entry.credited) for entry in entries],
         "uses": [str(entry.retrieved) for entry in entries],
-        "step": [str(entry.step) for entry in entries],
+        "step": [_step(entry.step) for entry in entries],
     }
     if any(entry.votes for entry in entries):
         columns["votes"] = [f"{entry.votes:+d}" if entry.votes else "0" for entry in entries]
@@ -155,9 +164,9 @@ class Story(Written):
         yield "text"
         yield from block(entry.text)
         yield ""
-        last = "" if entry.last_returned_step is None else f", for the last time at step {entry.last_returned_step}"
+        last = f", for the last time {_when(entry.last_returned_step)}" if entry.retrieved else ""
         yield f"{_often('retrieved', entry.retrieved)}{last}"
-        yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)"
+        yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)" if entry.credited else "never credited"
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
         yield from _titled("lineage, the newest first", _versions(self.lineage, short))
@@ -172,7 +181,7 @@ class Story(Written):
         if self.eviction is None:
             return self.entry.status
         how = {"room": "to make room for", "votes": "by the votes up to", "discarded": "by", "pruned": "by"}[self.eviction.why]
-        return f"evicted at step {self.eviction.step} {how} {line(self.eviction.by or 'crl bank prune')}"
+        return f"evicted {_when(self.eviction.step)} {how} {line(self.eviction.by or 'crl bank prune')}"
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ class Told(Written):
 
     def lines(self, short: Short) -> Iterator[str]:
         told = self.refinement
-        yield f"{line(told.id)}, an answer to a question at step {told.step}"
+        yield f"{line(told.id)}, an answer to a question {_when(told.step)}"
         yield f"made from  {line(short.get(told.uid, told.uid))}@{told.version}"
         if told.text is None:
             yield "The agent was told what was found, as it stood."
@@ -207,7 +216,7 @@ def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
     if not versions:
         return []
     columns = {
-        "step": [str(version.step) for version in versions],
+        "step": [_step(version.step) for version in versions],
         "how": [version.kind for version in versions],
         "uid": [f"{short.get(version.uid, version.uid)}@{version.version}" for version in versions],
         "by": [version.by for version in versions],
@@ -218,7 +227,7 @@ def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
 
 def _uses(uses: Sequence[UseView]) -> list[str]:
     columns = {
-        "step": [str(use.step) for use in uses],
+        "step": [_step(use.step) for use in uses],
         "episode": [use.episode for use in uses],
         "version": [str(use.version) for use in uses],
         "reward": [f"{use.reward:+g}" for use in uses],
@@ -228,7 +237,7 @@ def _uses(uses: Sequence[UseView]) -> list[str]:
 
 def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
     columns = {
-        "step": [str(told.step) for told in refinements],
+        "step": [_step(told.step) for told in refinements],
         "answer": [told.id for told in refinements],
         "version": [str(told.version) for told in refinements],
         "text": ["(as it stood)" if told.text is None else told.text for told in refinements],
@@ -241,16 +250,20 @@ def _last(what: str, n: int) -> str:
 
 
 def history(uses: Sequence[UseView]) -> list[str]:
-    """Won of credited episodes by step, neighbouring steps together where there are more than PERIODS."""
-    steps = [list(group) for _, group in groupby(uses, key=lambda use: use.step)]
+    """Won of credited episodes by step, neighbouring steps together where there are more than PERIODS; those of earlier runs together."""
+    earlier = [use for use in uses if use.step is None]
+    steps = [list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None]
     size = max(1, -(-len(steps) // PERIODS))
-    periods = [[use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)]
+    periods = [earlier] if earlier else []
+    periods += [[use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)]
     names = [_period(period[0].step, period[-1].step) for period in periods]
     rates = [helped(sum(use.reward > 0 for use in period), len(period)) for period in periods]
     return [f"{name:<{max(map(len, names))}}  helped {rate}" for name, rate in zip(names, rates, strict=True)]
 
 
-def _period(first: int, last: int) -> str:
+def _period(first: int | None, last: int | None) -> str:
+    if first is None:
+        return "earlier runs"
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
@@ -264,8 +277,10 @@ def _often(what: str, n: int) -> str:
 def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     used = stats["used"]
     voted = f", {used['voted']:,} voted on" if used["voted"] else ""
+    last = "" if stats["step"] is None else f", the last at step {stats['step']}"
+    earlier = f", after {stats['earlier']:,} of earlier runs" if stats["earlier"] else ""
     rows = {
-        "bank": f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, {stats['log']:,} operations, the last at step {stats['step']}",
+        "bank": f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, {stats['log']:,} operations{last}{earlier}",
         "found by": line(stats["keys"] or "nothing yet: the run that opens it makes the vectors"),
         "used": f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, {used['credited']:,} credited{voted}",
         "operations": _counts(stats["ops"]) or "–",

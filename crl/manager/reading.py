@@ -1,5 +1,7 @@
 """A bank as people look at it: read-only, also while a run writes it.
 
+Steps are those of the run that the bank is of: of what another run did, in a bank that began with its entries, none is known.
+
 One reader sees one snapshot. SQLite's write-ahead log keeps readers and the writer out of each other's way; a reader that stays open
 for long would only make that log grow, so read first and print then.
 """
@@ -22,8 +24,8 @@ from numpy.typing import NDArray
 
 from crl.errors import ConfigError, StoreError
 from crl.manager.database import check_bank, read_only_uri, readable_rows, store_errors
-from crl.manager.records import DistilRequest, Stamp, UnitKey
-from crl.manager.tables import read_vectors
+from crl.manager.records import DistilRequest, UnitKey
+from crl.manager.tables import BEGUN, read_vectors
 from crl.types import ExperienceStatus
 
 QueueState = Literal["pending", "leased", "done", "dead"]
@@ -31,15 +33,18 @@ QueueState = Literal["pending", "leased", "done", "dead"]
 WROTE = "kind IN ('add', 'update', 'merge', 'import')"
 """Operations that made a version of an entry."""
 
+STEP = f"IIF(seq > {BEGUN} AND kind != 'import', step, NULL)"
+"""Completed actor steps at an operation; NULL where another run's clock counted them."""
+
 BINS = 5
 """Of the distribution of credit."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryView:
-    """An entry at its current version. step: completed actor steps when that was written; retrieved: c(m) of CRL eq. 6;
-    last_returned_step: None before the first time, and in a copy for another run; credited: episodes that it guided and that were
-    credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes."""
+    """An entry at its current version. step: completed actor steps when that was written, None = in another run; retrieved: c(m) of CRL
+    eq. 6; last_returned_step: None before the first time, and where the last time was in another run; credited: episodes that it guided
+    and that were credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes."""
 
     uid: str
     version: int
@@ -48,7 +53,7 @@ class EntryView:
     goal: str
     text: str
     parents: tuple[str, ...]
-    step: int
+    step: int | None
     generation: str
     retrieved: int
     last_returned_step: int | None
@@ -68,13 +73,13 @@ class EntryView:
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """A version of an entry, as the log has it. seq: its place there; kind: add, update, merge or import; by: the request that it came of,
-    or the merge."""
+    """A version of an entry, as the log has it. seq: its place there; step: completed actor steps then, None = in another run; kind: add,
+    update, merge or import; by: the request that it came of, or the merge."""
 
     seq: int
     uid: str
     version: int
-    step: int
+    step: int | None
     kind: str
     by: str
     text: str
@@ -83,9 +88,9 @@ class VersionView:
 
 @dataclass(frozen=True, slots=True)
 class UseView:
-    """A credited episode that an entry guided. step: completed actor steps when it was credited; reward: ±1."""
+    """A credited episode that an entry guided. step: completed actor steps when it was credited, None = in another run; reward: ±1."""
 
-    step: int
+    step: int | None
     episode: str
     version: int
     reward: float
@@ -94,10 +99,11 @@ class UseView:
 @dataclass(frozen=True, slots=True)
 class RefinementView:
     """An answer of the extractor to a question of an agent (search_and_ask, CRL §3.2.2). id: of its generation; step: completed actor steps
-    then; uid, version: of the entry that it was made from; text: what the agent was told, None = the entry as it stood."""
+    then, None = in another run; uid, version: of the entry that it was made from; text: what the agent was told, None = the entry as it
+    stood."""
 
     id: str
-    step: int
+    step: int | None
     uid: str
     version: int
     text: str | None
@@ -125,10 +131,11 @@ class GenerationView:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """step: completed actor steps then; by: the request whose entries needed room (why = "room") or whose answer voted it out ("votes"),
-    or the merge in which the extractor discarded it ("discarded"); None where somebody pruned the bank ("pruned")."""
+    """step: completed actor steps then, None = in another run; by: the request whose entries needed room (why = "room") or whose answer
+    voted it out ("votes"), or the merge in which the extractor discarded it ("discarded"); None where somebody pruned the bank
+    ("pruned")."""
 
-    step: int
+    step: int | None
     by: str | None
     why: Literal["room", "votes", "discarded", "pruned"]
 
@@ -248,7 +255,7 @@ class BankReader:
         return self._entries("uid = ?", fits[0])[0]
 
     def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
-        written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', step FROM log WHERE {WROTE}")
+        written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', {STEP} FROM log WHERE {WROTE}")
         steps = {(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
         votes = "votes" if version > 2 else "0 AS votes"  # there were none before
@@ -258,7 +265,7 @@ class BankReader:
         return [
             EntryView(
                 row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"], tuple(json.loads(row["parents"])),
-                steps.get((row["uid"], row["version"]), 0), row["generation"], row["retrieved"], row["last_returned_step"],
+                steps.get((row["uid"], row["version"])), row["generation"], row["retrieved"], row["last_returned_step"],
                 row["credited"], row["credit"], row["votes"],
             )
             for row in self._rows(sql, *parameters)
@@ -281,12 +288,12 @@ class BankReader:
         return [version for version in self._versions(inherits, _versions_of(uid)) if version.uid != uid]
 
     def _versions(self, where: str, *parameters: Any) -> list[VersionView]:
-        rows = self._rows(f"SELECT * FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
+        rows = self._rows(f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
         return [_version(row, json.loads(row["data"])) for row in rows]
 
     def uses(self, uid: str) -> list[UseView]:
         """The credited episodes of all its versions, in order; not those that went on without it."""
-        columns = "step, origin, data ->> 'version', data ->> 'reward'"
+        columns = f"{STEP}, origin, data ->> 'version', data ->> 'reward'"
         where = "kind = 'credit' AND data ->> 'uid' = ? AND data ->> 'reward' IS NOT NULL"
         rows = self._rows(f"SELECT {columns} FROM log WHERE {where} ORDER BY seq", uid)
         return [UseView(*row) for row in rows]
@@ -300,17 +307,17 @@ class BankReader:
         return self._refinements("data ->> 'uid' = ?", uid)
 
     def _refinements(self, where: str, *parameters: Any) -> list[RefinementView]:
-        columns = "origin, step, data ->> 'uid', data ->> 'version', data ->> 'text'"
+        columns = f"origin, {STEP}, data ->> 'uid', data ->> 'version', data ->> 'text'"
         rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'refine' AND {where} ORDER BY seq", *parameters)
         return [RefinementView(*row) for row in rows]
 
     def eviction(self, uid: str) -> Eviction | None:
         """None where the entry is not evicted."""
-        columns = "step, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
+        columns = f"{STEP}, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
         for row in self._rows(f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid):
             return Eviction(row[0], row[1], row[2])
         discards = "log, json_each(data, '$.targets') AS target WHERE kind = 'discard' AND target.value LIKE ? ESCAPE '\\'"
-        for row in self._rows(f"SELECT step, origin FROM {discards}", _versions_of(uid)):
+        for row in self._rows(f"SELECT {STEP}, origin FROM {discards}", _versions_of(uid)):
             return Eviction(row[0], row[1], "discarded")
         return None
 
@@ -345,30 +352,30 @@ class BankReader:
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stamp(self) -> Stamp:
-        """Of the last operation; zeros where there was none."""
-        rows = self._rows("SELECT step, extractor FROM log ORDER BY seq DESC LIMIT 1")
-        return Stamp(*rows[0]) if rows else Stamp(0, 0)
-
     def stats(self) -> dict[str, Any]:
-        """Figures of the whole bank.
+        """Figures of the whole bank; its operations are the run's own.
 
-        entries: by task, how many of each status, and the number of goals that active ones are about; used: of the active ones, how
-        many were ever retrieved, credited and have votes; won: how many of those that were credited have which share of won episodes, in
-        BINS equal parts of [0, 1]; ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+        log: how many operations there were; step: completed actor steps at the last one, None where that was of no run or of another
+        one; earlier: operations of other runs, with whose entries the bank began; entries: by task, how many of each status, and the
+        number of goals that active ones are about; used: of the active ones, how many were ever retrieved, credited and have votes;
+        won: how many of those that were credited have which share of won episodes, in BINS equal parts of [0, 1]; ops: by kind;
+        dropped: by reason; queue: by state; generations: kept; ready: units to train on.
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
         ((kept,),) = self._rows("SELECT COUNT(*) FROM generations")
         ((ready,),) = self._rows("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL")
-        ((seq,),) = self._rows("SELECT IFNULL(MAX(seq), 0) FROM log")
+        ((step,),) = self._rows(f"SELECT {STEP} FROM log ORDER BY seq DESC LIMIT 1") or [(None,)]
+        ops = self._pairs(f"SELECT kind, COUNT(*) FROM log WHERE seq > {BEGUN} GROUP BY kind ORDER BY kind")
+        ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {BEGUN}")
         bins = Counter(min(BINS - 1, int(BINS * entry.won / entry.credited)) for entry in active if entry.credited)
         return {
             "bank": str(self.path),
             "bytes": self.path.stat().st_size,
             "keys": self.keys().made_by,
-            "log": seq,
-            "step": self.stamp().step,
+            "log": sum(ops.values()),
+            "step": step,
+            "earlier": earlier,
             "entries": {task: _sizes([entry for entry in entries if entry.task == task]) for task in sorted({e.task for e in entries})},
             "used": {
                 "active": len(active),
@@ -377,8 +384,10 @@ class BankReader:
                 "voted": sum(entry.votes != 0 for entry in active),
             },
             "won": [bins[i] for i in range(BINS)],
-            "ops": self._pairs("SELECT kind, COUNT(*) FROM log GROUP BY kind ORDER BY kind"),
-            "dropped": self._pairs("SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' GROUP BY 1"),
+            "ops": ops,
+            "dropped": self._pairs(
+                f"SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > {BEGUN} GROUP BY 1"
+            ),
             "queue": self.queue(),
             "generations": kept,
             "ready": ready,

@@ -17,10 +17,11 @@ from crl.types import Completion, ExperienceStatus
 
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 
-_WRITTEN_AT = """
-    (SELECT step FROM log WHERE seq = written AND seq > IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0))
-"""
-"""Completed actor steps when an entry was written; NULL where that was in another run, whose clock was another one."""
+BEGUN = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
+"""The last operation of other runs, whose clocks were other ones; 0 where the bank did not begin anew."""
+
+_WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {BEGUN})"
+"""Completed actor steps when an entry was written; NULL where that was in another run."""
 
 FIRST_TO_GO: dict[Evict, str] = {
     "fifo": "written",
@@ -48,8 +49,9 @@ def last_seq(db: Connection) -> int:
 
 
 def last_stamp(db: Connection) -> Stamp:
-    """For changes that no run makes; the log must not be empty."""
-    return Stamp(*db.execute("SELECT step, extractor FROM log ORDER BY seq DESC LIMIT 1").fetchone())
+    """Of the run's last operation, for changes that no run makes; zeros before the first."""
+    row = db.execute(f"SELECT step, extractor FROM log WHERE seq > {BEGUN} ORDER BY seq DESC LIMIT 1").fetchone()
+    return Stamp(*row) if row else Stamp(0, 0)
 
 
 def fact(db: Connection, name: str) -> str | None:

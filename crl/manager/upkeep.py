@@ -40,8 +40,8 @@ def lowest_credit(entries: Sequence[EntryView], keep: int) -> list[EntryView]:
 
 
 def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
-    """Those that were written before `step` actor steps were completed, and not retrieved since."""
-    return [entry for entry in entries if entry.step < step and (entry.last_returned_step is None or entry.last_returned_step < step)]
+    """Those that were written before `step` actor steps of the run were completed, or in another run, and not retrieved since."""
+    return [entry for entry in entries if all(known is None or known < step for known in (entry.step, entry.last_returned_step))]
 
 
 async def evict(path: Path, units: Sequence[UnitKey]) -> int:

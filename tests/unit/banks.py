@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ async def a_run(folder: Path) -> None:
     await made.submit(request(2, 0, 0, note="west"))  # the goal then has one more than the cap
     await made.drain()
     await made.submit(request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),)))
+    await made.aclose()
+
+
+async def another_run(source: Path, path: Path) -> None:
+    """One step of a run that began with the entries of the bank at `source`: a use, which was lost, and an add."""
+    await ExperienceManager.start_from(source, path)
+    made = await opened(path)
+    made.advance(1)
+    (found,) = await made.search([search("Go southwest.")])
+    assert found is not None
+    await made.credit([found.use], False, episode="again/1/0/0")
+    await made.submit(replace(request(1, note="hall", of=HALL), run="again"))
+    await made.drain()
     await made.aclose()
 
 

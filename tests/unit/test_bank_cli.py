@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from banks import HALL, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from banks import HALL, another_run, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
 from doors import renderer
 from extractors import GOAL, PROMPTS, add, bank_of_version_1, hit, request, search, task, update
 from rich.cells import cell_len
@@ -413,6 +413,48 @@ def test_diff(run: Path, copy: Path):
     assert [lesson["won"] for lesson in found["both"][0]] == [1, 1]
     same = lines("diff", run, run)
     assert same[2] == "only in A 0, only in B 0, in both 5"
+
+
+# ── a bank that began with another run's entries ────────────────────────────────────────────────────────────────────
+
+
+def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    asyncio.run(another_run(run / "bank.sqlite", path))
+    assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(uids(run)) | {"again/1/0/0#0": 1}
+    assert lines("ls", path, "--task", "maze") == [
+        "uid      helped  uses  step  goal                  text",
+        "1/0/0#0       –     0     1  Leave the long hall.  Follow the left wall.",
+        "0/1/0#0       –     0     –  Leave the long hall.  Follow the left wall.",
+    ]
+    shown = lines("show", path, "0/0/0#0")
+    assert shown[6] == "retrieved 2 times, for the last time at step 1"
+    assert shown[11:13] == [
+        "     –  update  0/0/0#0@2  run/1/0/0  Go southwest.",
+        "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
+    ]
+    first = shown.index("credit over time (of all versions)")
+    assert shown[first + 1 : first + 3] == ["  earlier runs  helped 2/3", "  step 1        helped 0/1"]
+    assert "     –  run/1/0/1          1      -1" in shown
+    assert lines("show", path, "0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
+
+
+def test_what_was_retrieved_in_an_earlier_run_alone(run: Path, tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    asyncio.run(ExperienceManager.start_from(run / "bank.sqlite", path))
+    assert "retrieved once, for the last time in an earlier run" in lines("show", path, "0/0/0#0")
+
+
+def test_operations_of_earlier_runs_are_counted_apart(run: Path, tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    asyncio.run(another_run(run / "bank.sqlite", path))
+    earlier, now = parsed("stats", run), parsed("stats", path)
+    assert (now["ops"], now["dropped"]) == ({"add": 1, "credit": 1, "retrieve": 1, "submit": 1}, {})
+    assert (now["log"], now["step"], now["earlier"]) == (4, 1, earlier["log"])
+    assert (earlier["step"], earlier["earlier"]) == (2, 0)
+    assert lines("stats", path)[0].endswith(f"MiB, 4 operations, the last at step 1, after {earlier['log']} of earlier runs")
+    asyncio.run(ExperienceManager.start_from(path, tmp_path / "third.sqlite"))
+    assert lines("stats", tmp_path / "third.sqlite")[0].endswith(f"MiB, 0 operations, after {earlier['log'] + 4} of earlier runs")
 
 
 # ── while a run writes ──────────────────────────────────────────────────────────────────────────────────────────────

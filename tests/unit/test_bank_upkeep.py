@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from banks import SETTINGS, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from banks import SETTINGS, another_run, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
 from doors import renderer
 from extractors import GOAL, add, hit, logged, manager, request, search
 from hypothesis import given, settings
@@ -130,9 +130,9 @@ def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
     shown = lines("show", new, "0/0/0#0")
     assert shown[10:12] == [
         "  step  how     uid        by           text",
-        "     0  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
+        "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
-    assert "  0  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[15], "what came of an earlier version"
+    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[15], "what came of an earlier version"
     assert shown[-1].startswith("The answer that wrote it is not here: it came from elsewhere")
 
 
@@ -290,6 +290,20 @@ def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
 def test_prune_evicts_what_was_not_used_since_a_step(copy: Path):
     assert lines("prune", copy, "--unused-since", "2", "--yes") == ["evicted 2; active now 3"]
     assert set(uids(copy)) == {"run/0/0/0#0", "run/2/0/0#0", "run/2/0/0#1"}  # retrieved at step 2, and written then
+
+
+def test_what_was_used_in_an_earlier_run_alone_was_not_used_since(run: Path, tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    asyncio.run(another_run(run / "bank.sqlite", path))
+    assert lines("prune", path, "--unused-since", "1", "--yes") == ["evicted 4; active now 2"]
+    assert set(uids(path)) == {"run/0/0/0#0", "again/1/0/0#0"}  # retrieved at step 1 of this run, and written then
+
+
+def test_what_is_pruned_before_the_first_operation_of_a_run_is_pruned_by_its_clock(run: Path, tmp_path: Path):
+    path = tmp_path / "bank.sqlite"
+    asyncio.run(ExperienceManager.start_from(run / "bank.sqlite", path))
+    assert lines("prune", path, "--max-entries", "4", "--yes") == ["evicted 1; active now 4"]
+    assert lines("show", path, "0/1/0#0")[0] == "run/0/1/0#0, version 1, evicted at step 0 by crl bank prune"
 
 
 def test_prune_asks_first(copy: Path):
