@@ -51,7 +51,7 @@ class Database:
         thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
         opening = asyncio.get_running_loop().run_in_executor(thread, _open, path)
         try:
-            return cls(path, *await _to_its_end(opening), thread)
+            return cls(path, *await to_its_end(opening), thread)
         except BaseException:
             if not opening.exception():  # it is the caller that was cancelled
                 opening.result()[1].close()
@@ -114,7 +114,7 @@ class Database:
             with store_errors(target):
                 _back_up(self.connection, target)
 
-        await _to_its_end(self._on_thread(copying))
+        await to_its_end(self._on_thread(copying))
 
     async def compact(self) -> None:
         """Makes the bank one file without unused pages, for one that goes elsewhere: nothing of it is left in the log beside it.
@@ -129,13 +129,13 @@ class Database:
                 if self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()["busy"]:
                     raise StoreError(f"{self.path}: somebody reads it, so it cannot be made one file. End that reader first.")
 
-        await _to_its_end(self._on_thread(compacting))
+        await to_its_end(self._on_thread(compacting))
 
     async def aclose(self) -> None:
         """Closes the file after the transactions that have begun or wait; closing it again does nothing."""
         if not self._ending:
             self._ending = asyncio.create_task(self._end())
-        await _to_its_end(self._ending)
+        await to_its_end(self._ending)
 
     async def _end(self) -> None:
         while self._waiting or self._committing:
@@ -233,7 +233,7 @@ async def copy_database(source: Path, target: Path) -> None:
     _refuse_existing(target)
     try:
         with ThreadPoolExecutor(1) as thread:
-            await _to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+            await to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
     except asyncio.CancelledError:
         remove(target)
         raise
@@ -264,7 +264,7 @@ def _open(path: Path) -> tuple[Connection, ExitStack]:
         return connection, stack.pop_all()
 
 
-async def _to_its_end(work: asyncio.Future[T]) -> T:
+async def to_its_end(work: asyncio.Future[T]) -> T:
     """What `work` returns. A caller that is cancelled waits for it, and is cancelled then: what its thread holds is in nobody's hands
     before."""
     try:

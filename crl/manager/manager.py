@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.bank import Bank, Vector
 from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
-from crl.manager.database import copy_database, remove
+from crl.manager.database import copy_database, remove, to_its_end
 from crl.manager.distil import Distiller
 from crl.manager.duplicates import DuplicateFilter
 from crl.manager.embed import Keys
@@ -77,6 +77,7 @@ class ExperienceManager:
         self._places = asyncio.Semaphore(settings.concurrency)
         self._comparing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
+        self._ending: asyncio.Task[None] | None = None
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
         self._search_times: deque[float] = deque(maxlen=TIMES)
@@ -134,16 +135,18 @@ class ExperienceManager:
         return vectors
 
     async def aclose(self) -> None:
-        """Writes what is still in memory and closes the bank; engine and embedder stay open."""
-        while self._changes:
-            await asyncio.wait(set(self._changes))
-        try:
-            try:
-                await self._searcher.aclose()
-            finally:
-                await self._write_counts()
-        finally:
-            await self._store.aclose()
+        """Writes what is still in memory and closes the bank; engine and embedder stay open. Closing it again does nothing."""
+        if not self._ending:
+            self._ending = asyncio.create_task(self._end())
+        await to_its_end(self._ending)
+
+    async def _end(self) -> None:
+        async with AsyncExitStack() as stack:  # each of them, the last one first, whatever becomes of the others
+            stack.push_async_callback(self._store.aclose)
+            stack.push_async_callback(self._write_counts)
+            stack.push_async_callback(self._searcher.aclose)
+            while self._changes:
+                await asyncio.wait(set(self._changes))
 
     # ── the clock ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import sqlite3
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -606,6 +607,31 @@ async def test_a_bank_comes_back_as_it_was(tmp_path):
     retrieved = before[guide.use.uid][0]
     assert (retrieved.retrieved, retrieved.credited, retrieved.credit) == (1, 1, -1.0)
     assert (await again.stats())["buffer/ready"] == 1
+    await again.aclose()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_close_that_is_cancelled_closes_all_the_same(times: int, tmp_path: Path):
+    """While it waits for a change that waits for the disk."""
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."))
+    guide, disk, threads = await found(made), threading.Event(), threading.active_count()
+    made._store._database._on_thread(disk.wait)
+    crediting = asyncio.create_task(made.credit([guide.use], True, episode="run/0/0/1"))
+    await until(lambda: bool(made._changes))
+    closing = asyncio.create_task(made.aclose())
+    for _ in range(times):
+        await asyncio.sleep(0)
+        closing.cancel()
+    await asyncio.wait({closing}, timeout=0.05)
+    assert closing.done() == (times == 2), "one that is cancelled again does not wait"
+    disk.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await crediting
+    await made.aclose()
+    await until(lambda: threading.active_count() < threads)
+    again = await manager(bank(tmp_path), by_note(), SETTINGS)
+    assert [(entry.retrieved, entry.credited) for entry in again._bank.entries.values()] == [(1, 1)]
     await again.aclose()
 
 
