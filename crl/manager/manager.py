@@ -402,11 +402,16 @@ class ExperienceManager:
         """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
 
         step: completed actor steps, t of eq. 7. The units stay pending until `mark_trained`; a batch that was not marked is
-        offered again. Raises `ValueError` for n < 1.
+        offered again. Of the generations without an op, of which a batch takes few, the last `n` wait; older ones are dropped, and counted
+        as `dropped/too many malformed`. Raises `ValueError` for n < 1.
         """
         if n < 1:
             raise ValueError(f"a batch holds at least one unit, not {n}")
-        batch = choose_batch(await self._store.ready(), n, step, self._settings.credit)
+        ready = await self._store.ready()
+        if surplus := [unit.pending for unit in ready if unit.pending.malformed][:-n]:
+            await self._store.drop_malformed(surplus, self._stamp())
+            ready = await self._store.ready()
+        batch = choose_batch(ready, n, step, self._settings.credit)
         if batch is None:
             return None
         generations = await self._store.generations(unit.pending.generation for unit in batch)

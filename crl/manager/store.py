@@ -425,6 +425,17 @@ class Store:
 
         await self._database.transaction(work)
 
+    async def drop_malformed(self, surplus: Sequence[PendingUnit], stamp: Stamp) -> None:
+        """These generations without an op are not trained on."""
+
+        def work(db: Connection) -> None:
+            for pending in surplus:
+                # Beside the ops that its answer was refused for, which are counted from 0.
+                log(db, stamp, "drop", pending.generation, -1, {"reason": "too many malformed", "count": 1})
+                db.execute("UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL WHERE uid = ? AND version = ?", pending.unit)
+
+        await self._database.transaction(work)
+
     async def spent(self, before: int) -> list[str]:
         """Generations that can earn nothing any more.
 

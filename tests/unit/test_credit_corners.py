@@ -365,6 +365,22 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
     await made.aclose()
 
 
+async def test_of_answers_without_an_op_as_many_wait_as_a_batch_holds(tmp_path):
+    made = await opened(tmp_path, malformed_reward=-1.0, cooldown=0)
+    await distil(made, *(request(member=m, note="bad") for m in range(6)), *(request(group=1, member=m, note="north") for m in range(3)))
+    assert await made.take_batch(4, 1) is None
+    figures = await made.stats()
+    assert figures.items() >= {"buffer/ready": 4, "ops/malformed": 6, "dropped/too many malformed": 2}.items()
+    assert await made.take_batch(4, 1) is None
+    assert (await made.stats())["dropped/too many malformed"] == 2, "those that are left fit"
+    await made.drain()
+    assert (await made.stats())["generations"] == 4 + 3, "what was dropped is not kept"
+    for member in range(3):
+        await win(made, hit(f"run/0/1/{member}#0").use, f"{member}")
+    assert "run/0/0/2@0" in await train(made, 4, 1), "of the last four the first"
+    await made.aclose()
+
+
 # ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

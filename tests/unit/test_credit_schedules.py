@@ -99,6 +99,9 @@ class Model:
                     self.waiting.append(key)
 
     def batch(self, n: int) -> list[UnitKey]:
+        for key in [key for key in self.waiting if key.version == 0][:-n]:
+            self.waiting.remove(key)
+            self.units[key].pending.clear()
         chosen: list[UnitKey] = []
         for key in self.waiting:
             malformed = key.version == 0 and sum(other.version == 0 for other in chosen) == n // 4
