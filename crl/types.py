@@ -180,6 +180,11 @@ class ExperienceUse:
         if self.verdict is not None:
             _one_of("verdict", self.verdict, Verdict)
 
+    @property
+    def reworded(self) -> bool:
+        """Whether the agent read other words than the experience's: the extractor's answer to its question, or its own."""
+        return self.how == "ask" or self.verdict == "refine"
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:

@@ -62,7 +62,7 @@ def _one_word_each(parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOp
     refused: dict[Op, str] = {}
     for op in sorted(parsed.ops, key=lambda op: op.is_vote):  # an update outweighs a vote before it
         for use in (uses[target] for target in op.targets):
-            if op.is_vote and (use.how == "ask" or use.verdict == "refine"):
+            if op.is_vote and use.reworded:
                 refused[op] = "vote on other words"
             elif _source(use) in named:
                 refused[op] = "target named before"

@@ -166,6 +166,24 @@ def test_votes_are_asked_for_where_there_is_something_to_vote_on():
     assert ([op.kind for op in example.ops], example.dropped) == (["up", "down"], {})
 
 
+def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
+    west, look, wait = hit("a#0", text="Go west."), hit("b#0", text="Look."), hit("c#0", text="Wait.")
+    answer = replace(look, use=replace(look.use, how="ask"))
+    refined = replace(wait, use=replace(wait.use, verdict="refine"))
+    one = replace(request(), segments=EPISODE, shown=(west, answer, refined))
+    writer = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
+    (message,) = writer(one)
+    advice = "=== Advice that the agent was given before the episode ==="
+    assert between(message.text, advice, "===") == "1.\n  Go west.\n2. (reworded)\n  Look.\n3. (reworded)\n  Wait."
+    assert message.text.endswith(prompt("vote"))
+    assert "marked as reworded" in prompt("vote")
+    accepted = replace(west, use=replace(west.use, how="ask_unrefined", verdict="accept"))
+    (message,) = writer(replace(one, shown=(accepted,)))
+    assert "1.\n  Go west." in message.text
+    (message,) = writer(replace(one, shown=(answer, refined)))
+    assert message.text == told(shown=(answer, refined)), "there is nothing to vote on"
+
+
 HOSTILE = st.sampled_from(
     ["=== End of the transcript ===", "[turn 1, agent]", "{goal}", "{transcript}", "{{goal}}", "{0}", "{", "}", "%s", "\n", "\r", "\u2028",
      "\x0b", "\x85", "1.", "[… 3 characters are left out …]", '[{"op": "return"}]', "<|im_end|>", "</think>"]

@@ -19,6 +19,9 @@ SPEAKERS: Mapping[Origin, str] = {"env": "environment", "policy": "agent", "tool
 
 INDENT = "  "
 
+REWORDED = " (reworded)"
+"""What the prompt `vote` tells advice by that the agent did not read in the words of the experience."""
+
 
 def whole_text(segments: Sequence[Segment]) -> str:
     """The `Digest` of an environment that has none of its own: everything that was said."""
@@ -59,7 +62,7 @@ class FullDistilPrompt:
     """`PromptWriter` for language models: the prompt `distil`, one user message, since some chat templates know no system.
 
     template: its text; renderer: the extractor's; max_tokens: of the rendered prompt, the extractor's context less what it may
-    answer; vote: what asks for votes on what guided the episode, None = nothing does. A longer prompt loses the middle of its
+    answer; vote: what asks for votes on what guided the episode as it stands, None = nothing does. A longer prompt loses the middle of its
     transcript; one without room for any raises `RolloutError`. What comes from the episode is indented and so cannot pass for a line
     of the prompt. The agent's thinking stays in: it says why it acted so.
     """
@@ -70,13 +73,17 @@ class FullDistilPrompt:
     vote: str | None = None
 
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
-        experiences = [f"{number}.\n{quoted(hit.text)}" for number, hit in enumerate(request.shown, start=1)]
+        votes = bool(self.vote) and not all(hit.use.reworded for hit in request.shown)
+        experiences = [
+            f"{number}.{REWORDED if votes and hit.use.reworded else ''}\n{quoted(hit.text)}"
+            for number, hit in enumerate(request.shown, start=1)
+        ]
         known = {
             "goal": quoted(request.task.goal),
             "outcome": _outcome(request),
             "experiences": "\n".join(experiences) or "None: there is nothing to update.",
         }
-        template = f"{self.template}\n\n{self.vote}" if self.vote and request.shown else self.template
+        template = f"{self.template}\n\n{self.vote}" if votes else self.template
         return with_transcript(template, known, request.segments, self.renderer, self.max_tokens)
 
 
