@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import crl
-from crl.config.catalog import did_you_mean, mixture, preset_file, require_method, task_file
+from crl.config.catalog import did_you_mean, mixture, preset_file, presets, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, model_profile, resolve_model
 from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
@@ -53,6 +53,7 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
         put(tree, "bank.init", str(Path(init).expanduser().resolve()))
     config = validated(RunConfig, tree, origins=origins)
     require_method(config.method)
+    _refuse_ignored(config, chosen if preset in presets() else [start, *chosen])
     return config
 
 
@@ -63,6 +64,17 @@ class _Model:
     path: Path | None
     profile: Profile
     bundled: bool
+
+
+def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
+    """What the user gave for a part of the run that is off, unless the user also said so. A bundled preset's wait for the switch."""
+    _, keys = merge(given)
+    for key in keys:
+        section, _, name = key.partition(".")
+        switch = f"{section}.enabled"
+        if section in ("ask", "critic") and switch not in keys and not getattr(config, section).enabled:
+            reason = f"changes nothing, since {switch} is false"
+            raise ConfigError(key, getattr(getattr(config, section), name), reason, f"Add --set {switch}=true, or leave it out")
 
 
 def _model(settings: Tree, role: str) -> _Model:

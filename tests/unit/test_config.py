@@ -566,6 +566,27 @@ async def test_a_deterministic_run_waits_for_any_answer(model: Path):
             assert (await _bank_parts(config, specs(config), unseen, stack)).settings.lease == lease
 
 
+@pytest.mark.parametrize("key", ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"])
+def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Path):
+    section, _, name = key.partition(".")
+    said = f"{key} = 2: changes nothing, since {section}.enabled is false. Add --set {section}.enabled=true, or leave it out."
+    assert refusal(model, f"{key}=2").replace("2.0", "2") == said
+    assert refusal(model, f"{key}=2", options={"method": "grpo"}).replace("2.0", "2") == said
+    assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=true"), section), name) == 2
+    assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=false"), section), name) == 2, "the user knows"
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f"[compact.{section}]\n{name} = 2\n")
+    assert getattr(getattr(resolved(model, preset=str(mine)), section), name) == 2, "of a tiny model, whenever it is on"
+    mine.write_text(f"[{section}]\n{name} = 2\n")
+    assert refusal(model, preset=str(mine)).replace("2.0", "2") == said
+    assert getattr(getattr(resolved(model, f"{section}.enabled=true", preset=str(mine)), section), name) == 2
+
+
+def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):
+    dump(resolved(model, "ask.limit=2", "ask.enabled=false"), tmp_path / "config.json")
+    assert load_saved(tmp_path).config.ask.limit == 2
+
+
 def test_questions_are_off_and_few_for_tiny_models(model: Path):
     assert resolved(model).ask.questions == 0
     assert resolved(model, "ask.enabled=true").ask.questions == 1
