@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, TypeVar
 
-from crl.errors import StoreError
+from crl.errors import ConfigError, StoreError
 from crl.manager.schema import APPLICATION_ID, DAMAGED, SCHEMA_VERSION, prepare
 from crl.manager.writer import WriterClaim, beside, several_names
 
@@ -201,31 +201,40 @@ class Database:
         return outcome
 
 
-def check_bank(path: Path, *, guiding: bool) -> None:
-    """Raises `StoreError` with the reason alone when there is no bank at `path` that this crl reads, and where it shall be `guiding`,
-    when it has no active entry. The file is only read."""
+def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> None:
+    """Raises `ConfigError` when the file at `path` is no bank that this crl reads, and where it shall be `guiding`, when it has no active
+    entry. The file is only read. key: the setting that names it; remedy: what to give in its place."""
     if reason := several_names(path):
-        raise StoreError(reason)
+        raise ConfigError(key, str(path), reason, remedy)
     try:
         with closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
-            ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
-            if application != APPLICATION_ID:
-                raise StoreError("it is not a bank of crl")
-            if version > SCHEMA_VERSION:
-                raise StoreError(f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}")
-            if version < 1:
-                raise StoreError(f"its schema version {version} is one that no crl writes: the file is damaged")
-            if guiding and _is_empty(db):
-                raise StoreError("it holds no experience, and a frozen one that is empty guides nobody")
+            reason = _unreadable(db) or (_unguiding(db) if guiding else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise StoreError(f"it is not a bank of crl ({error})") from error
+        if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
+            reason = f"it was not closed, and what is in {log.name} beside it can only be read where its directory is writable"
+            raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
+        raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
+    if reason:
+        raise ConfigError(key, str(path), reason, remedy)
 
 
-def _is_empty(bank: Connection) -> bool:
+def _unreadable(db: Connection) -> str:
+    """Why this crl does not read it; empty where it does."""
+    ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
+    if application != APPLICATION_ID:
+        return "it is not a bank of crl"
+    if version > SCHEMA_VERSION:
+        return f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}"
+    return "" if version > 0 else f"its schema version {version} is one that no crl writes: the file is damaged"
+
+
+def _unguiding(bank: Connection) -> str:
     try:
-        return not bank.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1").fetchall()
+        if bank.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1").fetchall():
+            return ""
     except sqlite3.Error as error:
-        raise StoreError(f"it is damaged ({error})") from error
+        return f"it is damaged ({error})"
+    return "it holds no experience, and a frozen one that is empty guides nobody"
 
 
 async def copy_database(source: Path, target: Path) -> None:
@@ -320,11 +329,16 @@ def readable_rows(path: Path) -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    name = (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
+    name = _code(error)
     for prefix, remedy in REMEDIES.items():
         if name.startswith(prefix):
             return remedy
     return "What was acknowledged before is safe."
+
+
+def _code(error: Exception) -> str:
+    """SQLite's name of the error; that of a damaged file for what cannot be text or JSON."""
+    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
 
 
 REMEDIES = {

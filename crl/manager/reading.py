@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.errors import ConfigError, StoreError
+from crl.errors import ConfigError
 from crl.manager.database import check_bank, read_only_uri, readable_rows, store_errors
 from crl.manager.records import DistilRequest, UnitKey
 from crl.manager.tables import BEGUN, read_vectors
@@ -198,10 +198,7 @@ def require_bank(path: Path) -> None:
     remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl"
     if not path.is_file():
         raise ConfigError("bank", str(path), "there is no such file", remedy)
-    try:
-        check_bank(path, guiding=False)
-    except StoreError as error:
-        raise ConfigError("bank", str(path), str(error), remedy) from error
+    check_bank(path, "bank", remedy)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from crl.envs.host import Hosts, ThreadHost
 from crl.envs.mixture import Mixture
 from crl.envs.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
-from crl.errors import ConfigError, StoreError
+from crl.errors import ConfigError
 from crl.manager.database import check_bank
 from crl.protocols import EnvironmentPool, TaskSource
 from crl.run.evaluate import EvalSet
@@ -67,11 +67,8 @@ def require_bank(config: RunConfig) -> None:
     if config.with_experience and config.bank.init:
         if not Path(config.bank.init).is_file():
             raise ConfigError("bank.init", config.bank.init, "there is no such file", "Give the bank.sqlite of another run")
-        try:
-            check_bank(Path(config.bank.init), guiding=config.bank.frozen)
-        except StoreError as error:
-            remedy = "Give the bank.sqlite of another run, made by this version of crl"
-            raise ConfigError("bank.init", config.bank.init, str(error), remedy) from error
+        remedy = "Give the bank.sqlite of another run, made by this version of crl"
+        check_bank(Path(config.bank.init), "bank.init", remedy, guiding=config.bank.frozen)
 
 
 def require_embedder(config: RunConfig) -> None:

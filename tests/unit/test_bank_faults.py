@@ -160,6 +160,32 @@ def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: P
     assert len(list(copy.iterdir())) == 2
 
 
+KILLED = """
+import os, sqlite3, sys
+db = sqlite3.connect(sys.argv[1])
+db.execute("UPDATE entries SET text = 'Go north.' WHERE uid = 'run/0/0/0#0'")
+db.commit()
+os._exit(0)  # killed, and nothing closed
+"""
+
+
+@needs_mounts
+def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
+    """What it wrote last is in its log, which cannot be read by a reader that cannot make SQLite's index of it."""
+    subprocess.run([sys.executable, "-c", KILLED, copy / "bank.sqlite"], check=True)
+    looking = [["ls", copy], ["stats", copy], ["export", copy]]
+    whole = commands(READ_ONLY, copy, *looking)
+    assert {code for code, *_ in whole} == {0}
+    assert "Go north." in whole[0][1]
+    (copy / "bank.sqlite-shm").unlink()
+    said = (
+        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where its "
+        "directory is writable. Copy both files to such a directory and use that copy.\n"
+    )
+    assert commands(READ_ONLY, copy, *looking) == [(2, "", said)] * 3
+    assert "Go north." in bank("ls", copy).stdout
+
+
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -178,8 +178,8 @@ def test_a_table_that_is_gone(run: Path, tmp_path: Path, table: str) -> None:
 
 def test_a_frozen_run_does_not_start_from_a_bank_without_its_tables(run: Path, tmp_path: Path) -> None:
     path = changed(run, tmp_path, "DROP TABLE entries")
-    with pytest.raises(StoreError, match=r"^it is damaged \(no such table: entries\)$"):
-        check_bank(path, guiding=True)
+    with pytest.raises(ConfigError, match=r"it is damaged \(no such table: entries\)\. Choose\.$"):
+        check_bank(path, "bank.init", "Choose", guiding=True)
 
 
 async def test_rows_that_no_crl_wrote(run: Path, tmp_path: Path) -> None:
