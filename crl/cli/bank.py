@@ -26,7 +26,7 @@ Row = TypeVar("Row")
 app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a bank.sqlite file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
 TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")]
 
@@ -128,10 +128,10 @@ def search(
     rows = found[: limit or None]
     if as_json:
         _print_json([{"similarity": similarity, **_plain(entry)} for similarity, entry in rows])
-    else:
+    elif rows:
         column = [f"{similarity:.3f}" for similarity, _ in rows]
         _print(entry_table([entry for _, entry in rows], short, _width(), cosine=column))
-        _say_how_many(len(rows), len(found))
+    _say_how_many(len(rows), len(found))
 
 
 @app.command()
@@ -164,7 +164,9 @@ def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
 def dead(
     run: Run,
     episodes: Annotated[list[str] | None, typer.Argument(metavar="EPISODE", help="Those that --retry queues; default: all.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Queue them again, for when the run goes on. Not while it is running.")] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Queue them again. They wait until the run goes on. Not while it is running.")
+    ] = False,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -180,7 +182,8 @@ def dead(
     if as_json:
         _print_json({"retried": retried})
     else:
-        _print([f"{retried:,} dead {'episode is' if retried == 1 else 'episodes are'} queued again"])
+        wait = ("episode is", "it waits") if retried == 1 else ("episodes are", "they wait")
+        _print([f"{retried:,} dead {wait[0]} queued again; {wait[1]} until the run goes on" if retried else "no episode is dead"])
 
 
 @app.command()
@@ -334,13 +337,13 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
 
 
 def _print_rows(found: list[Row], limit: int, as_json: bool, table: Callable[[list[Row]], list[str]]) -> None:
-    """The first `limit` (0: all) of what was found, as JSON or as a table with how many there are."""
+    """The first `limit` (0: all) of what was found, as JSON or as a table; how many there are goes to stderr."""
     rows = found[: limit or None]
     if as_json:
         _print_json(rows)
-    else:
+    elif rows:
         _print(table(rows))
-        _say_how_many(len(rows), len(found))
+    _say_how_many(len(rows), len(found))
 
 
 def _embedder(file: Path) -> EmbedderSection:

@@ -155,7 +155,10 @@ def test_what_is_left_out_is_said_beside_the_rows(run: Path):
     assert result.stdout.splitlines()[0] == "uid      helped  uses  step  goal                                text", "one task: no column"
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "2 of 4; --limit 0 for all\n"
-    assert bank("ls", run, "--task", "none").stderr == "there is none\n"
+    assert bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr == "2 of 4; --limit 0 for all\n"
+    for command in (["ls", run], ["search", run, "west"]):
+        nothing = bank(*command, "--task", "none")
+        assert (nothing.stdout, nothing.stderr) == ("", "there is none\n")
 
 
 def test_a_bank_file_is_as_good_as_its_run(run: Path):
@@ -524,7 +527,7 @@ def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_pat
         parsed(*command)
     assert len(lines("export", path)) == 1 + 3
     assert path.read_bytes() == before
-    assert lines("dead", path, "--retry") == ["1 dead episode is queued again"]
+    assert lines("dead", path, "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     assert uids(path, "--status", "all", "--sort", "age") == written

@@ -39,7 +39,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def test_the_dead_can_be_tried_again(copy: Path):
-    assert lines("dead", copy, "--retry") == ["1 dead episode is queued again"]
+    assert lines("dead", copy, "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
     assert [one["id"] for one in parsed("queue", copy)] == ["run/0/0/3", "run/2/1/0"]
     assert parsed("dead", copy) == []
 
@@ -53,7 +53,7 @@ def test_the_dead_can_be_tried_again(copy: Path):
 
     figures = asyncio.run(go_on())
     assert (figures["queue/pending"], figures["queue/dead"], figures["queue/done"]) == (0, 0, 9)
-    assert lines("dead", copy, "--retry") == ["0 dead episodes are queued again"]
+    assert lines("dead", copy, "--retry") == ["no episode is dead"]
 
 
 def test_some_of_the_dead_can_be_tried_again(copy: Path):
@@ -65,9 +65,9 @@ def test_some_of_the_dead_can_be_tried_again(copy: Path):
     assert unknown == f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; crl bank dead lists them.\n"
     assert "named for --retry alone" in refused("dead", copy, "run/2/1/0")
     assert parsed("dead", copy) == before
-    assert lines("dead", copy, "--retry", "run/2/1/0") == ["1 dead episode is queued again"]
+    assert lines("dead", copy, "--retry", "run/2/1/0") == ["1 dead episode is queued again; it waits until the run goes on"]
     assert [one["id"] for one in parsed("queue", copy)] == ["run/2/1/0"]
-    assert lines("dead", copy, "run/0/0/3", "--retry") == ["1 dead episode is queued again"]
+    assert lines("dead", copy, "run/0/0/3", "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
 
 
 def test_what_dies_twice_can_be_tried_twice(copy: Path):
