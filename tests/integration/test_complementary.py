@@ -371,6 +371,10 @@ def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None
     assert sorted((origin, data["uid"]) for origin, data in credited) == sorted(uses)
     last = metrics(run, "bank")[-1]
     assert (last["queue/done"], last["ops/submit"]) == (16, 16), "the other run's are not counted again"
+    listed = json.loads(crl("bank", "ls", run, "--status", "all", "--limit", 0, "--json").stdout)
+    assert {(entry["uid"].startswith(f"{mark}/"), entry["step"]) for entry in listed} == {(False, None), (True, 1)}
+    stats = json.loads(crl("bank", "stats", run, "--json").stdout)
+    assert (stats["ops"]["submit"], stats["step"], stats["earlier"]) == (16, 1, rows(source, "SELECT COUNT(*) FROM log")[0][0])
 
 
 def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> None:
