@@ -12,8 +12,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,10 +24,10 @@ from hypothesis import strategies as st
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION
-from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Stamp, UnitKey, Vote, Write
+from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Refined, Stamp, UnitKey, Vote, Write
 from crl.manager.snapshots import TABLES
 from crl.manager.store import Store
-from crl.types import Completion
+from crl.types import Completion, Verdict
 
 AT = Stamp(4, 2)
 HERE = Path(__file__).parent
@@ -44,7 +45,7 @@ def contents(path: Path) -> dict[str, list[Any]]:
 # ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit search train prune embed merge vote"
+KINDS = "submit lease release return bad fail bury revive credit judge refine search train prune embed merge vote"
 HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
 RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
 
@@ -67,6 +68,13 @@ def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
     merges = (Write(0, "Go about.", (0, 1), np.ones(3, np.float32), targets),) if len(targets) > 1 and n != 1 else ()
     discards = ((1, tuple(chunk[2:3])),) if len(chunk) > 2 and n != 1 else ()
     return Merged(generation, merges, discards, {"not JSON": 1}, malformed=not (merges or discards))
+
+
+def refined(n: int) -> Refined:
+    """With n = 1 what was found is to stay as it is; with n = 2 nothing usable is said."""
+    generation = Generation(f"question {n}", 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    text, dropped = ("Two rooms west.", {}) if n == 0 else (None, {"not JSON": 1} if n == 2 else {})
+    return Refined(generation, hit(f"run/0/0/{n}#0").use, text, (0, 2) if text else (0, 0), dropped, malformed=n == 2)
 
 
 async def take(store: Store, step: Step) -> None:
@@ -97,6 +105,12 @@ async def take(store: Store, step: Step) -> None:
             await store.retry_dead()
         case "credit":
             await store.credit(f"episode {n}", [Credit.of(hit(unit.uid).use, True)], AT)
+        case "judge":
+            use = hit(unit.uid, generation=f"question {n}").use
+            judged = replace(use, verdict=get_args(Verdict)[n]), replace(use, how="ask", verdict="refine")
+            await store.credit(f"judged {n}", [Credit.of(one, n > 0) for one in judged], AT)
+        case "refine":
+            await store.refine(refined(n), AT, RULES)
         case "search":
             await store.retrieved({unit: (n + 1, n)}, AT)
         case "train":
@@ -597,4 +611,5 @@ def test_a_process_killed_thousands_of_times_loses_nothing_and_repeats_nothing(s
 
 @pytest.mark.soak
 def test_a_process_killed_before_each_statement_loses_nothing_and_repeats_nothing() -> None:
-    expect_nothing_lost(killed("statements", 1))
+    """Before each under one of the three rules of eviction."""
+    expect_nothing_lost(killed("statements", len(EVICTED)))
