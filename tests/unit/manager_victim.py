@@ -4,13 +4,14 @@
                                                        life that goes back to the snapshot of an earlier one
     python manager_victim.py DIR storm KILLS SEED      killed at random instants, up to three times in a row
 
-Prints as JSON how many lives were killed, in how many banks, and what differed. Each life is a fork of this process, which opens no
-bank itself.
+Each under every rule of eviction. Prints as JSON how many lives were killed, in how many banks, what differed, and what a life leaves
+under each rule. Each life is a fork of this process, which opens no bank itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -20,20 +21,29 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from extractors import PROMPTS, ScriptedEngine, WordEmbedder, add, hit, request, search, update
+from extractors import PROMPTS, ScriptedEngine, WordEmbedder, add, hit, request, search, task, update
 
 from crl.errors import RolloutError, TransientError
-from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
-from crl.types import Completion, Sampling, Segment
+from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager.records import Evict
+from crl.protocols import Hit, Question
+from crl.types import Completion, Sampling, Segment, Verdict
 
 ANSWERS = {
-    "two": add("Go west.", "Then go north.", "Mind the trap."),
+    "three": add("Go west.", "Then go north.", "Mind the trap."),
     "better": update("Go southwest."),
     "late": update("Go southeast."),
+    "again": add("Then go north.", "Take the stairs."),
+    "elsewhere": add("Swim.", "Climb the mast.", "Wait for low tide."),
+    "down": '[{"op": "down", "target": 1}]',
+    "up": '[{"op": "up", "target": 1}]',
     "none": "Hm.",
+    "lost?": '[{"op": "refine", "text": "Two rooms north."}]',
 }
 
 MERGE = json.dumps([{"op": "merge", "targets": [1, 2], "text": "Go south, then west."}, {"op": "discard", "target": 3}])
@@ -41,6 +51,10 @@ MERGE = json.dumps([{"op": "merge", "targets": [1, 2], "text": "Go south, then w
 
 def reply(prompt: str) -> str:
     return MERGE if prompt.startswith("merge") else ANSWERS[prompt.split()[-1]]
+
+
+def write_refine(question: Question, found: Hit) -> list[Segment]:
+    return [Segment("user", f"{found.text}\n{question.query}", "task")]
 
 
 class Characters:
@@ -76,15 +90,16 @@ class Extractor(ScriptedEngine):
 
 
 SETTINGS = ManagerSettings(
-    cap=3, attempts=6, backoff=0.0, credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
-    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
+    cap=3, size=5, vote_out=2, duplicate=0.95, attempts=6, backoff=0.0, credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
+    distil=DistilSettings(key_text_weight=0.5), retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
 )  # fmt: skip
 
 
-async def life(path: Path) -> None:
+async def life(path: Path, evict: Evict) -> None:
     """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does."""
     renderer: Any = Characters()
-    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, PROMPTS, SETTINGS, seed=0)
+    prompts, settings = replace(PROMPTS, refine=write_refine), replace(SETTINGS, evict=evict)
+    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, prompts, settings, seed=0)
     manifest = path.with_name("manifest")
     if manifest.exists():
         await manager.rollback(checkpoint := int(manifest.read_text()))
@@ -97,47 +112,96 @@ async def life(path: Path) -> None:
     await manager.aclose()
 
 
-GUIDED = hit("run/0/0/0#0")
+GUIDED, BETTER = hit("run/0/0/0#0"), hit("run/0/0/0#0", 2, "Go southwest.", "run/0/0/1")
+NORTH, TRAP = hit("run/0/0/0#1", text="Then go north."), hit("run/0/0/0#2", text="Mind the trap.")
+STAIRS, SWIM = hit("run/1/0/0#1", text="Take the stairs."), hit("run/1/1/0#0", text="Swim.")
+SHORE = task(goal="Reach the shore.")
 
 
 async def until_the_checkpoint(manager: ExperienceManager) -> None:
+    """What is repeated here changes nothing; a clock, and what may not be repeated, goes by the log."""
+    if await has_done(manager, "retrieve"):
+        manager.advance(1)
     await asyncio.gather(
-        manager.submit(request(member=0, note="two")),
+        manager.submit(request(member=0, note="three")),
         manager.submit(request(member=1, note="better", shown=(GUIDED,))),
         manager.submit(request(member=2, note="broken")),
+        manager.submit(request(member=3, note="hopeless")),
     )
     await manager.drain()
-    await manager.credit([GUIDED.use], True, episode="run/0/0/1")
-    await manager.submit(request(member=3, note="none"))  # open at the checkpoint
+    await credit(manager, "run/0/1/0", True, GUIDED, (TRAP, "accept"))
+    await credit(manager, "run/0/1/1", False, BETTER, (NORTH, "reject"))
+    manager.advance(1)
+    if not await has_done(manager, "retrieve"):
+        await manager.search([search("Then go north.")])
+        await manager.flush()
+    refined = await manager.refine(question(1, "lost?"), NORTH)
+    await manager.refine(question(2, "none"), NORTH)
+    await credit(manager, "run/1/2/0", True, (refined, "refine"))
+
+    await manager.submit(request(1, 0, note="again"))
+    await manager.submit(request(1, 1, note="elsewhere", of=SHORE))
+    await manager.drain()
+    for member, (note, voted_on) in enumerate([("down", STAIRS), ("down", STAIRS), ("up", SWIM), ("down", GUIDED)]):
+        await manager.submit(request(1, 3, member, note=note, shown=(voted_on,)))
+    await manager.drain()
+    if not await has_done(manager, "train"):
+        await train(manager)
+    if not await has_done(manager, "chunk"):
+        await manager.merge()
+    await manager.submit(request(1, 4, note="none"))  # open at the checkpoint
 
 
 async def after_it(manager: ExperienceManager, checkpoint: int) -> None:
-    """A further operation has its place here, what the extractor says to it in `reply`; what it leaves is compared by `left_behind`."""
-    manager.advance(1)
-    await manager.search([search()])
+    """A further operation has its place here and above, what the extractor says to it in `reply`; what it leaves is compared by
+    `left_behind`."""
+    manager.advance(2)
+    await manager.search([search(group=1)])
     await manager.flush()
-    for member, note in enumerate(["late", "hopeless", "two"]):
-        await manager.submit(request(1, member=member, note=note, shown=(GUIDED,)))
+    for member, note in enumerate(["late", "hopeless", "three"]):
+        await manager.submit(request(2, member=member, note=note, shown=(GUIDED,)))
     await manager.snapshot()
     await manager.drain()
-    await manager.credit([GUIDED.use], False, episode="run/1/0/0")
+    refined = await manager.refine(question(3, "lost?"), GUIDED)
+    await credit(manager, "run/2/1/0", False, GUIDED, (refined, "refine"))
     await manager.snapshot(kept=[checkpoint])
+    await manager.submit(request(2, 3, note="down", shown=(hit("run/2/0/2#0"),)))
+    await manager.drain()
     await manager.merge()
-    (found,) = await manager.search([search(group=1)])
+    (found,) = await manager.search([search(group=2)])
     assert found
-    await manager.credit([found.use], True, episode="run/1/1/0")
-    while samples := await manager.take_batch(1, 3):
-        await manager.mark_trained([sample.id for sample in samples], 3)
+    await credit(manager, "run/2/2/0", True, (found, "accept"))
+    while await train(manager):
+        pass
     manager.advance(99)
     await manager.flush()
+
+
+def question(number: int, query: str) -> Question:
+    return Question(f"run/train/1/2/0/{number}", task(), query, ())
+
+
+async def credit(manager: ExperienceManager, episode: str, success: bool, *uses: Hit | tuple[Hit, Verdict]) -> None:
+    judged = [one if isinstance(one, tuple) else (one, None) for one in uses]
+    await manager.credit([replace(hit.use, verdict=verdict) for hit, verdict in judged], success, episode=episode)
+
+
+async def train(manager: ExperienceManager) -> bool:
+    samples = await manager.take_batch(1, 3)
+    await manager.mark_trained([sample.id for sample in samples or ()], 3)
+    return bool(samples)
+
+
+async def has_done(manager: ExperienceManager, kind: str) -> bool:
+    return bool((await manager.stats()).get(f"ops/{kind}"))
 
 
 def left_behind(path: Path) -> dict[str, list[Any]]:
     """The bank's content, without what only says when."""
     queries = {
         "entries": "SELECT uid, version, text, task, goal, parents, status, hex(vector) FROM entries",
-        "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step, credited, credit, pending_count,
-                    pending_sum, ready IS NULL FROM units""",
+        "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step, credited, credit, votes,
+                    pending_count, pending_sum, ready IS NULL FROM units""",
         "generations": "SELECT id, hex(sampled), head, c_train, t_last FROM generations",
         "requests": "SELECT id, state, reason, payload FROM requests",
         "facts": "SELECT name, value FROM facts",
@@ -147,7 +211,7 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
         return {name: sorted(map(repr, db.execute(sql))) for name, sql in queries.items()}
 
 
-def live(path: Path, *, before: int | None = None, after: float | None = None) -> bool:
+def live(path: Path, evict: Evict, *, before: int | None = None, after: float | None = None) -> bool:
     """One life in a process of its own, killed before a statement or after so many seconds; True when it came to its end."""
     child = os.fork()
     if child == 0:
@@ -155,7 +219,7 @@ def live(path: Path, *, before: int | None = None, after: float | None = None) -
         try:
             if before is not None:
                 arm(before)
-            asyncio.run(life(path))
+            asyncio.run(life(path, evict))
             code = 0
         finally:
             os._exit(code)
@@ -188,14 +252,15 @@ def arm(kill_before: int) -> None:
 
 
 class Watch:
-    """Counts kills and compares what is left."""
+    """Counts kills and compares what is left, under one rule of eviction."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, evict: Evict) -> None:
         self._folder = folder
+        self._evict: Evict = evict
         self.killed = self.banks = 0
         self.different: list[Any] = []
         begin = time.monotonic()
-        live(path := self.fresh("whole"))
+        live(path := self.fresh("whole"), evict)
         self.seconds = time.monotonic() - begin
         self.expected = left_behind(path)
 
@@ -209,34 +274,37 @@ class Watch:
         return self._folder / name / "bank.sqlite"
 
     def kill(self, path: Path, **when: Any) -> bool:
-        killed = not live(path, **when)
+        killed = not live(path, self._evict, **when)
         self.killed += killed
         return killed
 
     def finish(self, path: Path, name: Any) -> None:
         """The last life of a bank runs to its end."""
-        live(path)
+        live(path, self._evict)
         self.banks += 1
         if left_behind(path) != self.expected:
-            self.different.append(name)
+            self.different.append((self._evict, name))
 
 
-def statements(watch: Watch, stride: int) -> None:
-    def kill_before_each(fresh: Callable[[], Path], name: str) -> int:
-        before = 1
+def statements(watches: Sequence[Watch], stride: int) -> None:
+    def kill_before_each(watch: Watch, first: int, fresh: Callable[[], Path], name: str) -> int:
+        before = first
         while watch.kill(path := fresh(), before=before):
             watch.finish(path, (name, before))
             before += stride
         return before - stride
 
-    last = kill_before_each(watch.fresh, "at first")
-    watch.kill(late := watch.fresh("late"), before=last - 5)
-    kill_before_each(lambda: watch.fresh(start=late.parent), "going back")
+    for i, watch in enumerate(watches):
+        first = 1 + i * stride // len(watches)  # their lives are alike: each is killed where the others are not
+        last = kill_before_each(watch, first, watch.fresh, "at first")
+        watch.kill(late := watch.fresh("late"), before=last - 5)
+        kill_before_each(watch, first, partial(watch.fresh, start=late.parent), "going back")
 
 
-def storm(watch: Watch, kills: int, seed: int) -> None:
-    rng = random.Random(seed)
-    while watch.killed < kills:
+def storm(watches: Sequence[Watch], kills: int, seed: int) -> None:
+    rng, turns = random.Random(seed), itertools.cycle(watches)
+    while sum(watch.killed for watch in watches) < kills:
+        watch = next(turns)
         path = watch.fresh()
         delays = [rng.uniform(0, watch.seconds) for _ in range(rng.randint(1, 3))]
         for delay in delays:
@@ -245,9 +313,16 @@ def storm(watch: Watch, kills: int, seed: int) -> None:
 
 
 def main(folder: str, how: str, *numbers: str) -> None:
-    watch = Watch(Path(folder))
-    {"statements": statements, "storm": storm}[how](watch, *map(int, numbers))
-    print(json.dumps({"killed": watch.killed, "banks": watch.banks, "different": watch.different, "left": watch.expected}))
+    rules: tuple[Evict, ...] = get_args(Evict)
+    watches = [Watch(Path(folder), evict) for evict in rules]
+    {"statements": statements, "storm": storm}[how](watches, *map(int, numbers))
+    report = {
+        "killed": sum(watch.killed for watch in watches),
+        "banks": sum(watch.banks for watch in watches),
+        "different": [one for watch in watches for one in watch.different],
+        "left": {evict: watch.expected for evict, watch in zip(rules, watches, strict=True)},
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

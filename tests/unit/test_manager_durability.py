@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -11,8 +12,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,10 +24,10 @@ from hypothesis import strategies as st
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION
-from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Stamp, UnitKey, Vote, Write
+from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Refined, Stamp, UnitKey, Vote, Write
 from crl.manager.snapshots import TABLES
 from crl.manager.store import Store
-from crl.types import Completion
+from crl.types import Completion, Verdict
 
 AT = Stamp(4, 2)
 HERE = Path(__file__).parent
@@ -43,7 +45,7 @@ def contents(path: Path) -> dict[str, list[Any]]:
 # ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit search train prune embed merge vote"
+KINDS = "submit lease release return bad fail bury revive credit judge refine search train prune embed merge vote"
 HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
 RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
 
@@ -66,6 +68,13 @@ def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
     merges = (Write(0, "Go about.", (0, 1), np.ones(3, np.float32), targets),) if len(targets) > 1 and n != 1 else ()
     discards = ((1, tuple(chunk[2:3])),) if len(chunk) > 2 and n != 1 else ()
     return Merged(generation, merges, discards, {"not JSON": 1}, malformed=not (merges or discards))
+
+
+def refined(n: int) -> Refined:
+    """With n = 1 what was found is to stay as it is; with n = 2 nothing usable is said."""
+    generation = Generation(f"question {n}", 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    text, dropped = ("Two rooms west.", {}) if n == 0 else (None, {"not JSON": 1} if n == 2 else {})
+    return Refined(generation, hit(f"run/0/0/{n}#0").use, text, (0, 2) if text else (0, 0), dropped, malformed=n == 2)
 
 
 async def take(store: Store, step: Step) -> None:
@@ -96,6 +105,12 @@ async def take(store: Store, step: Step) -> None:
             await store.retry_dead()
         case "credit":
             await store.credit(f"episode {n}", [Credit.of(hit(unit.uid).use, True)], AT)
+        case "judge":
+            use = hit(unit.uid, generation=f"question {n}").use
+            judged = replace(use, verdict=get_args(Verdict)[n]), replace(use, how="ask", verdict="refine")
+            await store.credit(f"judged {n}", [Credit.of(one, n > 0) for one in judged], AT)
+        case "refine":
+            await store.refine(refined(n), AT, RULES)
         case "search":
             await store.retrieved({unit: (n + 1, n)}, AT)
         case "train":
@@ -549,19 +564,35 @@ def killed(how: str, *numbers: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+BY_CAP, BY_SIZE, BY_VOTES = {"for": "run/1/0/0"}, {"for": "run/1/1/0"}, {"for": "run/1/3/1", "reason": "votes"}
+EVICTED = {
+    "fifo": {"run/0/0/0#1": BY_CAP, "run/0/0/0#2": BY_SIZE, "run/1/0/0#1": BY_VOTES},
+    "lru": {"run/0/0/0#2": BY_CAP, "run/0/0/0#0": BY_SIZE, "run/1/0/0#1": BY_VOTES},
+    "credit": {"run/0/0/0#0": BY_CAP, "run/0/0/0#1": BY_SIZE, "run/1/0/0#1": BY_VOTES},
+}
+"""Of what was there before the checkpoint, what went by each rule, and why."""
+
+DONE = {
+    "submit", "dead", "drop", "malformed", "add", "update", "up", "down", "evict", "refine", "credit", "retrieve", "train", "chunk",
+    "merge", "discard",
+}  # fmt: skip
+STATES = ["done"] * 2 + ["dead"] * 2 + ["done"] * 8 + ["dead"] + ["done"] * 2
+
+
 def expect_nothing_lost(report: dict[str, Any]) -> None:
     assert report["different"] == []
-    left = report["left"]
-    assert [row.split("'")[3] for row in left["requests"]] == ["done", "done", "dead", "done", "done", "dead", "done"]
-    active = [row.count("'active'") for row in left["entries"]]
-    assert active == [1, 0, 0, 0, 0, 0, 0, 0], "what the merge made"
-    kinds = sorted(row.split("'")[1] for row in left["log"])
-    wanted = ["submit"] * 7 + ["dead"] * 2 + ["drop", "malformed", "update", "chunk", "merge", "discard"] + ["evict"] * 4 + ["add"] * 7
-    assert kinds == sorted(wanted + ["retrieve"] * 2 + ["credit"] * 3 + ["train"] * 4)
+    for rule, left in report["left"].items():
+        assert [ast.literal_eval(row)[1] for row in left["requests"]] == STATES
+        log = [ast.literal_eval(row) for row in left["log"]]
+        assert {kind for _, kind, *_ in log} == DONE, "every kind of operation is done"
+        evicted = {origin: json.loads(data) for _, kind, origin, _, data in log if kind == "evict"}
+        assert EVICTED[rule] == {uid: data for uid, data in evicted.items() if data["for"].startswith("run/1/")}
+        said = {json.loads(data).get(key) for *_, data in log for key in ("reason", "verdict")}
+        assert said >= {"near duplicate", "stale target", "accept", "refine", "reject"}
 
 
 def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing() -> None:
-    report = killed("statements", 7)
+    report = killed("statements", 50)
     expect_nothing_lost(report)
     assert report["killed"] > 80
 
@@ -580,4 +611,5 @@ def test_a_process_killed_thousands_of_times_loses_nothing_and_repeats_nothing(s
 
 @pytest.mark.soak
 def test_a_process_killed_before_each_statement_loses_nothing_and_repeats_nothing() -> None:
-    expect_nothing_lost(killed("statements", 1))
+    """Before each under one of the three rules of eviction."""
+    expect_nothing_lost(killed("statements", len(EVICTED)))

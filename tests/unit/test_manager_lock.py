@@ -90,9 +90,7 @@ async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
     return history
 
 
-@settings(max_examples=300)
-@given(PLANS)
-async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(plans):
+async def expect_its_promises_kept(plans: Sequence[Plan]) -> None:
     lock = ReadWriteLock()
     history = await play(plans, lock)
     assert not history.inside
@@ -101,6 +99,19 @@ async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_f
         assert in_order or plans[first].kind == plans[second].kind == "read", "somebody was passed"
     async with asyncio.timeout(1), lock.write():  # free again
         pass
+
+
+@settings(max_examples=300)
+@given(PLANS)
+async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(plans):
+    await expect_its_promises_kept(plans)
+
+
+@pytest.mark.soak
+@settings(max_examples=20_000, deadline=None)
+@given(PLANS)
+async def test_the_lock_keeps_its_promises_in_thousands_of_schedules(plans):
+    await expect_its_promises_kept(plans)
 
 
 async def test_readers_are_inside_together():
