@@ -405,10 +405,17 @@ def test_the_time_that_is_left():
 ENTER, LEAVE, SHOW, HIDE = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h", "\x1b[?25l"
 
 APPLICATION = """
-import asyncio, signal, sys, time
+import asyncio, signal, sys, threading, time
 from contextlib import closing
 from crl.cli.dashboard import Dashboard
 from crl.monitor.snapshot import RunInfo
+
+drawn = threading.Event()
+
+class Watched(Dashboard):
+    def _frame(self):
+        drawn.set()
+        return super()._frame()
 
 def wait():
     print("waiting")  # is kept, like the notes
@@ -426,10 +433,12 @@ def fail():
     sys.stderr.write("ing\\n")
     raise RuntimeError("it broke")
 
-with closing(Dashboard(RunInfo("one", "grpo", ("room",), 5))) as screen:
+with closing(Watched(RunInfo("one", "grpo", ("room",), 5))) as screen:
     screen.note("the [bold]header[/bold]\\n  of the run")
     screen.log(1, "train", {"rollout/success": 0.5})
-    time.sleep(0.6)  # some frames
+    for _ in range(2):  # when the second frame from here begins, the first is on the screen
+        drawn.clear()
+        drawn.wait(30)
     {action}
     screen.note("the summary")
 print("after")
