@@ -75,7 +75,7 @@ async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
     """The collector at work; nothing of it is left afterwards."""
     task = asyncio.create_task(part.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield task
     finally:
         task.cancel()
@@ -88,7 +88,7 @@ async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
 async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory]]:
     """Every batch of a run, each completed as soon as it is there. A collector that dies ends the waiting for its batches."""
     batches = []
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(part.run())
         while part.completed_steps < steps:
             batches.append(await part.batch(part.completed_steps))
