@@ -238,7 +238,7 @@ def test_what_a_process_host_refuses() -> None:
 
 PARENT = """
 import asyncio
-import sys; sys.path.insert(0, "tests/unit")
+import sys; sys.path.insert(0, sys.argv[1])
 from test_process_host import TASK, begun, hosting, process_of
 
 async def main():
@@ -253,7 +253,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
