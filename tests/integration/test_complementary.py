@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from crl.modeling import checksum, load_model, load_tokenizer, named_weights, st
 from crl.monitor.plain import SECONDS, PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import Bank, Model, Rollout, _followed
+from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
 from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
-from crl.types import Segment
+from crl.types import RolloutPlan, Segment, Task, Trajectory
 
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
@@ -41,6 +43,7 @@ SIZES = (
 )  # fmt: skip
 """Every step visits each of four rooms: from the second on there is something to retrieve."""
 STEPS = 3
+NO_EVAL = ("tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0")
 
 
 def train(run: Path, *sets: str, steps: int = STEPS, seed: int = 0, code: int = 0) -> Result:
@@ -103,6 +106,20 @@ def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@contextmanager
+def decided() -> Iterator[None]:
+    """Every other group of the training succeeds, whatever is played: there is something to learn from what lessons were worth."""
+    play = EpisodeRunner.play
+
+    async def judged(runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
+        played = await play(runner, key, task, plan)
+        return replace(played, success=key.group % 2 == 0) if key.purpose == "train" else played
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(EpisodeRunner, "play", judged)
+        yield
+
+
 def steps_of(run: Path) -> int:
     return len(metrics(run, "train"))
 
@@ -142,14 +159,27 @@ def test_the_bundled_models_work_together(either: Path) -> None:
     last = metrics(either, "bank")[-1]
     assert last["ops/add"] > 20
     assert sum(bool(t["used"]) for t in episodes(either)) > 5
-    assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
+
+
+@pytest.mark.parametrize("mode", [DETERMINISTIC, ("rollout.max_staleness=1", "bank.queue_size=16")], ids=["deterministic", "concurrent"])
+def test_the_extractor_learns_from_what_its_lessons_were_worth(mode: tuple[str, ...], tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", 7
+    with decided():
+        train(run, *mode, "extractor.cooldown=0", "eval.probe_every=0", *NO_EVAL, steps=steps)
+    trained = metrics(run, "extractor")
+    assert trained[-1]["extractor/updates"] > 1
+    assert trained[0]["extractor/reference_kl"] == pytest.approx(0, abs=1e-4), "it is held to its start"
+    assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], "and moves away from it all the same"
+    assert not any("actor/reference_kl" in line for line in metrics(run, "train")), "off by default"
+    assert not equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
 
 
 async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(tmp_path: Path, tiny_extractor: Path) -> None:
     config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC])
     start = checksum(named_weights(load_model(tiny_extractor, torch.device("cpu"))))
     async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
-        await loop.run()
+        with decided():
+            await loop.run()
         assert loop.experience is not None
         assert loop.evaluator._online is not None
         trained = loop.experience._engine
@@ -328,7 +358,7 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     assert dump(again / "bank.sqlite") == dump(done / "bank.sqlite")
     for role in ("actor", "extractor"):
         assert equal_weights(again / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}")
-        assert not equal_weights(done / f"checkpoints/{STEPS}/{role}", resolve_model(f"tiny-{role}")), "and it has learnt something"
+    assert not equal_weights(done / f"checkpoints/{STEPS}/actor", resolve_model("tiny-actor")), "and it has learnt something"
 
 
 def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
@@ -421,13 +451,6 @@ def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
     assert any(len(uids) == 2 for uids in used.values()), "the two guided members of a group were told different things"
 
 
-def test_models_are_held_to_their_start_as_the_config_says(done: Path) -> None:
-    held = [line["extractor/reference_kl"] for line in metrics(done, "extractor")]
-    assert held[0] == pytest.approx(0, abs=1e-4)
-    assert held[-1] > held[0], "and moves away from it all the same"
-    assert not any("actor/reference_kl" in line for line in metrics(done, "train")), "off by default"
-
-
 def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
@@ -456,7 +479,7 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
             if line.startswith("train     2/"):
                 break
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
     step = metrics(run, "train")[-1]["step"]
     assert f"{step} steps in" in output
@@ -504,9 +527,9 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
 
 def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
     """Place by place; what is left of the bank is what the log says."""
-    train(tmp_path / "run", *DETERMINISTIC, "extractor.merge_every=1")
+    train(tmp_path / "run", *DETERMINISTIC, "extractor.merge_every=1", "eval.probe_every=0", *NO_EVAL, steps=2 * STEPS)
     bank = tmp_path / "run" / "bank.sqlite"
-    assert len(log(bank, "chunk")) >= 2 * STEPS
+    assert len(log(bank, "chunk")) >= 4 * STEPS
     merged = {data["uid"] for _, data in log(bank, "merge")}
     assert merged
     assert merged <= {uid for (uid,) in rows(bank, "SELECT uid FROM entries")}

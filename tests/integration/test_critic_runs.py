@@ -89,7 +89,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
 @pytest.fixture(scope="module")
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
     run = tmp_path_factory.mktemp("background") / "run"
-    return run, judged_run(run, "rollout.max_staleness=1", "retrieval.per=rollout")
+    # step 4 begins when step 1 is distilled
+    return run, judged_run(run, "rollout.max_staleness=1", "retrieval.per=rollout", "bank.queue_size=16", steps=6)
 
 
 @pytest.fixture(params=["judged", "concurrent"])

@@ -404,7 +404,7 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
             if line.startswith("train     2/"):
                 break
         process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
     assert "interrupted" in output
     step = metrics(run, "train")[-1]["step"]
@@ -421,7 +421,7 @@ def test_a_run_interrupted_before_it_begins_ends_in_order(number: signal.Signals
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run ")
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 130
     assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), "it was not killed: what was open is closed"
 
@@ -435,7 +435,7 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run ")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 130
     assert "KeyboardInterrupt" in (run / "log.txt").read_text()
 

@@ -40,7 +40,7 @@ async def serving(model: PreTrainedModel, *, max_batch: int = 8, max_context: in
     """An engine, and a bound on the test's patience: whatever hangs, fails."""
     engine = TorchEngine(model, max_batch=max_batch, max_context=max_context, version=version)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield engine
     finally:
         await engine.aclose()
@@ -90,7 +90,7 @@ class Passes:
 
     def _wait(self) -> None:
         self._loop.call_soon_threadsafe(self._held.set)
-        assert self._go.wait(10)
+        assert self._go.wait(60)
         self._go.clear()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ def some_tasks() -> list[Task]:
     return [*SMALL_NEW[:4], *alfworld.eval_tasks("new", 2, 0, SETTINGS), *SmallStream(1, SETTINGS).draw(2)]
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(history=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=4), task=st.integers(0, 7))
 def test_the_same_task_is_the_same_episode_after_any_history(
     players: dict[Rendering, alfworld.Game], history: list[tuple[int, int]], task: int

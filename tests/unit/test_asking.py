@@ -335,7 +335,7 @@ def test_questions_are_searched_and_refined_in_the_order_of_the_names(delays: li
     async def play() -> list[str]:
         events.clear()
         engine = Noted(renderer(), lambda text: "ask" if "This one." not in text and len(text) % 2 else "wait")
-        async with house() as home, asyncio.timeout(20):
+        async with house() as home, asyncio.timeout(60):
             run = runner(engine, home.host, sampler=Waves(engine), context=COMPACT, limits=LIMITS, retriever=Slow())
             keys = [replace(KEY, member=member) for member in range(len(delays))]
             tasks = [replace(TASK, goal="Open it" + "!" * (member % 2)) for member in range(len(delays))]

@@ -249,7 +249,7 @@ async def test_with_its_last_episode_a_question_is_given_up() -> None:
         run = runner(engine, home.host, sampler=waves, retriever=Shelf(), judge=critic(waves))
         run.join(key(0))
         playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await until(lambda: bool(engine.critiques))
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -309,7 +309,7 @@ async def play_waves(plans: Sequence[Sequence[Member]], delays: Sequence[int], c
     for at, _ in members:
         waves.join(at.session)
         judge.join(at)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         tasks = [asyncio.create_task(member(waves, judge, at, plan)) for at, plan in members]
         if cancelled_after is not None:
             await passes(cancelled_after)
@@ -436,7 +436,7 @@ async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
             run = runner(engine, home.host, retriever=Shelf(), judge=critic(Direct(engine)), context=context)
             playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
             await begun.wait()
-            await settled()
+            await (settled() if observed else until(lambda engine=engine: bool(engine.critiques)))
             assert len(engine.critiques) == (not observed)
             resume.set()
             assert (await playing).success

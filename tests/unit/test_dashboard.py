@@ -405,20 +405,27 @@ def test_the_time_that_is_left():
 ENTER, LEAVE, SHOW, HIDE = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h", "\x1b[?25l"
 
 APPLICATION = """
-import asyncio, signal, sys, time
+import asyncio, signal, sys, threading, time
 from contextlib import closing
 from crl.cli.dashboard import Dashboard
 from crl.monitor.snapshot import RunInfo
 
+drawn = threading.Event()
+
+class Watched(Dashboard):
+    def _frame(self):
+        drawn.set()
+        return super()._frame()
+
 def wait():
     print("waiting")  # is kept, like the notes
-    time.sleep(30)
+    time.sleep(120)
 
 async def stopped():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print("waiting")
-    await asyncio.wait_for(stop.wait(), 30)
+    await asyncio.wait_for(stop.wait(), 120)
     screen.note("stopped")
 
 def fail():
@@ -426,10 +433,12 @@ def fail():
     sys.stderr.write("ing\\n")
     raise RuntimeError("it broke")
 
-with closing(Dashboard(RunInfo("one", "grpo", ("room",), 5))) as screen:
+with closing(Watched(RunInfo("one", "grpo", ("room",), 5))) as screen:
     screen.note("the [bold]header[/bold]\\n  of the run")
     screen.log(1, "train", {"rollout/success": 0.5})
-    time.sleep(0.6)  # some frames
+    for _ in range(2):  # when the second frame from here begins, the first is on the screen
+        drawn.clear()
+        drawn.wait(60)
     {action}
     screen.note("the summary")
 print("after")
@@ -454,7 +463,7 @@ def in_terminal(*command: str, **environment: str) -> Iterator[tuple[subprocess.
 
 def read(descriptor: int, until: str | None = None) -> str:
     """What the terminal was sent, to its end or until there is `until`."""
-    seen, deadline = b"", time.monotonic() + 30
+    seen, deadline = b"", time.monotonic() + 120
     while time.monotonic() < deadline and (until is None or until not in seen.decode("utf-8", "ignore")):
         try:
             chunk = os.read(descriptor, 65536)
@@ -481,7 +490,7 @@ def test_the_terminal_is_given_back(action, number, code, says):
             seen = read(terminal, until="waiting")
             process.send_signal(number)
         seen += read(terminal)
-        assert process.wait(30) == code
+        assert process.wait(120) == code
     assert seen.index(ENTER) < seen.rindex(LEAVE)
     assert seen.count(ENTER) == 1
     assert seen.rindex(HIDE) < seen.rindex(SHOW)

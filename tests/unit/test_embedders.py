@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import copytree
@@ -422,15 +423,25 @@ async def test_an_endpoint_that_goes_away_fails_the_search(serve, tmp_path: Path
     embedder.close()
 
 
+def read_terminal(screen: int) -> bytes:
+    """The next that was sent there; nothing once the other side is closed."""
+    try:
+        return os.read(screen, 1 << 16)
+    except OSError:
+        return b""
+
+
 def test_in_a_terminal_progress_is_a_bar():
     code = "with embedding_progress(print)(4) as advance:\n    advance(3)\n    advance(1)"
     screen, terminal = pty.openpty()
     command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"}, timeout=120, check=True)
-    os.close(terminal)
-    shown = os.read(screen, 1 << 16).decode()
+    surroundings = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=surroundings) as process:
+        os.close(terminal)
+        shown = b"".join(iter(partial(read_terminal, screen), b"")).decode()
+        said, _ = process.communicate()
     os.close(screen)
-    assert done.stdout == b""
+    assert (process.returncode, said) == (0, b"")
     assert "embedding the bank" in shown
     assert "100%" in shown
 

@@ -439,11 +439,19 @@ async def test_a_game_that_cannot_begin() -> None:
 
 
 async def test_a_hanging_game_becomes_an_error_trajectory() -> None:
-    async with house(deadline=0.1) as home:
-        trajectory = await outcome(home, scripted("wait", "hang"))
+    async with house() as home:
+        patient = home.host.crew.deadline
+
+        def hang(prompt: str) -> str:
+            if script("wait", "hang")(prompt) == "hang":
+                home.host.crew.deadline = 0.1
+            return script("wait", "hang")(prompt)
+
+        trajectory = await outcome(home, ScriptedEngine(renderer(), hang))
         assert trajectory.error == "env: doors: step overran its deadline of 0.1 s"
         assert trajectory.turns == 1
         assert lent(home.host) == 0
+        home.host.crew.deadline = patient
         assert (await outcome(home, scripted("open"))).success
 
 

@@ -448,10 +448,13 @@ async def test_in_the_background_a_step_does_not_wait_for_the_merge(tmp_path: Pa
         running = tasks.create_task(made.side.run())
         await made.side.observe([episode(0, group, 0) for group in range(3)])
         await made.bank.drain()
-        for step in (1, 2, 3):
-            await made.side.complete(step, [])
-            await asyncio.sleep(0.01)
-        assert (engine.merges, (await made.bank.stats())["merge/skipped"]) == (1, 2)
+        await made.side.complete(1, [])
+        await until(lambda: engine.merges == 1)
+        for skipped in (1, 2):
+            await made.side.complete(1 + skipped, [])
+            while (await made.bank.stats()).get("merge/skipped") != skipped:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert engine.merges == 1
         engine.gate.set()
         await until(lambda: len(made.bank._bank.entries) == 2)
         running.cancel()

@@ -71,7 +71,7 @@ async def database(tmp_path: Path):
 
 
 async def gathered(database: Database, *works: Work) -> list[Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await asyncio.gather(*(database.transaction(work) for work in works), return_exceptions=True)
 
 
@@ -157,7 +157,7 @@ async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
     wanted = [f"{i:03d}" for i in range(GROUP + 5)]
     works = [asyncio.create_task(database.transaction(fact(name))) for name in wanted]
     await asyncio.sleep(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await database.aclose()
         assert await asyncio.gather(*works) == wanted
     assert names(tmp_path / "bank.sqlite") == wanted
@@ -185,8 +185,9 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(turns: int
         await asyncio.wait({caller})
         if not caller.cancelled():
             continue  # it was faster
-        await asyncio.sleep(0.01)  # a thread that was told to end, ends
-        assert set(threading.enumerate()) <= threads
+        for thread in set(threading.enumerate()) - threads:  # one that was told to end, ends
+            thread.join(60)
+            assert not thread.is_alive()
         assert not (tmp_path / f"copy-{turns}.sqlite").exists()
 
 
@@ -210,14 +211,14 @@ except KeyboardInterrupt:
     print("interrupted")
 """
     sqlite3.connect(tmp_path / "source.sqlite").close()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.stdout, result.stderr) == ("interrupted\n", "")
 
 
 async def test_a_closed_bank_says_so_and_keeps_nobody_waiting(tmp_path):
     database = await Database.open(tmp_path / "bank.sqlite")
     await database.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for call in (database.transaction(lambda db: None), database.rows("SELECT 1"), database.backup(tmp_path / "copy.sqlite")):
             with pytest.raises(StoreError, match="the bank is closed"):
                 await call

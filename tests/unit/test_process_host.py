@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import toy_games
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_games import NUMBERS, SPEC
 
@@ -51,7 +51,7 @@ async def process_of(environment: ProcessEnvironment) -> int:
 def is_running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second when it ends between opening and reading
         return False
 
 
@@ -59,7 +59,7 @@ def is_there(folder: str) -> bool:
     return Path(folder).is_dir()
 
 
-def wait_for_end(process: int, seconds: float = 20.0) -> bool:
+def wait_for_end(process: int, seconds: float = 120.0) -> bool:
     until = time.monotonic() + seconds
     while is_running(process) and time.monotonic() < until:
         time.sleep(0.05)
@@ -153,7 +153,8 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: s
         lost = [e for e, home in zip(environments, homes, strict=True) if home == homes[0]]
         kept = [e for e, home in zip(environments, homes, strict=True) if home != homes[0]]
         assert len(lost) == len(kept) == 2
-        lost[0].worker.deadline = 0.5
+        if misdeed == "hang":
+            lost[0].worker.deadline = 0.5
         calls = [lost[0].step(misdeed), lost[1].step("1"), kept[0].step("hm")]
         first, second, third = await asyncio.gather(*calls, return_exceptions=True)
         for error in (first, second):
@@ -176,8 +177,8 @@ async def test_a_worker_that_dies_while_nobody_plays_costs_no_episode() -> None:
         process = await process_of(environment)
         await host.release(environment)
         os.kill(process, signal.SIGKILL)
-        assert wait_for_end(process)
-        await asyncio.sleep(0.2)  # the loop hears of it
+        assert environment.worker._process
+        await environment.worker._process.wait()  # the loop has heard of it
         assert await process_of(await begun(host)) != process
         assert host.failures == 0
 
@@ -237,7 +238,7 @@ def test_what_a_process_host_refuses() -> None:
 
 PARENT = """
 import asyncio
-import sys; sys.path.insert(0, "tests/unit")
+import sys; sys.path.insert(0, sys.argv[1])
 from test_process_host import TASK, begun, hosting, process_of
 
 async def main():
@@ -252,17 +253,18 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
         assert all(os.getsid(worker) == worker for worker in workers), "Ctrl-C reaches the parent alone"
         parent.send_signal(how)
-        parent.wait(30)
+        parent.wait(120)
     assert all(wait_for_end(worker) for worker in workers)
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8)
 @given(
     scripts=st.lists(st.lists(st.sampled_from(["0", "7", "hm", "raise", "die", "quit"]), min_size=1, max_size=5), min_size=1, max_size=8),
     processes=st.integers(1, 3),
