@@ -5,8 +5,8 @@
 Every task that comes with `crl`, as language models play it, in the host that a run has, each number of episodes in a process of its
 own; and 512 rooms, 512 visits to the shop and 64 households at once in one process and its workers. All episodes are lent a game, then
 reset together and played together, again and again: they replay what the scripted player did in 32 tasks of the `new` eval, in turn, so
-that beyond 16 episodes no worker has a household's game translated when it is reset (members of a group would). Nothing else runs, no model thinks: a run
-waits for its actor most of the time.
+that beyond 16 episodes no worker has a household's game translated when it is reset (of a group's members the first two have not).
+Nothing else runs, no model thinks: a run waits for its actor most of the time.
 
 make: milliseconds per game, until all are made, imports included. reset: milliseconds per reset, of all together, so also what one
 costs when many want one. steps/s: of all together. memory: MiB that the process and its workers hold more than before the first game

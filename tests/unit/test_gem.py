@@ -242,5 +242,6 @@ def test_a_run_trains_on_the_real_package(tmp_path: Path):
     assert len(episodes) == 2 * 16
     assert {(episode["task"], episode["error"]) for episode in episodes} == {("guess", None)}
     assert all(1 <= episode["turns"] <= 3 for episode in episodes)
-    assert all("guess" in episode["segments"][0]["text"].lower() for episode in episodes)
+    told = [next(segment["text"] for segment in episode["segments"] if segment["origin"] == "env") for episode in episodes]
+    assert all(text.startswith("You are playing Guess The Number.") for text in told)
     assert len({segment["text"] for episode in episodes for segment in episode["segments"] if segment["origin"] == "policy"}) > 4
