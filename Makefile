@@ -7,12 +7,13 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup setup-dev train test soak lint format models clean
 
-## setup: install crl into .venv
+## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# ALFWorld's planner is built by a script that calls `python`.
+$(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable . --constraint constraints.txt
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --editable '.[alfworld]' --constraint constraints.txt
 	touch $@
 
 setup-dev: $(VENV)/installed-dev

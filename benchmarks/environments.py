@@ -2,13 +2,16 @@
 
     python benchmarks/environments.py --out benchmarks/results/environments.json
 
-Every environment that comes with `crl` and is installed, in the host that a run has, each number of episodes in a process of its own.
-All episodes are lent a game, then reset together and played together, again and again: they replay what the scripted player did in
-16 tasks of the `new` eval, in the rendering of the run. Nothing else runs, no model thinks: a run waits for its actor most of the time.
+Every task that comes with `crl`, as language models play it, in the host that a run has, each number of episodes in a process of its
+own; and 512 rooms, 512 visits to the shop and 64 households at once in one process and its workers. All episodes are lent a game, then
+reset together and played together, again and again: they replay what the scripted player did in 32 tasks of the `new` eval, in turn, so
+that beyond 16 episodes no worker has a household's game translated when it is reset (of a group's members the first two have not).
+Nothing else runs, no model thinks: a run waits for its actor most of the time.
 
 make: milliseconds per game, until all are made, imports included. reset: milliseconds per reset, of all together, so also what one
 costs when many want one. steps/s: of all together. memory: MiB that the process and its workers hold more than before the first game
-was made (shared pages counted once); per episode: what each of the episodes beyond the row before it added.
+was made (shared pages counted once); per episode: what each of the episodes beyond the row before it added; in all: with the
+interpreter and what it had imported before.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,67 +33,77 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common import write_results
 
-from crl.config import load
+from crl.config import RunConfig, TaskConfig, load
+from crl.config.catalog import mixture, task_file, tasks
+from crl.config.load import task_settings
 from crl.envs.base import StreamSettings, play
-from crl.envs.registry import get_spec, names
-from crl.errors import ConfigError
+from crl.envs.registry import get_spec
 from crl.protocols import Environment
 from crl.run.tasks import environment_pool, specs
 from crl.types import Task
 
 EPISODES = (16, 64, 256, 512)
 QUICK_EPISODES = (2, 4)
-TASKS = 16
-CALLS = 1024
+TOGETHER = {"room": 512, "webshop": 512, "alfworld": 64}
+"""Episodes of each task of the mixture."""
+TASKS = 32
+CALLS = 128
 """Episodes that a row plays at least, over its rounds."""
 
 Row = dict[str, Any]
 Script = tuple[Task, tuple[str, ...]]
 
 
+def as_language_models_play(names: Sequence[str]) -> RunConfig:
+    """A run of these tasks in their full rendering."""
+    played = {name: TaskConfig.model_validate(task_settings(task_file(name), "full")) for name in names}
+    return load(["room"]).model_copy(update={"tasks": played})
+
+
 def scripts(name: str, n: int) -> list[Script]:
-    """What the scripted player does in n eval tasks. Raises `ConfigError` where the environment lacks something."""
-    config = load([name])
-    spec, task = get_spec(config.tasks[name].env), config.tasks[name]
+    """What the scripted player does in n eval tasks."""
+    task = as_language_models_play([name]).tasks[name]
+    spec = get_spec(task.env)
     game = spec.make_game(task.rendering)
     try:
-        tasks = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
+        drawn = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
         players = (spec.scripted_player(random.Random(i)) for i in range(n))
-        return [(t, play(game, t, player, task.turns).actions) for t, player in zip(tasks, players, strict=True)]
+        return [(t, play(game, t, player, task.turns).actions) for t, player in zip(drawn, players, strict=True)]
     finally:
         game.close()
 
 
-def measure(name: str, played: Sequence[Script], episodes: int, calls: int) -> Row:
-    return asyncio.run(_measure(name, played, episodes, calls))
+def measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int) -> Row:
+    """played, episodes: by the task's name."""
+    return asyncio.run(_measure(played, episodes, calls))
 
 
-async def _measure(name: str, played: Sequence[Script], episodes: int, calls: int) -> Row:
-    config = load([name])
-    mine = [played[i % len(played)] for i in range(episodes)]
+async def _measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int) -> Row:
+    config = as_language_models_play(list(episodes))
+    mine = [played[name][i % len(played[name])] for name, n in episodes.items() for i in range(n)]
     async with AsyncExitStack() as stack:
         pool = environment_pool(config, specs(config), stack)
         before = memory()
-        made, games = await timed(lambda i: pool.acquire(mine[i][0]), episodes)
+        made, games = await timed(lambda i: pool.acquire(mine[i][0]), len(mine))
         resets, steps, count = [], [], 0
-        for _ in range(-(-calls // episodes)):
-            resets.append((await timed(lambda i: games[i].reset(mine[i][0]), episodes))[0])
-            seconds, taken = await timed(lambda i: replay(games[i], mine[i][1]), episodes)
+        for _ in range(-(-calls // len(mine))):
+            resets.append((await timed(lambda i: games[i].reset(mine[i][0]), len(mine)))[0])
+            seconds, taken = await timed(lambda i: replay(games[i], mine[i][1]), len(mine))
             steps.append(sum(taken) / seconds)
             count += sum(taken)
-        held = memory() - before
+        after = memory()
         for game in games:
             await pool.release(game)
-    milliseconds = 1e3 / episodes
+    milliseconds = 1e3 / len(mine)
     return {
-        "environment": name,
-        "rendering": config.tasks[name].rendering,
-        "episodes": episodes,
+        "tasks": dict(episodes),
+        "episodes": len(mine),
         "make_ms": made * milliseconds,
         "reset_ms": statistics.median(resets) * milliseconds,
         "steps_per_s": statistics.median(steps),
         "steps": count,
-        "memory_mib": held,
+        "memory_mib": after - before,
+        "in_all_mib": after,
     }
 
 
@@ -125,45 +138,47 @@ def _proportional_kib(pid: int) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'':<14}{'episodes':>9}{'make ms':>10}{'reset ms':>10}{'steps/s':>10}{'memory MiB':>12}{'per episode':>13}"]
+    lines = [
+        f"{'':<12}{'episodes':>9}{'make ms':>10}{'reset ms':>10}{'steps/s':>10}{'memory MiB':>12}{'per episode':>13}{'in all MiB':>12}"
+    ]
     previous: Row | None = None
     for row in rows:
-        more = previous if previous and previous["environment"] == row["environment"] else {"memory_mib": 0.0, "episodes": 0}
+        more = previous if previous and previous["tasks"].keys() == row["tasks"].keys() else {"memory_mib": 0.0, "episodes": 0}
         each = (row["memory_mib"] - more["memory_mib"]) / (row["episodes"] - more["episodes"])
+        name = next(iter(row["tasks"])) if len(row["tasks"]) == 1 else "together"
         lines.append(
-            f"{row['environment']:<14}{row['episodes']:>9}{row['make_ms']:>10.1f}{row['reset_ms']:>10.2f}{row['steps_per_s']:>10,.0f}"
-            f"{row['memory_mib']:>12,.0f}{each:>13.2f}"
+            f"{name:<12}{row['episodes']:>9}{row['make_ms']:>10.1f}{row['reset_ms']:>10.2f}{row['steps_per_s']:>10,.0f}"
+            f"{row['memory_mib']:>12,.0f}{each:>13.2f}{row['in_all_mib']:>12,.0f}"
         )
         previous = row
     return "\n".join(lines)
 
 
-def measured(environments: Sequence[str], episodes: Sequence[int], calls: int) -> list[Row]:
-    """A row for every environment and number of episodes, each measured in a fresh process."""
-    rows = []
-    for name in environments:
-        try:
-            played = scripts(name, min(TASKS, max(episodes)))
-        except ConfigError as error:
-            print(f"{name} is left out: {error}")
-            continue
-        for n in episodes:
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-                rows.append(fresh.submit(measure, name, played, n, calls).result())
-    return rows
+def measured(names: Sequence[str], rows: Sequence[Mapping[str, int]], calls: int) -> list[Row]:
+    """Each row (episodes by the task's name) measured in a fresh process."""
+    played = {name: scripts(name, TASKS) for name in names}
+    results = []
+    for episodes in rows:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+            results.append(fresh.submit(measure, {name: played[name] for name in episodes}, episodes, calls).result())
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("environments", nargs="*", default=names(), help="default: all")
+    parser.add_argument("tasks", nargs="*", help="default: all")
     parser.add_argument("--quick", action="store_true", help="2 and 4 episodes, once: shows that it runs")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
-    episodes, calls = (QUICK_EPISODES, 1) if arguments.quick else (EPISODES, CALLS)
-    rows = measured(arguments.environments, episodes, calls)
-    print(table(rows))
+    names = arguments.tasks or [name for name in tasks() if not mixture(task_file(name))]
+    counts, calls = (QUICK_EPISODES, 1) if arguments.quick else (EPISODES, CALLS)
+    rows = [{name: n} for name in names for n in counts]
+    if TOGETHER.keys() <= set(names):
+        rows.append({name: 1 for name in TOGETHER} if arguments.quick else TOGETHER)
+    results = measured(names, rows, calls)
+    print(table(results))
     if arguments.out:
-        write_results(arguments.out, {"rows": rows})
+        write_results(arguments.out, {"rows": results})
 
 
 if __name__ == "__main__":

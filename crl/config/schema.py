@@ -74,7 +74,7 @@ class RolloutSection(Section):
     env_processes: Count = 2
     """processes that step environments which need some of their own (ALFWorld), about 100 MB each; started when they are needed"""
     env_deadline: Annotated[float, Field(gt=0)] = 60.0
-    """seconds that one environment reset or step may take before its episode is given up"""
+    """seconds that one environment reset or step may take before its episode is given up; the start of a process has 60 at least"""
 
 
 class OptimizerSection(Section):

@@ -107,6 +107,15 @@ class Advisor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Data:
+    """What an environment is played on. official: whether published figures are of it too; hint: how users get to the official data."""
+
+    what: str
+    official: bool
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvSpec:
     """What an environment declares.
 
@@ -123,6 +132,7 @@ class EnvSpec:
     revisit(task, visit): the task's place under held-out dynamics of its own; None where places do not persist.
     digest(segments): an episode in few words, read off its texts alone, for tiny extractors; None: its whole texts.
     extra: the extra of `crl` that it needs, named as the module that it brings; empty: none.
+    data(): what it is played on here and now, for an environment with official data. Raises `ConfigError` for what users named in vain.
     advisor, probe_tasks(n): the truth for diagnostics, and the tasks of the advice probe; None and empty where there is no such truth.
     """
 
@@ -142,6 +152,7 @@ class EnvSpec:
     advisor: Advisor | None = None
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
     extra: str = ""
+    data: Callable[[], Data] | None = None
 
 
 def refusal(rendering: Rendering, actions: Sequence[str]) -> str:

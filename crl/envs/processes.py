@@ -4,8 +4,9 @@
 games and plays one call at a time, each under a deadline. A game that raises costs its episode. A worker that dies or overruns the
 deadline costs the episodes that have their game there; the next episode gets a new worker.
 
-Workers are fresh interpreters: they inherit neither this process's memory nor its main module, and no helper process stands
-between. They form sessions of their own, so Ctrl-C reaches this process alone, and end when it ends, however it does.
+Workers are fresh interpreters, not forks of multiprocessing's server: they inherit neither this process's memory nor its main module,
+and no helper process stands between that could outlive it or die first. They form sessions of their own, so Ctrl-C reaches this
+process alone, and end when it ends, however it does.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from crl.types import Observation, StepResult, Task
 
 _Key = tuple[EnvSpec, Rendering]
 
+STARTING = 60.0
+"""Seconds that the making of a game may take, however short the deadline."""
+
 _FAREWELL = 5.0
 """Seconds that a dismissed worker has to end by itself."""
 
@@ -41,9 +45,9 @@ class ProcessHost:
     """An `EnvironmentPool` of games that live in worker processes.
 
     `tasks` maps a task's name to its environment and rendering; an environment's `make_game` must be importable by its name. At most
-    `processes` workers, started when they are needed; a call may take `deadline` seconds, the making of a game included, and the wait
-    for its worker not. `scratch`: where this process's folder of temporary game files goes (default: the system's); stale ones there
-    are swept now.
+    `processes` workers, started when they are needed. A reset or step may take `deadline` seconds, the wait for its worker not counted;
+    the making of a game, for which a worker may have to start and to import the environment, at least `STARTING`. `scratch`: where this
+    process's folder of temporary game files goes (default: the system's); stale ones there are swept now.
 
     `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up.
     """
@@ -66,7 +70,8 @@ class ProcessHost:
         self.failures = 0
         self.replaced = 0
         self._tasks = dict(tasks)
-        self._limit, self._deadline, self._scratch = processes, deadline, scratch_folder(scratch)
+        self.deadline = deadline
+        self._limit, self._scratch = processes, scratch_folder(scratch)
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()
@@ -118,7 +123,7 @@ class ProcessHost:
             worker.retire()
         least = min(self._workers, key=lambda worker: worker.lent, default=None)
         if least is None or (least.lent and len(self._workers) < self._limit):
-            least = _Worker(self._scratch / f"worker-{next(self._numbers)}", self._deadline, self._count_lost)
+            least = _Worker(self._scratch / f"worker-{next(self._numbers)}", self._count_lost)
             self._workers.append(least)
         return least
 
@@ -148,13 +153,14 @@ class ProcessEnvironment:
         """Closes the game for good; what goes wrong with that concerns nobody any more."""
         game, self.game = self.game, None
         if game is not None:
-            self.worker.post((game, "close", ()))
+            self.worker.post((game, "close", ()), self._host.deadline)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self.game is None:
             raise RolloutError("env", f"{self.spec.name}: this game has failed, was closed or given back")
         try:
-            value, error = await self.worker.post((self.game, method, arguments))
+            deadline = max(self._host.deadline, STARTING) if method == "make" else self._host.deadline
+            value, error = await self.worker.post((self.game, method, arguments), deadline)
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -181,6 +187,7 @@ _Reply = tuple[Any, ConfigError | str | None]
 @dataclass(frozen=True, slots=True)
 class _Job:
     frame: bytes
+    deadline: float
     future: asyncio.Future[_Reply]
 
     def answer(self, reply: _Reply) -> None:
@@ -191,10 +198,9 @@ class _Job:
 class _Worker:
     """One worker process. `lent` counts its lent games; `free` holds those given back. lost: called when it died or was given up."""
 
-    def __init__(self, folder: Path, deadline: float, lost: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, lost: Callable[[], None]) -> None:
         self.lent = 0
         self.free: defaultdict[_Key, list[int]] = defaultdict(list)
-        self.deadline = deadline
         self._folder, self._lost = folder, lost
         self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._process: asyncio.subprocess.Process | None = None
@@ -205,9 +211,9 @@ class _Worker:
     def alive(self) -> bool:
         return not self._end and (self._process is None or self._process.returncode is None)
 
-    def post(self, request: tuple[int, str, tuple[Any, ...]]) -> asyncio.Future[_Reply]:
-        """The reply to a request, in its turn; an error in words once the worker is lost."""
-        job = _Job(framed(request), asyncio.get_running_loop().create_future())
+    def post(self, request: tuple[int, str, tuple[Any, ...]], deadline: float) -> asyncio.Future[_Reply]:
+        """The reply to a request, in its turn, of `deadline` seconds; an error in words once the worker is lost."""
+        job = _Job(framed(request), deadline, asyncio.get_running_loop().create_future())
         if self._end:
             job.answer((None, self._end))
         else:
@@ -244,11 +250,11 @@ class _Worker:
         if job.future.cancelled():
             return True
         try:
-            async with asyncio.timeout(self.deadline):
+            async with asyncio.timeout(job.deadline):
                 job.answer(await _exchange(process, job.frame))
             return True
         except TimeoutError:
-            self._end = f"its worker overran the deadline of {self.deadline:g} s"
+            self._end = f"its worker overran the deadline of {job.deadline:g} s"
         except (EOFError, OSError):
             self._end = f"its worker {_fate(await process.wait())}{self._last_words()}"
         job.answer((None, self._end))

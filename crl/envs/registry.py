@@ -7,10 +7,8 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
@@ -28,24 +26,6 @@ _ENVIRONMENTS = {
 
 GEM = "gem:"
 """What the names of the environments of the package gem-llm begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Official data that users download themselves. variable: the environment variable that names its folder; instead: what is played
-    without it."""
-
-    variable: str
-    instead: str
-
-
-DATA: Mapping[str, Data] = MappingProxyType(
-    {
-        "alfworld": Data("ALFWORLD_DATA", "generated games of the same domain"),
-        "webshop": Data("WEBSHOP_DATA", "a generated catalogue of 1,000 products"),
-    }
-)
-"""By the environment's name."""
 
 
 def names() -> tuple[str, ...]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from crl.config import TaskConfig, catalog
 from crl.config.load import task_settings
-from crl.envs.registry import DATA, get_spec, require_extra
+from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 
 
@@ -44,19 +42,11 @@ def gem_problem() -> str | None:
 def _offer(name: str) -> TaskOffer:
     path = catalog.task_file(name)
     tasks = [TaskConfig.model_validate(task_settings(path, profile)) for profile in ("full", "compact")]
-    spec, problem = get_spec(tasks[0].env), None
+    spec, problem, data = get_spec(tasks[0].env), None, None
     try:
         require_extra(spec, name)
+        data = spec.data() if spec.data else None
     except ConfigError as error:
-        problem = f"{error.reason}. {error.remedy}"
-    return TaskOffer(name, tasks[0].env, spec.hosting, {task.rendering: task.turns for task in tasks}, problem, _data(tasks[0].env))
-
-
-def _data(environment: str) -> str | None:
-    data = DATA.get(environment)
-    if data is None:
-        return None
-    folder = os.environ.get(data.variable)
-    if not folder:
-        return f"{data.instead}; the official data is used when {data.variable} names its folder"
-    return f"the official data in {folder}" if Path(folder).is_dir() else f"{data.variable} names {folder}, which is no folder"
+        problem = f"{error.reason}. {error.remedy}" if error.key == name else str(error)
+    on = "; ".join(filter(None, [data.what, data.hint])) if data else None
+    return TaskOffer(name, tasks[0].env, spec.hosting, {task.rendering: task.turns for task in tasks}, problem, on)

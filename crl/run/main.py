@@ -29,7 +29,7 @@ from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import require_bank, require_embedder, require_told
+from crl.run.tasks import generated, require_bank, require_embedder, require_told, specs
 
 INTERRUPTED = 130
 
@@ -89,7 +89,7 @@ def evaluate_run(run_dir: Path) -> int:
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
-    print("\n".join(success_lines(config.eval.temperature, result)))
+    print("\n".join(success_lines(config.eval.temperature, result, generated=generated(specs(config)))))
     return 0
 
 
@@ -134,6 +134,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
             skipped_updates=loop.skipped_updates + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
             experience=await experience_report(loop, run.bank),
+            generated=generated(specs(config)),
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0

@@ -118,6 +118,7 @@ def _embedder(section: EmbedderSection) -> str:
 
 def _tasks(config: RunConfig) -> str:
     profile = model_profile(resolve_model(config.actor.model))
+    generated = tasks.generated(tasks.specs(config))
     lines = []
     for name, task in config.tasks.items():
         why = f"the actor's model declares the {profile} profile" if task.rendering == profile else "set by hand"
@@ -127,6 +128,7 @@ def _tasks(config: RunConfig) -> str:
             f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
             + (f"; an unfinished episode goes on for {_count(task.overtime, 'turn')}, for the extractor alone" if task.overtime else ""),
             f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {_count(stream.visits, 'visit')}",
+            *([f"  {generated[name]}"] if name in generated else []),
         ]
     return "\n".join(lines)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from crl.run.evaluate import Evaluation, MeanRate, Rate, Setting, difference
@@ -26,12 +27,15 @@ SETTINGS = {
 }
 
 
-def success_lines(temperature: float, before: Evaluation, after: Evaluation | None = None) -> list[str]:
-    """The success rates of an evaluation, or of two with their difference."""
+def success_lines(
+    temperature: float, before: Evaluation, after: Evaluation | None = None, *, generated: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes]:"]
     lines += [_row(setting, rate, after.rates if after else None) for setting, rate in before.rates.items()]
     lines += [_overall_row(setting, rate, after.overall if after else None) for setting, rate in before.overall.items()]
+    lines += [f"  {task} is {note}" for task, note in generated.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
     return lines
@@ -127,7 +131,7 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
 @dataclass(frozen=True)
 class Summary:
     """before, after: evaluations, None where the run was stopped earlier; seconds: wall time of the whole run;
-    command: the command line that repeats the run, but for its seed and directory."""
+    command: the command line that repeats the run, but for its seed and directory; generated: see `crl.run.tasks`."""
 
     run: Path
     checkpoint: Path
@@ -140,10 +144,14 @@ class Summary:
     after: Evaluation | None
     skipped_updates: int
     experience: ExperienceReport | None = None
+    generated: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", ""]
-        lines += success_lines(self.temperature, self.before, self.after) if self.before else ["stopped before the first evaluation"]
+        if self.before:
+            lines += success_lines(self.temperature, self.before, self.after, generated=self.generated)
+        else:
+            lines.append("stopped before the first evaluation")
         if self.experience:
             lines += self.experience.lines()
         if self.skipped_updates:

@@ -32,6 +32,12 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
     return found
 
 
+def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
+    """What is to be known of figures of tasks that are not played on the official data, by the task's name."""
+    played = {name: spec.data() for name, spec in specs.items() if spec.data}
+    return {name: f"played on {data.what}: figures compare with no published ones" for name, data in played.items() if not data.official}
+
+
 def require_readable(config: RunConfig) -> None:
     """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read something else."""
     if model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":

@@ -34,17 +34,19 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     assert [row["ratio"] for row in rows if row["arm"] == "off"] == [[1.0] * results["repetitions"]] * 2
 
 
-def test_the_environments_are_measured_one_by_one(tmp_path: Path):
+def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
     out = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "environments.py"), "maze", "sokoban", "--quick", "--out", str(out)]
+    names = ["sokoban", "room", "webshop", "alfworld"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "environments.py"), *names, "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = json.loads(out.read_text("utf-8"))["rows"]
-    assert [(row["environment"], row["episodes"]) for row in rows] == [("maze", 2), ("maze", 4), ("sokoban", 2), ("sokoban", 4)]
+    assert [row["tasks"] for row in rows] == [*({name: n} for name in names for n in (2, 4)), {"room": 1, "webshop": 1, "alfworld": 1}]
     assert len(done.stdout.splitlines()) == len(rows) + 1
     for row in rows:
+        assert row["episodes"] == sum(row["tasks"].values())
         assert min(row["make_ms"], row["reset_ms"], row["steps_per_s"]) > 0
         assert row["steps"] >= row["episodes"]
-    assert min(row["memory_mib"] for row in rows[:2]) > 1, "a maze holds some MiB"
+        assert row["in_all_mib"] > row["memory_mib"]
 
 
 def test_the_memory_of_a_process_is_what_it_holds():

@@ -25,9 +25,8 @@ from crl.envs.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 from crl.run.plan import overview
+from crl.run.tasks import generated
 from crl.types import Task
-
-pytest.importorskip("alfworld", reason="the extra alfworld is not installed")
 
 SETTINGS = StreamSettings()
 SMALL_NEW = alfworld.small_eval_tasks("new", 128, 0, SETTINGS)
@@ -43,7 +42,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-# ── without the extra ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── words, and what is declared ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,18 +158,28 @@ def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
 
 
 def test_the_plan_counts_processes_where_there_are_some(tiny_actor: Path) -> None:
-    pytest.importorskip("alfworld")
     config = load(["alfworld"], sets=["rollout.env_processes=3"])
     assert "environments 3 processes" in overview(config)
     assert "environments 4 threads, 3 processes" in overview(load(["alfworld", "room"], sets=["rollout.env_processes=3"]))
 
 
-# ── with it ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_plan_says_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEBSHOP_DATA", raising=False)
+    config, no_others = load(["room", "webshop", "alfworld"]), "figures compare with no published ones"
+    said = overview(config)
+    assert said.count(no_others) == 2
+    assert f"\n  played on a generated catalogue of 1,000 products: {no_others}\nalfworld" in said
+    assert f"\n  played on generated houses of six receptacles: {no_others}\n" in said
+    assert generated({"alfworld": alfworld.SPEC}) == {"alfworld": f"played on generated games of the same domain: {no_others}"}
+    monkeypatch.setenv("WEBSHOP_DATA", str(Path(__file__).parent / "webshop_data"))
+    assert overview(config).count(no_others) == 1
+
+
+# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def players() -> Iterator[dict[Rendering, alfworld.Game]]:
-    pytest.importorskip("alfworld")
     pair: dict[Rendering, alfworld.Game] = {"full": alfworld.make_game("full"), "compact": alfworld.make_game("compact")}
     yield pair
     for game in pair.values():
@@ -216,7 +225,7 @@ def test_the_same_task_is_the_same_episode_in_another_process(players: dict[Rend
         "game = alfworld.make_game('full'); print(json.dumps([transcript(game, task) for task in some_tasks()[::-1]]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout) == [transcript(players["full"], task) for task in some_tasks()[::-1]]
 
 
@@ -236,7 +245,6 @@ print(json.dumps(said))
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: int, tmp_path: Path) -> None:
-    pytest.importorskip("alfworld")
     from crl.envs.alfworld.engine import Engine
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
@@ -255,13 +263,23 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: i
     assert json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout) == said
 
 
+def test_the_processs_arguments_stay_as_they_were(players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["crl", "play", "alfworld"])
+    players["full"].reset(alfworld.eval_tasks("known", 4, 0, SETTINGS)[3])
+    assert sys.argv == ["crl", "play", "alfworld"]
+
+
+# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n: int) -> None:
     """The scripted player wins at least 95 % in both renderings and in every eval set."""
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
         (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
         (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
         (alfworld.SPEC, "full", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
-        (alfworld.SPEC, "compact", alfworld.eval_tasks("known", min(full_n, 140), 0, SETTINGS)),
+        (alfworld.SPEC, "full", alfworld.eval_tasks("known", min(full_n, 140), 0, SETTINGS)),
+        (alfworld.SPEC, "compact", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
     ]
     for spec, rendering, tasks in evals:
         outcomes = [play(players[rendering], task, spec.scripted_player(random.Random(i)), spec.turns) for i, task in enumerate(tasks)]
@@ -276,6 +294,9 @@ def test_the_scripted_player_wins_through_text_alone(players: dict[Rendering, al
 @pytest.mark.soak
 def test_the_scripted_player_wins_every_eval_set(players: dict[Rendering, alfworld.Game]) -> None:
     check_scripted(players, 128, 140)
+
+
+# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_actions(game: alfworld.Game, actions: int) -> None:
@@ -327,7 +348,6 @@ def test_the_end_is_told_and_not_played_past(players: dict[Rendering, alfworld.G
 
 
 async def test_members_of_a_group_play_the_same_episode_in_worker_processes() -> None:
-    pytest.importorskip("alfworld")
     host = ProcessHost({"alfworld_small": (alfworld.SMALL_SPEC, "compact")}, processes=2)
     environments = [await host.acquire(SMALL_NEW[1]) for _ in range(3)]
     texts = []
@@ -344,7 +364,6 @@ async def test_members_of_a_group_play_the_same_episode_in_worker_processes() ->
 
 
 def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -> None:
-    pytest.importorskip("alfworld")
     from alfworld.gen.constants import VAL_RECEPTACLE_OBJECTS  # pyright: ignore[reportMissingImports]
 
     from crl.envs.alfworld import floorplans
@@ -369,7 +388,6 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
 
 
 def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("alfworld")
     from crl.envs.alfworld import engine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -391,7 +409,6 @@ def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
-    pytest.importorskip("alfworld")
     stream = AlfworldStream(0, SETTINGS)
     stream.draw(1466 - 40)
     tasks = [*stream.draw(40), *stream.draw(40)]
@@ -411,7 +428,6 @@ def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
 @pytest.fixture
 def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as alfworld-download makes it, with games of an older grammar."""
-    pytest.importorskip("alfworld")
     for number, task in enumerate(SMALL_NEW[:6]):
         house = small.house(int(task.params["lgen"]), int(task.params["core"]))
         data = dict(games.game_of(task))

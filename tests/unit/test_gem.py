@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
 import random
 import subprocess
@@ -188,7 +189,10 @@ def test_importing_it_leaves_logging_alone():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-@pytest.mark.skipif(not INSTALLED, reason="gem-llm is not installed")
+real = pytest.mark.skipif(not INSTALLED, reason="gem-llm is not installed: pip install 'crl[gem]'")
+
+
+@real
 def test_the_real_package():
     code = """
 from crl.envs.base import StreamSettings
@@ -212,3 +216,32 @@ for guess in range(1, 11):
 assert won == 1
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+GUESS = """
+env = "gem:game:GuessTheNumber-v0-easy"
+rendering = "full"
+turns = 3
+max_response_tokens = 8
+
+[eval]
+known = 0
+new = 4
+"""
+
+
+@real
+def test_a_run_trains_on_the_real_package(tmp_path: Path):
+    (tmp_path / "guess.toml").write_text(GUESS)
+    run = tmp_path / "run"
+    arguments = ["train", "--tasks", str(tmp_path / "guess.toml"), "--method", "grpo", "--steps", "2", "--run-dir", str(run), "--plain"]
+    code = "import sys; from crl.cli.main import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, *arguments, "--set", "rollout.groups=2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    episodes = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    assert len(episodes) == 2 * 16
+    assert {(episode["task"], episode["error"]) for episode in episodes} == {("guess", None)}
+    assert all(1 <= episode["turns"] <= 3 for episode in episodes)
+    told = [next(segment["text"] for segment in episode["segments"] if segment["origin"] == "env") for episode in episodes]
+    assert all(text.startswith("You are playing Guess The Number.") for text in told)
+    assert len({segment["text"] for episode in episodes for segment in episode["segments"] if segment["origin"] == "policy"}) > 4

@@ -17,6 +17,7 @@ from crl.envs import registry
 from crl.run import installed
 from crl.run.play import Person, Table
 
+WEBSHOP = Path(__file__).parent / "webshop_data"
 DOORS = str(Path(__file__).resolve().parents[2] / "examples" / "doors" / "doors.toml")
 
 
@@ -46,24 +47,33 @@ def test_every_shipped_task_and_mixture_is_listed():
     } in (listed["tasks"])
 
 
-def room_line() -> str:
-    return next(line for line in crl("tasks").output.splitlines() if line.startswith("room "))
+def line_of(task: str) -> str:
+    return next(line for line in crl("tasks").output.splitlines() if line.startswith(f"{task} "))
 
 
 def test_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch):
     spec = replace(registry.get_spec("room"), extra="no_such_extra")
     monkeypatch.setattr(installed, "get_spec", lambda name: spec)
-    assert room_line().endswith("it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'")
+    assert line_of("room").endswith("it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'")
 
 
 def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(installed, "DATA", {"room": registry.Data("ROOM_DATA", "generated rooms")})
-    monkeypatch.delenv("ROOM_DATA", raising=False)
-    assert room_line().endswith("generated rooms; the official data is used when ROOM_DATA names its folder")
-    monkeypatch.setenv("ROOM_DATA", str(tmp_path))
-    assert room_line().endswith(f"the official data in {tmp_path}")
-    monkeypatch.setenv("ROOM_DATA", str(tmp_path / "gone"))
-    assert room_line().endswith(f"ROOM_DATA names {tmp_path / 'gone'}, which is no folder")
+    for variable in ("WEBSHOP_DATA", "ALFWORLD_DATA"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert line_of("webshop").endswith(
+        "a generated catalogue of 1,000 products; the official data is used when WEBSHOP_DATA names its folder"
+    )
+    assert line_of("alfworld").endswith(
+        "generated games of the same domain; the official ones are played when ALFWORLD_DATA names their folder"
+    )
+    games = tmp_path / ".cache" / "alfworld"
+    (games / "json_2.1.1").mkdir(parents=True)
+    assert line_of("alfworld").endswith(f"the official games in {games}"), "where alfworld-download puts them"
+    monkeypatch.setenv("WEBSHOP_DATA", str(WEBSHOP))
+    assert line_of("webshop").endswith(f"the official data in {WEBSHOP}")
+    monkeypatch.setenv("WEBSHOP_DATA", str(games))
+    assert f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project" in line_of("webshop")
 
 
 def test_listing_imports_no_library_of_an_environment():

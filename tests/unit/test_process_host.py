@@ -153,10 +153,11 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: s
         lost = [e for e, home in zip(environments, homes, strict=True) if home == homes[0]]
         kept = [e for e, home in zip(environments, homes, strict=True) if home != homes[0]]
         assert len(lost) == len(kept) == 2
-        if misdeed == "hang":
-            lost[0].worker.deadline = 0.5
-        calls = [lost[0].step(misdeed), lost[1].step("1"), kept[0].step("hm")]
-        first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+        host.deadline = 0.5 if misdeed == "hang" else host.deadline
+        fatal = asyncio.create_task(lost[0].step(misdeed))
+        await asyncio.sleep(0)  # it is under way, with that deadline
+        host.deadline = 60.0
+        first, second, third = await asyncio.gather(fatal, lost[1].step("1"), kept[0].step("hm"), return_exceptions=True)
         for error in (first, second):
             assert isinstance(error, RolloutError)
         with pytest.raises(RolloutError, match=words):
@@ -212,6 +213,14 @@ async def test_a_game_that_cannot_be_made() -> None:
         with pytest.raises(ConfigError, match="needs the extra") as caught:
             await host.acquire(TASK)
     assert caught.value.remedy == "Install it"
+
+
+async def test_the_deadline_does_not_count_the_start_of_a_worker() -> None:
+    async with hosting(deadline=0.001) as host:
+        environment = await host.acquire(TASK)
+        host.deadline = 60.0
+        assert (await environment.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
+        assert (host.failures, host.replaced) == (0, 0)
 
 
 async def test_closing_ends_every_worker_even_a_hanging_one_and_removes_its_files() -> None:

@@ -52,6 +52,11 @@ def test_a_whole_run() -> None:
     assert SUMMARY.text() == TEXT
 
 
+def test_figures_of_generated_data_are_told_apart_from_published_ones() -> None:
+    rows, note = TEXT.split("+0.551\n"), "played on a generated maze: figures compare with no published ones"
+    assert replace(SUMMARY, generated={"maze": note}).text() == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
+
+
 def test_a_run_that_was_stopped_has_no_after() -> None:
     text = replace(SUMMARY, after=None, steps=3).text()
     assert "3 steps in 172 s" in text

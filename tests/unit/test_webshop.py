@@ -70,7 +70,7 @@ def test_the_same_task_is_the_same_visit_in_another_process() -> None:
         "import json, sys; sys.path.insert(0, 'tests/unit'); from test_webshop import NEW, WebShopGame, transcript\n"
         "game = WebShopGame('full'); print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [transcript(WebShopGame("full"), task) for task in reversed(NEW[:8])]
     assert done.stderr == "", "games speak through their texts only"
 

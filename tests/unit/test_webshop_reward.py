@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -105,6 +108,12 @@ def test_a_goal_whose_title_has_no_nouns() -> None:
 
 def test_nouns_without_a_tagger() -> None:
     assert words_but_stop_words("Acme Women's Jumpsuit, 2 Pcs for the New Season") == ("acme", "women", "jumpsuit", "pcs", "season")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("en_core_web_lg") is not None, reason="spaCy's tagger is installed")
+def test_spacy_is_not_imported_in_vain() -> None:
+    code = "import sys; from crl.envs.webshop.reward import title_nouns; print(title_nouns('red shoe'), 'spacy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "('shoe',) False\n"
 
 
 # ── attributes ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.alfworld import small
-from crl.envs.alfworld.games import data_folder, official_chore, official_games
+from crl.envs.alfworld.games import VARIABLE, data_folder, official_chore, official_games
 from crl.envs.alfworld.house import phrase
 from crl.envs.alfworld.player import AlfworldPlayer
-from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
+from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
 from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
 from crl.protocols import State
 from crl.seeds import generator
@@ -77,6 +77,19 @@ def _games(split: Split) -> Sequence[str | int]:
     """ALFWorld's own games by path, or numbers of generated ones."""
     folder = data_folder()
     return official_games(folder, _FOLDERS[split], GAMES[split]) if folder else range(GAMES[split])
+
+
+def data() -> Data:
+    folder = data_folder()
+    if folder:
+        return Data(f"the official games in {folder}", official=True)
+    return Data(
+        "generated games of the same domain", official=False, hint=f"the official ones are played when {VARIABLE} names their folder"
+    )
+
+
+def small_data() -> Data:
+    return Data("generated houses of six receptacles", official=False)
 
 
 def _task(split: Split, number: int) -> Task:
@@ -150,5 +163,14 @@ SPEC = EnvSpec(
     eval_tasks=eval_tasks,
     scripted_player=AlfworldPlayer,
     extra="alfworld",
+    data=data,
 )
-SMALL_SPEC = replace(SPEC, name=SMALL, turns=30, task_source=SmallStream, eval_tasks=small_eval_tasks, revisit=partial(revisited, SMALL))
+SMALL_SPEC = replace(
+    SPEC,
+    name=SMALL,
+    turns=30,
+    task_source=SmallStream,
+    eval_tasks=small_eval_tasks,
+    revisit=partial(revisited, SMALL),
+    data=small_data,
+)

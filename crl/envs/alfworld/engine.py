@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,8 +18,7 @@ from crl.envs.alfworld.pddl import GameData
 _HANDLED = 8
 """Games whose translation is kept: the members of a group play one game one after the other."""
 
-_pddl2sas = fast_downward.pddl2sas
-_translate = lru_cache(maxsize=_HANDLED)(_pddl2sas)
+_take_arguments_and_translate = fast_downward.pddl2sas
 
 
 class Engine:
@@ -56,6 +56,18 @@ def plan_length(data: GameData) -> int | None:
     if not library.solve_sas(problem.encode(), False):
         return None
     return library.get_last_plan_length()
+
+
+def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> tuple[Any, str]:
+    """Fast Downward's translation, which reads its options from the process's arguments and so sets them; here they stay as they were."""
+    arguments = sys.argv
+    try:
+        return _take_arguments_and_translate(domain, problem, optimize=optimize)
+    finally:
+        sys.argv = arguments
+
+
+_translate = lru_cache(maxsize=_HANDLED)(_pddl2sas)
 
 
 @cache

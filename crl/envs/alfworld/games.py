@@ -23,6 +23,8 @@ from crl.types import Task
 if TYPE_CHECKING:
     from crl.envs.alfworld.pddl import GameData
 
+VARIABLE = "ALFWORLD_DATA"
+"""The environment variable that names the folder of ALFWorld's own games."""
 _DEFAULT_DATA = Path("~/.cache/alfworld")
 _GAMES = "json_2.1.1"
 _SOLVABLE = b'"solvable": true'
@@ -31,12 +33,12 @@ _SOLVABLE = b'"solvable": true'
 def data_folder() -> Path | None:
     """Where ALFWorld's own games are; None where there are none. Raises `ConfigError` when $ALFWORLD_DATA names a folder without them."""
     default = _DEFAULT_DATA.expanduser()
-    folder = Path(os.environ.get("ALFWORLD_DATA", default)).expanduser()
+    folder = Path(os.environ.get(VARIABLE) or default).expanduser()
     if (folder / _GAMES).is_dir():
         return folder
     if folder != default:
         reason = f"holds no {_GAMES}, as alfworld-download makes it"
-        raise ConfigError("ALFWORLD_DATA", str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+        raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
     return None
 
 
@@ -66,7 +68,7 @@ def game_of(task: Task) -> GameData:
     if "game" in params:
         folder = data_folder()
         if folder is None:
-            raise ConfigError("ALFWORLD_DATA", None, f"is needed for {params['game']}", "Set it as where the run began")
+            raise ConfigError(VARIABLE, None, f"is needed for {params['game']}", "Set it as where the run began")
         return json.loads((folder / str(params["game"])).read_text("utf-8"))
     if "lgen" in params:
         return _proved(small.house(int(params["lgen"]), int(params["core"])))

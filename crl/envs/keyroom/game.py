@@ -7,23 +7,20 @@ import threading
 from dataclasses import replace
 from functools import cache
 
-from minihack import MiniHackNavigation
-from minihack.envs.keyroom import APPLY_ACTIONS, MiniHackKeyRoom5x5Dark
-
 from crl.envs.actions import COMPASS
 from crl.envs.base import Rendering, play
 from crl.envs.keyroom import ACTIONS
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
-from crl.envs.minihack.level import INVENTORY, OBSERVATIONS, Level, Turn, Window
+from crl.envs.minihack.level import INVENTORY, OBSERVATIONS, Level, Turn, Window, minihack
 from crl.envs.minihack.player import At
 from crl.envs.minihack.view import View
 from crl.types import Task
 
 WINDOW = Window(x=36, y=8, width=7, height=7)
 KEY = "key named The Master Key of Thievery"
-_COMMANDS = dict(zip(ACTIONS, map(int, APPLY_ACTIONS), strict=True))
+_COMMANDS = dict(zip(ACTIONS, map(int, minihack.envs.keyroom.APPLY_ACTIONS), strict=True))
 _KEYBOARD = tuple(range(128))
 _PUSHES = 20
 """An unlocked door can stick, three times in ten; so often it is tried at the most."""
@@ -31,10 +28,10 @@ _PUSHES = 20
 _THINGS = {text.STAIRS: "stairs", KEY: "key", text.CLOSED_DOOR: "door", text.OPEN_DOOR: "entrance"}
 
 
-class _KeyRoom(MiniHackKeyRoom5x5Dark):
+class _KeyRoom(minihack.envs.keyroom.MiniHackKeyRoom5x5Dark):
     """MiniHack-KeyRoom-Dark-S5-v0, played key by key: its own `step` answers NetHack's questions, and waits for the door without end."""
 
-    step = MiniHackNavigation.step
+    step = minihack.MiniHackNavigation.step
 
 
 class KeyRoomGame(LevelGame):

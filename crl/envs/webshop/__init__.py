@@ -7,13 +7,17 @@ wanted, persists while the options that are wanted vary: what sets the product a
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
+from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
 from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.webshop.catalogue import DOWNLOAD, ITEMS, VARIABLE
 from crl.envs.webshop.lessons import WebShopAdvisor, digest
 from crl.envs.webshop.player import WebShopPlayer
+from crl.errors import ConfigError
 from crl.types import Split, Task
 
 NAME = "webshop"
@@ -60,6 +64,16 @@ def _with_need(task: Task) -> Task:
     return replace(task, goal=need.text, params={**task.params, "place": need.text})
 
 
+def data() -> Data:
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        what = "a generated catalogue of 1,000 products"
+        return Data(what, official=False, hint=f"the official data is used when {VARIABLE} names its folder")
+    if not (Path(folder) / ITEMS).is_file():
+        raise ConfigError(VARIABLE, folder, f"holds no {ITEMS}", DOWNLOAD)
+    return Data(f"the official data in {folder}", official=True)
+
+
 def make_game(rendering: Rendering) -> Game:
     from crl.envs.webshop.game import WebShopGame
 
@@ -82,4 +96,5 @@ SPEC = EnvSpec(
     digest=digest,
     advisor=WebShopAdvisor(),
     probe_tasks=probe_tasks,
+    data=data,
 )

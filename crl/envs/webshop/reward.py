@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.goals import Goal
 
 logger = logging.getLogger(__name__)
+
+_TAGGER = "en_core_web_lg"
 
 ALIKE = 85
 """Texts match above this token set ratio, of 100."""
@@ -118,14 +121,13 @@ def title_nouns(title: str) -> tuple[str, ...]:
 @cache
 def _noun_finder() -> Callable[[str], tuple[str, ...]]:
     """spaCy's tagger, which the original uses, where it and an English model are installed; else a list of words that are no nouns."""
-    try:
-        import spacy  # type: ignore[import-not-found]
-
-        tagger = spacy.load("en_core_web_lg", exclude=["parser", "ner", "lemmatizer"])
-    except (ImportError, OSError) as error:
-        logger.info("WebShop's title nouns are told by a list of words, because spaCy's en_core_web_lg cannot be loaded: %s", error)
+    if importlib.util.find_spec(_TAGGER) is None:  # spaCy alone may be there (ALFWorld brings it) and is slow to import
+        logger.info("WebShop's title nouns are told by a list of words, because spaCy's %s is not installed", _TAGGER)
         return words_but_stop_words
-    logger.info("WebShop's title nouns are told by spaCy's en_core_web_lg")
+    import spacy  # type: ignore[import-not-found]
+
+    tagger = spacy.load(_TAGGER, exclude=["parser", "ner", "lemmatizer"])
+    logger.info("WebShop's title nouns are told by spaCy's %s", _TAGGER)
     return lambda title: tuple(token.text.lower() for token in tagger(title) if token.pos_ in ("NOUN", "PROPN"))
 
 
