@@ -58,7 +58,7 @@ def plan_length(data: GameData) -> int | None:
     return library.get_last_plan_length()
 
 
-def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> tuple[Any, str]:
+def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> Any:
     """Fast Downward's translation, which reads its options from the process's arguments and so sets them; here they stay as they were."""
     arguments = sys.argv
     try:

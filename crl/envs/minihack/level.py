@@ -21,7 +21,7 @@ from crl.envs.scratch import scratch_folder
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pkg_resources is deprecated; minihack imports it
     import gymnasium
-    import minihack  # noqa: F401  (registers the levels; other modules take it from here)
+    import minihack.envs.keyroom  # noqa: F401  (registers the levels; the key room takes its classes from here)
     import nle.nethack
     import nle.nethack.nethack
     from gymnasium.envs.registration import load_env_creator
