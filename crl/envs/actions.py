@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from types import MappingProxyType
 from typing import TypeVar
+
+from crl.types import Segment
 
 T = TypeVar("T")
 
@@ -48,6 +51,17 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
     not be empty and has its spaces collapsed.
     """
     return _last(text, lambda content: _lookup_call(content, admissible))
+
+
+def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
+    """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east 2 south 4`."""
+    chosen = [parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy"]
+    return f"moves {runs([action for action in chosen if action])}"
+
+
+def runs(actions: Sequence[str]) -> str:
+    """Equal actions in a row as one: `east 2 south 4`."""
+    return " ".join(f"{name} {len(list(same))}" for name, same in groupby(actions))
 
 
 def tagged_answers(text: str) -> list[str] | None:
