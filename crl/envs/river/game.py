@@ -44,14 +44,13 @@ def _small_river(bank: int) -> Callable[..., Any]:
 
 
 def compact(view: View, bank: int = BANK) -> str:
-    """Where you are (row and column from 1), and how far are: the water in your row, a ford, the nearest boulders, and the stairs.
+    """Where you are (row and column from 1), and how far are: a ford, the nearest boulders, and the stairs. The river is always in the
+    same columns.
 
-    at 2 3 / water east 16 / boulder east 4 south 1
+    at 2 3 / boulder east 4 south 1
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]
-    water = [x for x, cell in enumerate(view.cells[here[1]]) if cell.name == "water" and x > here[0]]
-    lines += [f"water {text.way(here, (water[0], here[1]))}"] if water else []
     river = (bank, bank + 1)
     lines += [f"ford {text.way(here, at)}" for at, cell in text.cells(view) if at[0] in river and cell.name == "floor"]
     boulders = sorted((at for at, cell in text.cells(view) if cell.name == "boulder"), key=lambda at: _steps(here, at))
