@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -54,14 +53,9 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
 
 
 def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
-    """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east 2 south 4`."""
-    chosen = [parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy"]
-    return f"moves {runs([action for action in chosen if action])}"
-
-
-def runs(actions: Sequence[str]) -> str:
-    """Equal actions in a row as one: `east 2 south 4`."""
-    return " ".join(f"{name} {len(list(same))}" for name, same in groupby(actions))
+    """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east east south`."""
+    chosen = (parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy")
+    return " ".join(["moves", *(action for action in chosen if action)])
 
 
 def tagged_answers(text: str) -> list[str] | None:

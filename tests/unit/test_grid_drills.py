@@ -141,7 +141,7 @@ def test_made_up_lessons_read_like_real_ones(grid: Grid) -> None:
 
 
 def test_verdicts() -> None:
-    assert [verdict("from the start go east 2.", rate) for rate in (0.0, 0.8, 0.9)] == ["accept", "accept", "reject"]
+    assert [verdict("from the start go east east.", rate) for rate in (0.0, 0.8, 0.9)] == ["accept", "accept", "reject"]
     assert verdict("be careful.", 0.0) == "reject"
     said = Counter(answer.text for _, answer in GridBank(KEYROOM).verdicts(random.Random(0), 100))
     assert min(said["accept"], said["reject"]) >= 25

@@ -6,36 +6,34 @@ import random
 import re
 from collections.abc import Sequence
 
-from crl.envs.actions import COMPASS, moves, parse_choice, runs
+from crl.envs.actions import COMPASS, moves, parse_choice
 from crl.envs.base import Verdict
 from crl.envs.maze.player import SIZE, MazePlayer
 from crl.envs.minihack.player import beside, read_at
 from crl.types import Segment, Task
 
-_LESSON = re.compile(r"from the start go ([a-z]+ \d{1,2}(?: [a-z]+ \d{1,2})*)\.")
+_LESSON = re.compile(r"from the start go ([a-z]+(?: [a-z]+)*)\.")
 
 
 def lesson(way: Sequence[str]) -> str:
     """The lesson that tells a way, given step by step."""
-    return f"from the start go {runs(way)}."
+    return f"from the start go {' '.join(way)}."
 
 
 def read(text: str) -> list[str] | None:
     """The way that a lesson tells, step by step; None when it tells none."""
     match = _LESSON.fullmatch(text)
-    words = match[1].split() if match else []
-    if not words or not set(words[::2]) <= set(COMPASS):
-        return None
-    return [name for name, count in zip(words[::2], words[1::2], strict=True) for _ in range(int(count))]
+    way = match[1].split() if match else []
+    return way if way and set(way) <= set(COMPASS) else None
 
 
 def digest(segments: Sequence[Segment]) -> str:
     """What an episode of the compact maze comes to, read off its texts alone: the moves, and the way that it found.
 
-    moves east 3 north 2 south 1 / way east 2 south 4        (or: way not found)
+    moves east east south north / way east south south        (or: way not found)
     """
     way = found_way(segments)
-    return f"{moves(segments, tuple(COMPASS))}\nway {runs(way) if way else 'not found'}"
+    return f"{moves(segments, tuple(COMPASS))}\nway {' '.join(way) if way else 'not found'}"
 
 
 def found_way(segments: Sequence[Segment]) -> list[str] | None:

@@ -133,9 +133,7 @@ def follow_places(text: str, rng: random.Random, otherwise: ScriptedPlayer) -> S
 
 
 def some_way(rng: random.Random) -> str:
-    """As long as those of small mazes."""
-    directions = rng.sample(list(COMPASS), rng.randint(1, 4))
-    return maze_lessons.lesson([name for name in directions for _ in range(rng.choice((1, 1, 2, 4)))])
+    return maze_lessons.lesson([rng.choice(list(COMPASS)) for _ in range(rng.randint(3, 7))])
 
 
 def some_places(rng: random.Random) -> str:
