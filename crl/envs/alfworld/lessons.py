@@ -60,20 +60,23 @@ def read(text: str, chore: Chore) -> tuple[str, str]:
 # ── the episode in few words ────────────────────────────────────────────────────────────────────────────────────────
 
 _SHOWN = re.compile(r"([a-z]+ \d): (.+)")
-_TAKEN = re.compile(r"took ([a-z]+ \d)")
 
 
 def digest(segments: Sequence[Segment]) -> str:
     """What an episode of the compact rendering comes to, read off its texts alone: where the thing that the chore is about was seen
-    first, where another was, and where the agent was, in order.
+    first, where another was, and where the agent looked, in order.
 
-    mug in cabinet 2 / plate in countertop 1 / been countertop 1, cabinet 2        (or: mug not seen / nothing else seen)
+    mug in cabinet 2 / plate in countertop 1 / looked in countertop 1, cabinet 2        (or: mug not seen / nothing else)
     """
-    chore, seen = chore_of(segments), sights(segments)
-    place = seen.get(chore.thing)
+    wanted, seen = chore_of(segments).thing, sights(segments)
     aside = other_sight(segments)
-    lines = [f"{chore.thing} in {place}" if place else f"{chore.thing} not seen", f"{aside[0]} in {aside[1]}" if aside else "nothing else seen"]
-    return "\n".join([*lines, f"been {', '.join(visits(segments)) or 'nowhere'}"])
+    return "\n".join(
+        [
+            f"{wanted} in {seen[wanted]}" if wanted in seen else f"{wanted} not seen",
+            f"{aside[0]} in {aside[1]}" if aside else "nothing else",
+            f"looked in {', '.join(visits(segments)) or 'nothing'}",
+        ]
+    )
 
 
 def chore_of(segments: Sequence[Segment]) -> Chore:
@@ -97,16 +100,8 @@ def other_sight(segments: Sequence[Segment]) -> tuple[str, str] | None:
 
 
 def visits(segments: Sequence[Segment]) -> list[str]:
-    """The receptacles that the agent was at, in order, each once."""
-    found = (re.match(r"([a-z]+ \d)(?: closed|: )", segment.text) for segment in segments if segment.origin == "env")
-    return list(dict.fromkeys(match[1] for match in found if match))
-
-
-def taken(segments: Sequence[Segment]) -> bool:
-    """Whether the agent ever took the thing that the chore is about."""
-    wanted = chore_of(segments).thing
-    found = (_TAKEN.fullmatch(segment.text) for segment in segments if segment.origin == "env")
-    return any(match[1].startswith(f"{wanted} ") for match in found if match)
+    """The receptacles that the agent looked into, in order, each once."""
+    return list(dict.fromkeys(place for place, _ in _shown(segments)))
 
 
 def _shown(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:

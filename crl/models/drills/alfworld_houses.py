@@ -79,7 +79,9 @@ class SmallHouse:
                 self._here = " ".join(rest[-2:])
                 if verb == "open":
                     self._shut.remove(self._here)
-                return f"{self._here} closed" if self._here in self._shut else f"{self._here}: {', '.join(self._in(self._here)) or 'nothing'}"
+                return (
+                    f"{self._here} closed" if self._here in self._shut else f"{self._here}: {', '.join(self._in(self._here)) or 'nothing'}"
+                )
             case "close":
                 self._shut.add(self._here)
                 return f"{self._here} closed"

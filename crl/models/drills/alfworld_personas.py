@@ -6,38 +6,36 @@ All do what they are told of where to look; that is where they differ least, and
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
-from crl.envs.alfworld.player import SHUT, AlfworldPlayer
+from crl.envs.alfworld.player import AlfworldPlayer
 
 
 class Searcher(AlfworldPlayer):
     """Looks into every receptacle once, open ones first.
 
-    told: type of thing → where it is said to be; "" → where to look first, whatever for.
+    told: the receptacle that it was told to look into; "" is none.
     """
 
-    def __init__(self, rng: random.Random, told: Mapping[str, str]) -> None:
+    def __init__(self, rng: random.Random, told: str = "") -> None:
         super().__init__(rng)
-        self._told = dict(told)
+        self.told = told
 
     def act(self) -> str:
         return short(super().act())
 
-    def slip(self, action: str) -> str:
-        """It does this instead of what it would have done."""
-        self._last = action
-        return short(action)
+    def slip(self) -> str:
+        """It does something else instead of what it would have done."""
+        self._last = self._rng.choice(["look", "inventory", f"go to {self._elsewhere()}"])
+        return self._last
 
     def _explore(self) -> str:
-        wanted = self._chore.receptacle if self._held else self._chore.thing
-        for place in (self._told.get(wanted), self._told.get("")):
-            if place in self._places and place not in self.seen:
-                return self._at(place)
-        return self._search()
+        return self._at(self.told) if self.told in self._places and self.told not in self.seen else self._search()
 
     def _search(self) -> str:
         return super()._explore()
+
+    def _elsewhere(self) -> str:
+        return self._rng.choice([place for place in self._places if place != self._here])
 
 
 class Opener(Searcher):
@@ -51,19 +49,20 @@ class Opener(Searcher):
 class Forgetful(Searcher):
     """Looks anywhere, whether or not it was there before."""
 
-    _next_place = ""
+    _bound_for = ""
 
     def _search(self) -> str:
-        if self._here == self._next_place and self._here not in self._closed or not self._next_place:
-            self._next_place = self._rng.choice([place for place in self._places if place != self._here])
-        return self._at(self._next_place)
+        command = self._at(self._bound_for) if self._bound_for else ""
+        if not command:
+            self._bound_for = self._elsewhere()
+        return command or self._at(self._bound_for)
 
 
-class Passer(Forgetful):
-    """As forgetful, and opens nothing to look into it."""
+class Passer(Searcher):
+    """Goes anywhere, whether or not it was there before, and opens nothing to look into it."""
 
     def _search(self) -> str:
-        return self._go(self._rng.choice([place for place in self._places if place != self._here]))
+        return self._go(self._elsewhere())
 
 
 class Hasty(Searcher):
@@ -87,6 +86,3 @@ class Dawdler(Searcher):
 def short(command: str) -> str:
     """A command as an agent may shorten it: a thing is taken from where it is."""
     return command.partition(" from ")[0].partition(" with ")[0]
-
-
-__all__ = ["SHUT", "Dawdler", "Forgetful", "Hasty", "Opener", "Passer", "Searcher", "short"]
