@@ -49,10 +49,12 @@ ABLE = {
 _LAMP_STANDS = ("Desk", "SideTable", "Dresser")
 
 
-def house(layout: int, dynamics: int) -> House:
-    """The room and the chore of a layout, with what lies about under these dynamics."""
+def house(layout: int, dynamics: int | None) -> House:
+    """The room and the chore of a layout, with what lies about under these dynamics; None: with what the chore needs alone."""
     rng = generator(layout, "alfworld_small/layout")
     chore, receptacles, needed = _fixed(rng)
+    if dynamics is None:
+        return House(chore, receptacles, tuple(needed))
     about = generator(layout, "alfworld_small/about", dynamics)
     kinds = sorted({thing for kind in receptacles for thing in _holds(kind)} - {chore.thing})
     others = [(thing, about.choice(_homes(receptacles, thing))) for thing in about.sample(kinds, min(_OTHERS, len(kinds)))]

@@ -110,7 +110,7 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 def verdict(text: str, rate: float, chore: Chore) -> str:
-    """On where the thing is: welcome until the place is mastered. What to look into first may as well say what for; all else says nothing."""
+    """On where the thing is: welcome until the place is mastered. Where to look first may as well say what for; all else says nothing."""
     kind, place = read(text, chore)
     if kind == "where" and rate < MASTERED:
         return "accept"
