@@ -26,6 +26,7 @@ from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_d
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
 from crl.envs.webshop.lessons import right_brand, wrong_brands
+from crl.errors import RolloutError
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.methods.parts.rollouts import ChatContext
@@ -107,7 +108,10 @@ async def play(
         if reply:
             segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
         for turn in range(course.turns):
-            said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
+            try:
+                said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
+            except RolloutError:  # the context is full: lost, as in a run
+                break
             if said[-1] == COMPACT_CALL:
                 break
             result = await env.step(said[-1] or "")
