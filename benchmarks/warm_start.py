@@ -23,14 +23,15 @@ from crl.envs import room, webshop
 from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
 from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
-from crl.envs.webshop.lessons import WebShopAdvisor, right_brand, wrong_brands
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
+from crl.envs.webshop.lessons import right_brand, wrong_brands
+from crl.errors import RolloutError
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills import drill, webshop_visits
+from crl.models.drills import drill, grids, webshop_visits
 from crl.models.drills import webshop as webshop_drills
 from crl.models.drills.drill import OFFER
 from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
@@ -107,7 +108,10 @@ async def play(
         if reply:
             segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
         for turn in range(course.turns):
-            said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
+            try:
+                said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
+            except RolloutError:  # the context is full: lost, as in a run
+                break
             if said[-1] == COMPACT_CALL:
                 break
             result = await env.step(said[-1] or "")
@@ -119,27 +123,43 @@ async def play(
         await host.release(env)
 
 
-async def shop_figures(path: Path, n: int) -> Figures:
-    actor, host = Speaker.of(path), ThreadHost({webshop.NAME: (webshop.SPEC, "compact")}, threads=2)
-    tasks, advisor, rng = webshop.probe_tasks(n), WebShopAdvisor(), random.Random(0)
-    told = {
-        "nothing": [None] * n,
-        "the truth": [advisor.right(task) for task in tasks],
-        "what is wrong": [advisor.wrong(task, rng) for task in tasks],
-    }
-    figures: Figures = {}
+async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequence[Task]) -> Figures:
+    """Success, and whether answers were cut, by what the actor is told; where there is no truth to tell, told nothing."""
+    advisor, rng, figures = course.spec.advisor, random.Random(0), Figures()
+    told: dict[str, list[str | None]] = {"nothing": [None] * len(tasks)}
+    if advisor:
+        told |= {"the truth": [*map(advisor.right, tasks)], "what is wrong": [advisor.wrong(task, rng) for task in tasks]}
+    host = ThreadHost({course.spec.name: (course.spec, "compact")}, threads=2)
     try:
-        for name, hints in told.items():
-            played = await asyncio.gather(
-                *(play(actor, host, SHOP, i, task, hint=hint) for i, (task, hint) in enumerate(zip(tasks, hints, strict=True)))
-            )
-            figures[f"shop: success, told {name}"] = [p.success for p in played]
-            figures[f"shop: answers cut, told {name}"] = [None in p.said for p in played]
+        for what, hints in told.items():
+            episodes = (play(actor, host, course, i, task, hint=hint) for i, (task, hint) in enumerate(zip(tasks, hints, strict=True)))
+            played = await asyncio.gather(*episodes)
+            figures[f"{name}: success, told {what}"] = [p.success for p in played]
+            figures[f"{name}: answers cut, told {what}"] = [None in p.said for p in played]
+    finally:
+        await host.aclose()
+    return figures
+
+
+async def shop_figures(path: Path, n: int) -> Figures:
+    actor = Speaker.of(path)
+    try:
+        figures = await told_figures(actor, SHOP, "shop", webshop.probe_tasks(n))
         judged = await right_answers(actor, webshop_drills.verdicts, VERDICT_TOKENS)
     finally:
         await actor.engine.aclose()
-        await host.aclose()
     return figures | {f"shop: verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
+
+
+async def grid_figures(path: Path, n: int) -> Figures:
+    actor, figures = Speaker.of(path), Figures()
+    try:
+        for grid in (grids.MAZE, grids.KEYROOM, grids.RIVER, grids.SOKOBAN):
+            course = Course(grid.spec, grid.scored, 8)
+            figures |= await told_figures(actor, course, grid.spec.name, grid.places.probe_tasks(n))
+    finally:
+        await actor.engine.aclose()
+    return figures
 
 
 async def actor_figures(path: Path, n: int) -> Figures:
@@ -245,7 +265,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=512, help="of each task")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    measures = {"tiny-actor": (actor_figures, shop_figures), "tiny-extractor": (extractor_figures, shop_lesson_figures)}
+    measures = {"tiny-actor": (actor_figures, shop_figures, grid_figures), "tiny-extractor": (extractor_figures, shop_lesson_figures)}
     for name, measured in measures.items():
         path = arguments.models / name if arguments.models else resolve_model(name)
         print(name)

@@ -8,6 +8,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
+from crl.types import Segment
+
 T = TypeVar("T")
 
 COMPASS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -48,6 +50,12 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
     not be empty and has its spaces collapsed.
     """
     return _last(text, lambda content: _lookup_call(content, admissible))
+
+
+def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
+    """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east east south`."""
+    chosen = (parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy")
+    return " ".join(["moves", *(action for action in chosen if action)])
 
 
 def tagged_answers(text: str) -> list[str] | None:

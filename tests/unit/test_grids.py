@@ -7,10 +7,9 @@ import random
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,10 +17,11 @@ from hypothesis import strategies as st
 
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play
 from crl.envs.registry import get_spec
-from crl.types import Task
+from crl.types import Split, Task
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("maze", "keyroom", "river", "sokoban")
+TASKS = ("maze", "keyroom", "river", "sokoban")
+NAMES = (*TASKS, "maze_small", "river_small")
 ALL = ("room", *NAMES)
 """What else there is to say of the room is in test_room.py."""
 SETTINGS = StreamSettings()
@@ -41,6 +41,8 @@ JUNK = [
 ]
 
 each_game = pytest.mark.parametrize(("name", "rendering"), [(name, rendering) for name in ALL for rendering in RENDERINGS])
+each_variant = pytest.mark.parametrize(("task", "rendering"), [(task, rendering) for task in TASKS for rendering in RENDERINGS])
+each_task = pytest.mark.parametrize("task", TASKS)
 each_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -164,21 +166,23 @@ def test_an_episode_cannot_be_played_past_its_end(name: str) -> None:
 # ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@each_game
-def test_the_scripted_player_wins_through_text_alone(name: str, rendering: Rendering) -> None:
-    assert wins(name, rendering, new(name, 60)) >= 57
+@each_variant
+def test_the_scripted_player_wins_through_text_alone(task: str, rendering: Rendering) -> None:
+    assert wins(task, rendering, 60, "new") >= 57
 
 
 @pytest.mark.soak
-@each_game
-def test_the_scripted_player_wins_95_percent_of_both_evals(name: str, rendering: Rendering) -> None:
-    tasks = [*new(name, 512), *get_spec(name).eval_tasks("known", 512, 0, SETTINGS)]
-    assert wins(name, rendering, tasks) >= 0.95 * len(tasks)
+@each_variant
+def test_the_scripted_player_wins_95_percent_of_both_evals(task: str, rendering: Rendering) -> None:
+    assert wins(task, rendering, 512, "new", "known") >= 0.95 * 1024
 
 
-def wins(name: str, rendering: Rendering, tasks: Any) -> int:
-    spec, turns = get_spec(name), task_file(name)["turns"]
-    return sum(play(game(name, rendering), task, spec.scripted_player(random.Random(i)), turns).success for i, task in enumerate(tasks))
+def wins(task: str, rendering: Rendering, n: int, *splits: Split) -> int:
+    """Of n episodes of each split, as the task is set."""
+    spec, turns = as_set(task, rendering)
+    tasks = [each for split in splits for each in spec.eval_tasks(split, n, 0, SETTINGS)]
+    players = (spec.scripted_player(random.Random(i)) for i in range(len(tasks)))
+    return sum(play(game(spec.name, rendering), *each, turns).success for each in zip(tasks, players, strict=True))
 
 
 class RandomPlayer:
@@ -193,28 +197,31 @@ class RandomPlayer:
         return self._rng.choice(self._actions)
 
 
-@each_name
-def test_random_play_wins_few_compact_episodes(name: str) -> None:
+@each_task
+def test_random_play_wins_few_compact_episodes(task: str) -> None:
     """At most one in ten; 200 episodes leave room for two standard errors."""
-    spec, task = get_spec(name), task_file(name)
-    turns = task["compact"].get("turns", task["turns"])
+    spec, turns = as_set(task, "compact")
     players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
-    won = sum(play(game(name, "compact"), task, player, turns).success for task, player in zip(new(name, 200), players, strict=True))
+    won = sum(play(game(spec.name, "compact"), *each, turns).success for each in zip(new(spec.name, 200), players, strict=True))
     assert won <= 28
 
 
-@each_name
-def test_a_compact_episode_fits_the_tiny_models_context(name: str) -> None:
-    """At a token a word, and four of the chat's own a turn."""
-    spec = get_spec(name)
-    for i, task in enumerate(new(name, 30)):
-        played = play(game(name, "compact"), task, spec.scripted_player(random.Random(i)), spec.turns)
-        words = sum(len(text.split()) for text in (task.goal, *played.observations, *played.actions))
-        assert words + 4 * len(played.actions) < 1024
+@each_task
+def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
+    """At a token a word, another for a number, and seven of the chat's own a turn; lost ones too."""
+    spec, turns = as_set(task, "compact")
+    for i, each in enumerate(new(spec.name, 20)):
+        for player in (spec.scripted_player(random.Random(i)), RandomPlayer(spec, random.Random(i))):
+            played = play(game(spec.name, "compact"), each, player, turns)
+            words = [word for text in (each.goal, *played.observations, *played.actions) for word in text.split()]
+            assert len(words) + sum(word.isdigit() for word in words) + 7 * len(played.actions) < 900
 
 
-def task_file(name: str) -> Mapping[str, Any]:
-    return tomllib.loads((ROOT / "tasks" / f"{name}.toml").read_text("utf-8"))
+def as_set(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
+    """The environment and the turns of tasks/TASK.toml."""
+    settings = tomllib.loads((ROOT / "tasks" / f"{task}.toml").read_text("utf-8"))
+    settings |= settings["compact"] if rendering == "compact" else {}
+    return get_spec(settings["env"]), settings["turns"]
 
 
 # ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────

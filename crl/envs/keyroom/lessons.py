@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 
+from crl.envs.actions import COMPASS, moves
 from crl.envs.base import Verdict
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack.player import At
@@ -33,13 +34,13 @@ def read(text: str) -> tuple[At, At] | None:
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What an episode of the compact key room comes to, read off its texts alone: the actions, and where the key and the door are.
+    """What an episode of the compact key room comes to, read off its texts alone: the moves, and where the key and the door are.
 
-    actions east pickup / key at 2 5 / door not seen
+    moves east pickup / key at 2 5 / door not seen
     """
-    actions = " ".join(segment.text.strip() for segment in segments if segment.origin == "policy")
-    places = zip(("key", "door"), found(segments), strict=True)
-    return "\n".join([f"actions {actions}", *(f"{name} {f'at {_told(at)}' if at else 'not seen'}" for name, at in places)])
+    seen = zip(("key", "door"), found(segments), strict=True)
+    places = (f"{name} {f'at {_told(at)}' if at else 'not seen'}" for name, at in seen)
+    return "\n".join([moves(segments, (*COMPASS, "pickup", "apply")), *places])
 
 
 def found(segments: Sequence[Segment]) -> tuple[At | None, At | None]:

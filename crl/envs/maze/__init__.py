@@ -1,4 +1,4 @@
-"""`maze`: find the stairs down in a maze of 7×7 cells (MiniHack-MazeWalk-9x9).
+"""`maze`: find the stairs down in a maze of 7×7 cells (MiniHack-MazeWalk-9x9); `maze_small`: in one of 5×5, not next to them.
 
 This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
 The mazes of the train stream persist over visits, so that there is something to know: the way.
@@ -6,21 +6,25 @@ The mazes of the train stream persist over visits, so that there is something to
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from crl.envs.actions import COMPASS
 from crl.envs.base import EnvSpec, Game, Rendering
 from crl.envs.maze.lessons import MazeAdvisor, digest
-from crl.envs.maze.player import MazePlayer
+from crl.envs.maze.player import SIZE, SMALL_SIZE, MazePlayer
 from crl.envs.places import Places
 
-NAME = "maze"
+NAME, SMALL = "maze", "maze_small"
 ACTIONS = tuple(COMPASS)
 PLACES = Places(NAME, "Maze: the {place}. Reach the stairs down (>).")
+SMALL_PLACES = replace(PLACES, env=SMALL)
 
 
-def make_game(rendering: Rendering) -> Game:
+def make_game(rendering: Rendering, size: int = SIZE) -> Game:
     from crl.envs.maze.game import MazeGame
 
-    return MazeGame(rendering)
+    return MazeGame(rendering, size)
 
 
 SPEC = EnvSpec(
@@ -39,4 +43,15 @@ SPEC = EnvSpec(
     digest=digest,
     advisor=MazeAdvisor(),
     probe_tasks=PLACES.probe_tasks,
+)
+SMALL_SPEC = replace(
+    SPEC,
+    name=SMALL,
+    make_game=partial(make_game, size=SMALL_SIZE),
+    task_source=SMALL_PLACES.stream,
+    eval_tasks=SMALL_PLACES.eval_tasks,
+    scripted_player=partial(MazePlayer, size=SMALL_SIZE),
+    revisit=SMALL_PLACES.revisit,
+    advisor=MazeAdvisor(SMALL_SIZE),
+    probe_tasks=SMALL_PLACES.probe_tasks,
 )

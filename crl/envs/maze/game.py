@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from functools import cache, partial
 
 from crl.envs.actions import COMPASS
 from crl.envs.base import Rendering
+from crl.envs.maze.player import SIZE, SMALL_SIZE
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
 from crl.envs.minihack.player import At, walk
+from crl.types import Task
 
-LEVEL = "MiniHack-MazeWalk-9x9-v0"
-WINDOW = Window(x=36, y=7, width=7, height=7)
+NEAREST = 3
+"""Steps from the start to the stairs of a small maze, at least: beside them random play would win."""
 
 # NetHack shows solid stone, which is what this maze's walls are, as it shows what was never seen
 full = partial(text.full, unseen="solid stone or not seen yet")
@@ -22,34 +25,63 @@ compact = partial(text.compact, things={text.STAIRS: "stairs"})
 
 
 class MazeGame(LevelGame):
-    """The maze, (0, 0) the top left cell of its corridors."""
+    """The maze, (0, 0) the top left cell of its corridors. size: SIZE or SMALL_SIZE cells."""
 
-    def __init__(self, rendering: Rendering) -> None:
-        super().__init__(Level(LEVEL, WINDOW), tuple(COMPASS), rendering, full if rendering == "full" else compact)
+    def __init__(self, rendering: Rendering, size: int = SIZE) -> None:
+        super().__init__(_level(size), tuple(COMPASS), rendering, full if rendering == "full" else compact)
+        self._size = size
+
+    def reset(self, task: Task) -> str:
+        lgen = _far_layout(int(task.params["lgen"])) if self._size == SMALL_SIZE else task.params["lgen"]
+        return super().reset(replace(task, params={**task.params, "lgen": lgen}))
+
+
+def _level(size: int, *, mapped: bool = False) -> Level:
+    """MiniHack-MazeWalk, whose size counts the outer wall. NetHack puts it in the middle of its map."""
+    from minihack.envs.mazewalk import MiniHackMazeWalk
+
+    window = Window(x=36, y=7 if size == SIZE else 9, width=size, height=size)
+    return Level(MiniHackMazeWalk, window, w=size + 2, h=size + 2, premapped=mapped)
+
+
+@cache
+def _far_layout(lgen: int) -> int:
+    """The first layout of those that belong to `lgen` whose stairs are not near."""
+    return next(seed for seed in range(lgen, 1 << 62, 1 << 32) if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST)
+
+
+Maze = tuple[At, frozenset[At], At]
+
+
+def true_maze(lgen: int, size: int = SIZE) -> Maze:
+    """Where a layout's episodes start, its corridors, and its stairs down, whatever the dynamics. Never for rollouts."""
+    return _peek(_far_layout(lgen) if size == SMALL_SIZE else lgen, size)
+
+
+def true_way(lgen: int, size: int = SIZE) -> list[str]:
+    """The directions of a shortest walk from a layout's start to its stairs."""
+    return _way(*true_maze(lgen, size))
+
+
+def _way(start: At, corridors: frozenset[At], stairs: At) -> list[str]:
+    path = walk(start, lambda at: at == stairs, lambda _, to: to in corridors, random.Random(0))
+    if path is None:
+        raise LookupError(f"no way leads from {start} to the stairs at {stairs}")
+    return path
 
 
 _peek_lock = threading.Lock()
 
 
 @cache
-def true_maze(lgen: int) -> tuple[At, frozenset[At], At]:
-    """Where a layout's episodes start, its corridors, and its stairs down, whatever the dynamics. Never for rollouts."""
+def _peek(layout: int, size: int) -> Maze:
     with _peek_lock:
-        view = _mapped_level().reset(lgen, 0)
+        view = _mapped_level(size).reset(layout, 0)
     corridors = frozenset(at for at, cell in text.cells(view) if cell.kind != "unseen")
     (stairs,) = (at for at, cell in text.cells(view) if cell.name == text.STAIRS)
     return view.position, corridors, stairs
 
 
-def true_way(lgen: int) -> list[str]:
-    """The directions of a shortest walk from a layout's start to its stairs."""
-    start, corridors, stairs = true_maze(lgen)
-    path = walk(start, lambda at: at == stairs, lambda _, to: to in corridors, random.Random(0))
-    if path is None:
-        raise LookupError(f"no way leads to the stairs of layout {lgen}")
-    return path
-
-
 @cache
-def _mapped_level() -> Level:
-    return Level("MiniHack-MazeWalk-Mapped-9x9-v0", WINDOW)
+def _mapped_level(size: int) -> Level:
+    return _level(size, mapped=True)

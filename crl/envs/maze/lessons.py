@@ -5,44 +5,35 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from itertools import groupby
 
-from crl.envs.actions import COMPASS, parse_choice
+from crl.envs.actions import COMPASS, moves, parse_choice
 from crl.envs.base import Verdict
-from crl.envs.maze.player import MazePlayer
+from crl.envs.maze.player import SIZE, MazePlayer
 from crl.envs.minihack.player import beside, read_at
 from crl.types import Segment, Task
 
-_LESSON = re.compile(r"from the start go ([a-z]+ \d{1,2}(?: [a-z]+ \d{1,2})*)\.")
+_LESSON = re.compile(r"from the start go ([a-z]+(?: [a-z]+)*)\.")
 
 
 def lesson(way: Sequence[str]) -> str:
     """The lesson that tells a way, given step by step."""
-    return f"from the start go {runs(way)}."
+    return f"from the start go {' '.join(way)}."
 
 
 def read(text: str) -> list[str] | None:
     """The way that a lesson tells, step by step; None when it tells none."""
     match = _LESSON.fullmatch(text)
-    words = match[1].split() if match else []
-    if not words or not set(words[::2]) <= set(COMPASS):
-        return None
-    return [name for name, count in zip(words[::2], words[1::2], strict=True) for _ in range(int(count))]
-
-
-def runs(way: Sequence[str]) -> str:
-    """Equal steps in a row as one: `east 2 south 4`."""
-    return " ".join(f"{name} {len(list(steps))}" for name, steps in groupby(way))
+    way = match[1].split() if match else []
+    return way if way and set(way) <= set(COMPASS) else None
 
 
 def digest(segments: Sequence[Segment]) -> str:
     """What an episode of the compact maze comes to, read off its texts alone: the moves, and the way that it found.
 
-    moves east 3 north 2 south 1 / way east 2 south 4        (or: way not found)
+    moves east east south north / way east south south        (or: way not found)
     """
-    actions = [parse_choice(segment.text, tuple(COMPASS)) for segment in segments if segment.origin == "policy"]
     way = found_way(segments)
-    return f"moves {runs([action for action in actions if action])}\nway {runs(way) if way else 'not found'}"
+    return f"{moves(segments, tuple(COMPASS))}\nway {' '.join(way) if way else 'not found'}"
 
 
 def found_way(segments: Sequence[Segment]) -> list[str] | None:
@@ -60,20 +51,23 @@ def found_way(segments: Sequence[Segment]) -> list[str] | None:
 
 
 class MazeAdvisor:
-    """`Advisor` of the maze: right advice is a way from the start to the stairs."""
+    """`Advisor` of the maze of this size: right advice is a way from the start to the stairs."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
 
     def right(self, task: Task) -> str:
         from crl.envs.maze.game import true_way
 
-        return lesson(true_way(int(task.params["lgen"])))
+        return lesson(true_way(int(task.params["lgen"]), self._size))
 
     def wrong(self, task: Task, rng: random.Random) -> str:
         """As many steps as the right way has, the first of them not a way of the maze."""
         from crl.envs.maze.game import true_maze, true_way
 
-        start, corridors, _ = true_maze(int(task.params["lgen"]))
+        start, corridors, _ = true_maze(int(task.params["lgen"]), self._size)
         first = rng.choice([name for name in COMPASS if beside(start, name) not in corridors])
-        return lesson([first, *true_way(int(task.params["lgen"]))[1:]])
+        return lesson([first, *true_way(int(task.params["lgen"]), self._size)[1:]])
 
     def judge(self, task: Task, text: str) -> Verdict:
         from crl.envs.maze.game import true_maze
@@ -81,7 +75,7 @@ class MazeAdvisor:
         way = read(text)
         if way is None:
             return Verdict("other", correct=False)
-        at, corridors, stairs = true_maze(int(task.params["lgen"]))
+        at, corridors, stairs = true_maze(int(task.params["lgen"]), self._size)
         for name in way:
             at = to if (to := beside(at, name)) in corridors else at
             if at == stairs:

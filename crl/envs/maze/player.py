@@ -7,6 +7,9 @@ import random
 from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import At, around, beside, read_at, read_map, read_open, read_things, walk
 
+SIZE, SMALL_SIZE = 7, 5
+"""Cells that a maze is wide and high."""
+
 
 class MazePlayer:
     """Goes to the stairs when it knows a way, else to the nearest cell from which it may see more.
@@ -15,8 +18,8 @@ class MazePlayer:
     are seen) are (x, y) from the top left.
     """
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, size: int = SIZE) -> None:
+        self._rng, self._size = rng, size
         self._forget()
 
     def begin(self, goal: str, observation: str) -> None:
@@ -57,10 +60,5 @@ class MazePlayer:
     def _unknown_beside(self, at: At) -> bool:
         """Whether a corridor may go on from here. Cells of two odd coordinates are always stone."""
         near = (beside(at, name) for name in ("north", "east", "south", "west"))
-        return any(
-            _inside(to) and to not in self._inspected and to not in self.corridors and (to[0] % 2 == 0 or to[1] % 2 == 0) for to in near
-        )
-
-
-def _inside(at: At) -> bool:
-    return 0 <= at[0] < 7 and 0 <= at[1] < 7
+        unseen = (to for to in near if to not in self._inspected and to not in self.corridors)
+        return any(0 <= x < self._size and 0 <= y < self._size and (x % 2 == 0 or y % 2 == 0) for x, y in unseen)

@@ -1,4 +1,4 @@
-"""`river`: push a boulder into the water and cross to the stairs down (MiniHack-River-Narrow).
+"""`river`: push a boulder into the water and cross to the stairs down (MiniHack-River-Narrow); `river_small`: from a narrower bank.
 
 This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
 The banks of the train stream persist over visits, so that there is something to know: which boulder to push.
@@ -6,20 +6,24 @@ The banks of the train stream persist over visits, so that there is something to
 
 from __future__ import annotations
 
-from crl.envs.actions import COMPASS
+from dataclasses import replace
+from functools import partial
+
+from crl.envs.actions import COMPASS, moves
 from crl.envs.base import EnvSpec, Game, Rendering
 from crl.envs.places import Places
-from crl.envs.river.player import RiverPlayer
+from crl.envs.river.player import BANK, SMALL_BANK, RiverPlayer
 
-NAME = "river"
+NAME, SMALL = "river", "river_small"
 ACTIONS = tuple(COMPASS)
 PLACES = Places(NAME, "River: the {place}. Reach the stairs down (>) across the water.")
+SMALL_PLACES = replace(PLACES, env=SMALL)
 
 
-def make_game(rendering: Rendering) -> Game:
+def make_game(rendering: Rendering, bank: int = BANK) -> Game:
     from crl.envs.river.game import RiverGame
 
-    return RiverGame(rendering)
+    return RiverGame(rendering, bank)
 
 
 SPEC = EnvSpec(
@@ -35,4 +39,14 @@ SPEC = EnvSpec(
     eval_tasks=PLACES.eval_tasks,
     scripted_player=RiverPlayer,
     revisit=PLACES.revisit,
+    digest=partial(moves, actions=ACTIONS),
+)
+SMALL_SPEC = replace(
+    SPEC,
+    name=SMALL,
+    make_game=partial(make_game, bank=SMALL_BANK),
+    task_source=SMALL_PLACES.stream,
+    eval_tasks=SMALL_PLACES.eval_tasks,
+    scripted_player=partial(RiverPlayer, bank=SMALL_BANK),
+    revisit=SMALL_PLACES.revisit,
 )

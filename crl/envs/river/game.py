@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from crl.envs.actions import COMPASS
 from crl.envs.base import Rendering
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
 from crl.envs.minihack.view import View
+from crl.envs.river.player import BANK, BEYOND
 
-LEVEL = "MiniHack-River-Narrow-v0"
-WINDOW = Window(x=26, y=7, width=25, height=7)
-RIVER = (18, 19)
-"""The columns of the water."""
 BOULDERS = 3
-"""How many boulders the compact rendering tells of, the nearest first."""
+"""How many boulders the compact rendering tells of, the nearest first; and how many a small river has."""
 
 
 class RiverGame(LevelGame):
-    """Both banks and the river between them, (0, 0) the top left cell."""
+    """Both banks and the river between them, (0, 0) the top left cell. bank: BANK or SMALL_BANK."""
 
-    def __init__(self, rendering: Rendering) -> None:
-        super().__init__(Level(LEVEL, WINDOW), tuple(COMPASS), rendering, text.full if rendering == "full" else compact)
+    def __init__(self, rendering: Rendering, bank: int = BANK) -> None:
+        super().__init__(_level(bank), tuple(COMPASS), rendering, text.full if rendering == "full" else partial(compact, bank=bank))
 
 
-def compact(view: View) -> str:
-    """Where you are (row and column from 1), and how far are: the water in your row, a ford, the nearest boulders, and the stairs.
+def _level(bank: int) -> Level:
+    """MiniHack-River-Narrow, or one like it that is narrower still."""
+    window = Window(x=26 if bank == BANK else 32, y=7, width=bank + BEYOND, height=7)
+    return Level("MiniHack-River-Narrow-v0" if bank == BANK else _small_river(bank), window)
 
-    at 2 3 / water east 16 / boulder east 4 south 1
+
+def _small_river(bank: int) -> Callable[..., Any]:
+    from minihack import LevelGenerator, MiniHackNavigation
+
+    level = LevelGenerator(map="\n" + f"{'.' * bank}WW{'.' * (BEYOND - 2)}\n" * 7)
+    level.set_start_rect((0, 0), (bank - 1, 6))
+    level.set_area_variable("$boulder_area", type="fillrect", x1=1, y1=1, x2=bank - 1, y2=5)
+    for _ in range(BOULDERS):
+        level.add_object_area("$boulder_area", name="boulder", symbol="`")
+    level.add_goal_pos((bank + BEYOND - 1, 2))
+    return partial(MiniHackNavigation, des_file=level.get_des())
+
+
+def compact(view: View, bank: int = BANK) -> str:
+    """Where you are (row and column from 1), and how far are: a ford, the nearest boulders, and the stairs. The river is always in the
+    same columns.
+
+    at 2 3 / boulder east 4 south 1
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]
-    water = [x for x, cell in enumerate(view.cells[here[1]]) if cell.name == "water" and x > here[0]]
-    lines += [f"water {text.way(here, (water[0], here[1]))}"] if water else []
-    lines += [f"ford {text.way(here, at)}" for at, cell in text.cells(view) if at[0] in RIVER and cell.name == "floor"]
+    river = (bank, bank + 1)
+    lines += [f"ford {text.way(here, at)}" for at, cell in text.cells(view) if at[0] in river and cell.name == "floor"]
     boulders = sorted((at for at, cell in text.cells(view) if cell.name == "boulder"), key=lambda at: _steps(here, at))
     lines += [f"boulder {text.way(here, at)}" for at in boulders[:BOULDERS]]
     lines += [f"stairs {text.way(here, at)}" for at, cell in text.cells(view) if cell.name == text.STAIRS]

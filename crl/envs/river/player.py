@@ -7,10 +7,11 @@ import random
 from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import At, read_at, read_map, read_things, walk
 
-_WIDTH, _HEIGHT = 25, 7
-_WATER = 18
-"""Column of the river's first water; it is two cells wide, and who falls into the second crawls out on a bank next to it."""
-_EXIT = (24, 2)
+BANK, SMALL_BANK = 18, 8
+"""Columns of the near bank, which is also the column of the river's first water."""
+BEYOND = 7
+"""Columns of the river and the far bank. The river is two cells wide; who falls into the second crawls out on a bank next to it."""
+_HEIGHT, _EXIT_ROW = 7, 2
 
 
 class RiverPlayer:
@@ -19,8 +20,8 @@ class RiverPlayer:
     Remembers boulders that are no longer told of, pushes that moved nothing, and where a boulder has filled the water.
     """
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, bank: int = BANK) -> None:
+        self._rng, self._water, self._exit = rng, bank, (bank + BEYOND - 1, _EXIT_ROW)
         self._forget()
 
     def begin(self, goal: str, observation: str) -> None:
@@ -39,8 +40,8 @@ class RiverPlayer:
 
     def act(self) -> str:
         self._pushed = None
-        if self._here[0] > _WATER:
-            path = self._walk({_EXIT})
+        if self._here[0] > self._water:
+            path = self._walk({self._exit})
         elif self._here == self._ford:
             path = ["east"]
         elif self._ford:
@@ -59,7 +60,7 @@ class RiverPlayer:
     def _see(self, names: dict[At, str]) -> None:
         self._here = next(at for at, name in names.items() if name == "you")
         self._boulders = {at for at, name in names.items() if name == "boulder"}
-        self._ford = next((at for at, name in names.items() if at[0] == _WATER and name in ("floor", "you")), None)
+        self._ford = next((at for at, name in names.items() if at[0] == self._water and name in ("floor", "you")), None)
 
     def _hear(self, here: At, words: str) -> None:
         """A compact text tells of the nearest boulders alone."""
@@ -76,13 +77,14 @@ class RiverPlayer:
         for x, y in self._boulders:
             for name in ("east", "northeast", "southeast"):
                 dx, dy = COMPASS[name]
-                lane = [(x + i * dx, y + i * dy) for i in range(1, _WATER - x + 1)]
+                lane = [(x + i * dx, y + i * dy) for i in range(1, self._water - x + 1)]
                 if not lane or ((x, y), name) in self._stuck or self._boulders & set(lane) or not 0 <= lane[-1][1] < _HEIGHT:
                     continue
                 behind = (x - dx, y - dy)
                 path = [] if self._here == behind else self._walk({behind})
                 if path is not None:
-                    ways.append((len(path) + len(lane) + max(_EXIT[0] - _WATER, abs(_EXIT[1] - lane[-1][1])), (x, y), name, path))
+                    across = max(BEYOND - 1, abs(_EXIT_ROW - lane[-1][1]))
+                    ways.append((len(path) + len(lane) + across, (x, y), name, path))
         if not ways:
             return None
         _, boulder, name, path = min(ways)
@@ -95,7 +97,7 @@ class RiverPlayer:
 
     def _passable(self, to: At) -> bool:
         x, y = to
-        dry = 0 <= x < _WATER or _WATER + 1 < x < _WIDTH or to == self._ford
+        dry = 0 <= x < self._water or self._water + 1 < x < self._water + BEYOND or to == self._ford
         return dry and 0 <= y < _HEIGHT and to not in self._boulders
 
 

@@ -6,6 +6,9 @@ visit to visit is the cell where the player starts, of those from which the same
 
 from __future__ import annotations
 
+from functools import partial
+
+from crl.envs.actions import moves
 from crl.envs.base import EnvSpec
 from crl.envs.places import Places
 from crl.envs.sokoban.game import ACTIONS, SokobanGame
@@ -27,4 +30,5 @@ SPEC = EnvSpec(
     eval_tasks=PLACES.eval_tasks,
     scripted_player=SokobanPlayer,
     revisit=PLACES.revisit,
+    digest=partial(moves, actions=ACTIONS),
 )

@@ -1,0 +1,212 @@
+"""The drills of maze, key room, river and Sokoban. The actor sees their scripted players and weaker ones, those of maze and key room
+mostly under advice. The extractor sees what came of it: in maze and key room one lesson in four is worth something.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from crl.envs import keyroom, maze, river, sokoban
+from crl.envs.actions import COMPASS
+from crl.envs.base import EnvSpec, ScriptedPlayer
+from crl.envs.keyroom import lessons as keyroom_lessons
+from crl.envs.maze import lessons as maze_lessons
+from crl.envs.places import Places
+from crl.envs.room.lessons import lesson as room_lesson
+from crl.methods.parts.rollouts import ChatContext
+from crl.models.drills import drill
+from crl.models.drills.drill import Drill, Episode, draw, hit
+from crl.models.drills.grid_players import PlaceFollower, WayFollower, players
+from crl.models.warm_start import Demonstration
+from crl.types import Observation, Segment, Task
+
+SAYINGS = tuple(room_lesson(kind) for kind in ("lead", "careful", "time"))
+"""What is true everywhere and helps nowhere."""
+MASTERED = 0.85
+"""Success rate from which advice is of no use."""
+PERSONAS = (0.55, 0.25, 0.10, 0.10)
+"""Shares of the skilled, the late, the forgetful and the idle (`grid_players.players`)."""
+ACTOR_ADVICE = (("none", 0.30), ("right", 0.40), ("wrong", 0.15), ("saying", 0.15))
+EXTRACTOR_ADVICE = (("none", 0.50), ("right", 0.15), ("wrong", 0.20), ("saying", 0.15))
+IRRELEVANT = (("none", 0.85), ("saying", 0.15))
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """A task's. some(rng): one as a bank may hold it; shown(segments): the one that an episode's texts teach, None where they do not;
+    follow(text, rng, otherwise): who does what one says."""
+
+    some: drill.SomeLesson
+    shown: Callable[[Sequence[Segment]], str | None]
+    follow: Callable[[str, random.Random, ScriptedPlayer], ScriptedPlayer]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A task: what it declares, its places, its turns as in tasks/*.toml, those that are scored and those of an episode."""
+
+    spec: EnvSpec
+    places: Places
+    scored: int
+    turns: int
+    lessons: Lessons | None = None
+
+    @property
+    def actor(self) -> GridWalks:
+        return GridWalks(self, ACTOR_ADVICE if self.lessons else IRRELEVANT)
+
+    @property
+    def extractor(self) -> GridWalks:
+        return GridWalks(self, EXTRACTOR_ADVICE if self.lessons else IRRELEVANT)
+
+
+@dataclass(frozen=True)
+class GridWalks:
+    """Episodes of a grid. advice: shares of what is said at the start: nothing, the advisor's right or wrong advice, or a saying. Advice is
+    followed, a saying is not."""
+
+    grid: Grid
+    advice: tuple[tuple[str, float], ...]
+
+    def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        return (episode.segments for episode in self.episodes(rng, self.grid.places.demonstration_tasks(n)))
+
+    def episodes(self, rng: random.Random, tasks: Iterable[Task]) -> Iterator[Episode]:
+        game = self.grid.spec.make_game("compact")
+        context = ChatContext({self.grid.spec.name: ""})
+        try:
+            for task in tasks:
+                text = self._told(task, rng)
+                hint = hit(text, task) if text else None
+                player = self._player(text, rng)
+                first = game.reset(task)
+                player.begin(task.goal, first)
+                segments, success = [*context.opening(task, Observation(first), hint)], False
+                for turn in range(self.grid.turns):
+                    action = player.act()
+                    result = game.step(action)
+                    segments += [drill.said(action), *context.following(result)]
+                    if result.done:
+                        success = result.success and turn < self.grid.scored
+                        break
+                    player.observe(result.text)
+                yield Episode(task, hint, tuple(segments), success)
+        finally:
+            game.close()
+
+    def _told(self, task: Task, rng: random.Random) -> str | None:
+        said, advisor = draw(self.advice, rng), self.grid.spec.advisor
+        if said == "saying":
+            return rng.choice(SAYINGS)
+        if said == "none" or advisor is None:
+            return None
+        return advisor.right(task) if said == "right" else advisor.wrong(task, rng)
+
+    def _player(self, text: str | None, rng: random.Random) -> ScriptedPlayer:
+        kinds = players(self.grid.spec.scripted_player, self.grid.spec.actions)
+        own = rng.choices(kinds, PERSONAS)[0](rng)
+        return self.grid.lessons.follow(text, rng, own) if self.grid.lessons and text and claims(text) else own
+
+
+# ── the tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def way_shown(segments: Sequence[Segment]) -> str | None:
+    way = maze_lessons.found_way(segments)
+    return maze_lessons.lesson(way) if way else None
+
+
+def places_shown(segments: Sequence[Segment]) -> str | None:
+    key, door = keyroom_lessons.found(segments)
+    return keyroom_lessons.lesson(key, door) if key and door else None
+
+
+def follow_way(text: str, rng: random.Random, otherwise: ScriptedPlayer) -> ScriptedPlayer:
+    return WayFollower(maze_lessons.read(text) or [], otherwise)
+
+
+def follow_places(text: str, rng: random.Random, otherwise: ScriptedPlayer) -> ScriptedPlayer:
+    told = keyroom_lessons.read(text)
+    return PlaceFollower(*told, rng) if told else otherwise
+
+
+def some_way(rng: random.Random) -> str:
+    return maze_lessons.lesson([rng.choice(list(COMPASS)) for _ in range(rng.randint(3, 7))])
+
+
+def some_places(rng: random.Random) -> str:
+    cells = [(x, y) for x in range(1, 6) for y in range(1, 6)]
+    key, door = rng.sample(cells, 2)
+    return keyroom_lessons.lesson(key, door)
+
+
+MAZE = Grid(maze.SMALL_SPEC, maze.SMALL_PLACES, 14, 20, Lessons(some_way, way_shown, follow_way))
+KEYROOM = Grid(keyroom.SPEC, keyroom.PLACES, 20, 20, Lessons(some_places, places_shown, follow_places))
+RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 24, 24)
+SOKOBAN = Grid(sokoban.SPEC, sokoban.PLACES, 20, 20)
+
+# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class GridLessons:
+    """Answers of an extractor to finished episodes: a saying, or the lesson of the task, each as often as the others; where the episode
+    does not show that, or the task has none, nothing."""
+
+    walks: GridWalks
+
+    def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        digest = self.walks.grid.spec.digest
+        assert digest is not None
+        episodes = self.walks.episodes(rng, self.walks.grid.places.demonstration_tasks(n))
+        return drill.lessons(digest, episodes, lambda episode: self.answer(rng.choice((None, *SAYINGS)), episode))
+
+    def answer(self, saying: str | None, episode: Episode) -> str:
+        lessons = self.walks.grid.lessons
+        return drill.learnt(saying or (lessons.shown(episode.segments) if lessons else None), episode.hint, claims)
+
+
+def claims(text: str) -> bool:
+    return text not in SAYINGS
+
+
+@dataclass(frozen=True)
+class GridBank:
+    """What is asked of a task's lessons alone: the actor's verdicts, the extractor's merges."""
+
+    grid: Grid
+
+    def verdicts(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        return drill.verdicts(rng, self.grid.places.demonstration_tasks(n), self._some_lesson, verdict)
+
+    def merges(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        return drill.merges(rng, n, self.grid.spec.name, self._some_lesson, claims)
+
+    def _some_lesson(self, rng: random.Random) -> str:
+        lessons = self.grid.lessons
+        return lessons.some(rng) if lessons and rng.random() < 0.65 else rng.choice(SAYINGS)
+
+
+def verdict(text: str, rate: float) -> str:
+    """What the task's lesson tells is welcome until the place is mastered."""
+    return "accept" if claims(text) and rate < MASTERED else "reject"
+
+
+ACTOR_DRILLS = (
+    Drill("maze walks", 5_000, MAZE.actor.make),
+    Drill("key room walks", 3_000, KEYROOM.actor.make),
+    Drill("river walks", 1_500, RIVER.actor.make),
+    Drill("sokoban walks", 3_000, SOKOBAN.actor.make),
+    Drill("maze verdicts", 500, GridBank(MAZE).verdicts),
+    Drill("key room verdicts", 500, GridBank(KEYROOM).verdicts),
+)
+EXTRACTOR_DRILLS = (
+    Drill("maze lessons", 5_000, GridLessons(MAZE.extractor).make),
+    Drill("key room lessons", 5_000, GridLessons(KEYROOM.extractor).make),
+    Drill("river lessons", 1_000, GridLessons(RIVER.extractor).make),
+    Drill("sokoban lessons", 1_000, GridLessons(SOKOBAN.extractor).make),
+    Drill("maze merges", 1_500, GridBank(MAZE).merges),
+    Drill("key room merges", 1_500, GridBank(KEYROOM).merges),
+)
