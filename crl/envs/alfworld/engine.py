@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import cache, lru_cache
 from typing import Any
 
@@ -10,6 +12,7 @@ import textworld  # pyright: ignore[reportMissingImports]
 import textworld.envs  # pyright: ignore[reportMissingImports]
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler  # pyright: ignore[reportMissingImports]
 from textworld.envs.pddl import logic, textgen  # pyright: ignore[reportMissingImports]
+from textworld.envs.pddl.textgen import ContextSensitiveGrammar  # pyright: ignore[reportMissingImports]
 from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
 
 from crl.envs.alfworld.pddl import GameData
@@ -17,6 +20,10 @@ from crl.envs.alfworld.pddl import GameData
 _HANDLED = 8
 """Games whose translation is kept: the members of a group play one game one after the other."""
 
+_CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
+"""Where games that follow one grammar differ in it."""
+
+_parsed = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
 _pddl2sas = fast_downward.pddl2sas
 _translate = lru_cache(maxsize=_HANDLED)(_pddl2sas)
 
@@ -28,10 +35,13 @@ class Engine:
         _without_repetition()
         self._env = AlfredDemangler(textworld.envs.PddlEnv(textworld.EnvInfos(admissible_commands=True)), shuffle=False)
         self._state: Any = None
+        self._loaded: GameData | None = None
 
     def start(self, data: GameData) -> str:
         """Starts the game from its beginning; returns TextWorld's first text."""
-        self._env.load(data)
+        if data != self._loaded:
+            self._env.load(data)
+            self._loaded = data
         self._state = self._env.reset()
         return self._state.feedback
 
@@ -65,12 +75,12 @@ def _planner() -> Any:
 
 @cache
 def _without_repetition() -> None:
-    """TextWorld parses its grammar's expressions at every use, copies what they are about in depth, and translates a game's problem
-    four times: twice when it is loaded, twice when it is reset, every second time for a planner that plays no part here. The texts
-    are the same without."""
+    """TextWorld parses a grammar for every game and its expressions at every use, copies what they are about in depth, and translates a
+    game's problem four times: twice when it is loaded, twice when it is reset, every second time for a planner that plays no part here.
+    The texts are the same without."""
     textgen._parse_and_convert = lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen.copy_context = _copied
-    logic._parse_and_convert = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
+    logic._parse_and_convert = _grammar
     Rule.parse_conjunctive_query = staticmethod(lru_cache(maxsize=4096)(Rule.parse_conjunctive_query))  # type: ignore[method-assign]
     fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: _translate(domain, problem)
 
@@ -78,3 +88,15 @@ def _without_repetition() -> None:
 def _copied(context: dict[str, Any]) -> dict[str, Any]:
     """A context of its own for a symbol; expressions read the entities that it names and change none."""
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
+
+
+def _grammar(text: str, rule_name: str) -> tuple[Any, ContextSensitiveGrammar]:
+    """A game's actions and grammar; what it has in common with other games' is parsed once."""
+    chore = _CHORE.search(text)
+    if chore is None:
+        return _parsed(text, rule_name=rule_name)
+    actions, common = _parsed(_CHORE.sub('"Your task is to: "', text), rule_name=rule_name)
+    own = ContextSensitiveGrammar.parse(json.dumps({"task": [{"rhs": f"Your task is to: {chore[1]}"}]}))
+    grammar = ContextSensitiveGrammar()
+    grammar._rules |= {**common._rules, **own._rules}
+    return actions, grammar

@@ -2,7 +2,7 @@
 
 ALFWorld's files are found as it finds them: under $ALFWORLD_DATA, by default ~/.cache/alfworld (`alfworld-download` puts them there).
 Generated games are kept as game.tw-pddl files under $XDG_CACHE_HOME/crl/alfworld, named by their content; a game whose file is
-there has been solved by the planner.
+there has been solved by the planner. Of a small house that is the game with what its chore needs alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import random
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ def official_chore(path: str) -> Chore | None:
 def game_of(task: Task) -> GameData:
     """The game that a task's params name. Raises `KeyError` when they name none."""
     from crl.envs.alfworld import floorplans, small
+    from crl.envs.alfworld.pddl import game_data
 
     params = task.params
     if "game" in params:
@@ -69,12 +70,17 @@ def game_of(task: Task) -> GameData:
             raise ConfigError("ALFWORLD_DATA", None, f"is needed for {params['game']}", "Set it as where the run began")
         return json.loads((folder / str(params["game"])).read_text("utf-8"))
     if "lgen" in params:
-        return _proved(small.house(int(params["lgen"]), int(params["core"])))
-    return _proved(floorplans.house(str(params["use"]), int(params["number"])))
+        layout = int(params["lgen"])
+        _prove(small.house(layout, None))  # what else lies about is in nobody's way: no receptacle is ever full
+        return game_data(small.house(layout, int(params["core"])))
+    house = floorplans.house(str(params["use"]), int(params["number"]))
+    _prove(house)
+    return game_data(house)
 
 
-def _proved(house: House) -> GameData:
-    """The house's game, solved by the planner now or earlier."""
+@lru_cache(maxsize=4096)
+def _prove(house: House) -> None:
+    """Has the planner solve the house's game, now or earlier. Raises `RuntimeError` when it finds no way."""
     from crl.envs.alfworld.engine import plan_length
     from crl.envs.alfworld.pddl import game_data
 
@@ -85,7 +91,6 @@ def _proved(house: House) -> GameData:
         if plan_length(data) is None:
             raise RuntimeError(f"the planner finds no way to do {house.chore} in {house}")
         _write(path, text)
-    return data
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ RECEPTACLES = 6
 _OTHERS = 4
 """Things that lie about and that no chore needs."""
 
-_HOLDS = {
+HOLDS = {
     "Cabinet": "Bowl Cup Mug Plate Pot Pan",
     "CounterTop": "Apple Bread Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
     "DiningTable": "Apple Bread Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
@@ -39,7 +39,7 @@ _ROOMS = {
     "bedroom": ("Bed", "Desk", "Drawer", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "Shelf", "SideTable"),
 }
 _WHERE = {kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS} | {"look_at_obj_in_light": ("bedroom",)}
-_ABLE = {
+ABLE = {
     "pick_clean_then_place_in_recep": "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
     "pick_heat_then_place_in_recep": "Apple Bread Cup Egg Mug Plate Potato Tomato",
     "pick_cool_then_place_in_recep": "Apple Bowl Bread Cup Egg Mug Pan Plate Pot Potato Tomato",
@@ -49,10 +49,12 @@ _ABLE = {
 _LAMP_STANDS = ("Desk", "SideTable", "Dresser")
 
 
-def house(layout: int, dynamics: int) -> House:
-    """The room and the chore of a layout, with what lies about under these dynamics."""
+def house(layout: int, dynamics: int | None) -> House:
+    """The room and the chore of a layout, with what lies about under these dynamics; None: with what the chore needs alone."""
     rng = generator(layout, "alfworld_small/layout")
     chore, receptacles, needed = _fixed(rng)
+    if dynamics is None:
+        return House(chore, receptacles, tuple(needed))
     about = generator(layout, "alfworld_small/about", dynamics)
     kinds = sorted({thing for kind in receptacles for thing in _holds(kind)} - {chore.thing})
     others = [(thing, about.choice(_homes(receptacles, thing))) for thing in about.sample(kinds, min(_OTHERS, len(kinds)))]
@@ -66,7 +68,7 @@ def _fixed(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, 
     lit = kind == "look_at_obj_in_light"
     while True:
         receptacles = tuple(sorted(rng.sample(room, RECEPTACLES)))
-        able = _ABLE.get(kind, " ".join(_HOLDS.values())).split()
+        able = ABLE.get(kind, " ".join(HOLDS.values())).split()
         things = sorted({thing for holder in receptacles for thing in _holds(holder)} & set(able))
         goals = ["DeskLamp"] if lit else sorted(set(receptacles))
         stands = [i for i, holder in enumerate(receptacles) if holder in _LAMP_STANDS]
@@ -83,7 +85,7 @@ def _fixed(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, 
 
 
 def _holds(receptacle: str) -> list[str]:
-    return _HOLDS[receptacle].split()
+    return HOLDS[receptacle].split()
 
 
 def _homes(receptacles: Sequence[str], thing: str) -> list[int]:

@@ -75,6 +75,8 @@ def _aliases(admissible: tuple[str, ...]) -> dict[str, str]:
             thing, place = match.groups()
             aliases |= {f"{verb} {thing} from {place}": command for verb in ("pick up", "get")}
             aliases |= {f"{verb} {thing}": command for verb in ("take", "pick up", "get")}
+        elif match := re.fullmatch(r"((?:clean|heat|cool) .+) with .+", command):
+            aliases[match[1]] = command
         elif match := re.fullmatch(r"use (.+)", command):
             aliases |= {f"{verb} {match[1]}": command for verb in ("turn on", "toggle")}
     return aliases
