@@ -16,9 +16,10 @@ from functools import partial
 from crl.envs.alfworld import small
 from crl.envs.alfworld.games import data_folder, official_chore, official_games
 from crl.envs.alfworld.house import phrase
+from crl.envs.alfworld.lessons import HouseAdvisor, digest
 from crl.envs.alfworld.player import AlfworldPlayer
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
 from crl.protocols import State
 from crl.seeds import generator
 from crl.types import Split, Task, Trajectory
@@ -121,6 +122,11 @@ def demonstration_tasks(n: int) -> tuple[Task, ...]:
     return _fixed_small_tasks(DEMONSTRATION_LAYOUTS, n)
 
 
+def probe_tasks(n: int) -> tuple[Task, ...]:
+    """n small houses for the advice probe, apart from every other use."""
+    return _fixed_small_tasks(PROBE_LAYOUTS, n)
+
+
 def _fixed_small_tasks(layouts: range, n: int) -> tuple[Task, ...]:
     return tuple(map(_with_chore, fixed_tasks(SMALL, "{place}", layouts, n)))
 
@@ -151,4 +157,14 @@ SPEC = EnvSpec(
     scripted_player=AlfworldPlayer,
     extra="alfworld",
 )
-SMALL_SPEC = replace(SPEC, name=SMALL, turns=30, task_source=SmallStream, eval_tasks=small_eval_tasks, revisit=partial(revisited, SMALL))
+SMALL_SPEC = replace(
+    SPEC,
+    name=SMALL,
+    turns=30,
+    task_source=SmallStream,
+    eval_tasks=small_eval_tasks,
+    revisit=partial(revisited, SMALL),
+    digest=digest,
+    advisor=HouseAdvisor(),
+    probe_tasks=probe_tasks,
+)

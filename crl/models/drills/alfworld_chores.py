@@ -1,0 +1,136 @@
+"""Scripted chores in small houses: what an actor is shown of good and bad play, and what an extractor is asked about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from crl.envs.alfworld import SMALL, demonstration_tasks
+from crl.envs.alfworld.house import read_chore
+from crl.envs.alfworld.lessons import LESSONS, from_here, lesson, places, read, sights, true_places
+from crl.envs.alfworld.small import HOLDS
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
+from crl.methods.parts.rollouts import ChatContext
+from crl.models.drills.alfworld_houses import SmallHouse
+from crl.models.drills.alfworld_personas import Dawdler, Forgetful, Hasty, Opener, Passer, Searcher
+from crl.models.drills.drill import OFFER, Episode, draw, hit
+from crl.models.warm_start import Demonstration
+from crl.types import Observation, Segment, Task
+
+TURNS = 14
+"""As in tasks/alfworld.toml."""
+
+CONTEXT = ChatContext({SMALL: ""})
+OTHER_KINDS = [kind for kind in LESSONS if kind != "where"]
+THINGS = sorted({thing.lower() for things in HOLDS.values() for thing in things.split()})
+REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
+
+Persona = Callable[[random.Random, str], Searcher]
+
+
+@dataclass(frozen=True)
+class Chores:
+    """Episodes of small houses.
+
+    personas: shares of those who were not told how to go about it; advice: shares of what is said at the start: nothing ("none"), where
+    the thing is ("right"), any receptacle ("random") or a lesson of another kind ("other"). A receptacle is always followed, another
+    lesson with chance `fidelity`. slip: chance of a command that leads nowhere; offer: the agent may ask (see `asking_turn`, `replied`).
+    """
+
+    personas: tuple[tuple[Persona, float], ...]
+    advice: tuple[tuple[str, float], ...] = (("none", 1.0),)
+    fidelity: float = 0.85
+    slip: float = 0.03
+    offer: bool = False
+
+    def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))
+
+    def episodes(self, rng: random.Random, tasks: Sequence[Task]) -> Iterator[Episode]:
+        return (self._episode(task, rng) for task in tasks)
+
+    def _episode(self, task: Task, rng: random.Random) -> Episode:
+        house, told = SmallHouse(), self._told(task, rng)
+        hint = hit(told, task) if told else None
+        *head, seen = CONTEXT.opening(task, Observation(house.reset(task)), hint)
+        segments = [*head, *([OFFER] if self.offer else []), seen]
+        persona = self._persona(task, told, rng)
+        persona.begin(task.goal, seen.text)
+        asks = asking_turn(rng, advised=told is not None) if self.offer else None
+        for turn in range(TURNS):
+            if turn == asks and read_chore(task.goal).thing not in sights(segments):
+                reply, going = replied(task, rng)
+                segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+                persona.told = going or persona.told
+            command = persona.slip() if rng.random() < self.slip else persona.act()
+            result = house.step(command)
+            segments += [Segment("assistant", command, "policy"), *CONTEXT.following(result)]
+            if result.done:
+                return Episode(task, hint, tuple(segments), success=True)
+            persona.observe(result.text)
+        return Episode(task, hint, tuple(segments), success=False)
+
+    def _told(self, task: Task, rng: random.Random) -> str | None:
+        """The lesson at the start."""
+        said, wanted = draw(self.advice, rng), read_chore(task.goal).thing
+        if said == "none":
+            return None
+        if said == "other":
+            return some_lesson(rng.choice(OTHER_KINDS), task, rng)
+        return lesson("where", wanted, rng.choice(true_places(task) if said == "right" else places(task)))
+
+    def _persona(self, task: Task, told: str | None, rng: random.Random) -> Searcher:
+        own = draw(self.personas, rng)
+        if told is None:
+            return own(rng, "")
+        kind, _ = read(told, read_chore(task.goal))
+        follows = kind == "where" or rng.random() < self.fidelity
+        return (_ADHERENTS.get(kind, own) if follows else own)(rng, heard(told, task) if follows else "")
+
+
+_ADHERENTS: Mapping[str, Persona] = {"open": Opener, "look": Dawdler}
+"""Who does what a lesson says, where it says how to go about it."""
+
+
+def some_lesson(kind: str, task: Task, rng: random.Random) -> str:
+    """A lesson of this kind on the task's place, true or not."""
+    wanted = read_chore(task.goal).thing
+    thing = wanted if kind == "where" else rng.choice([thing for thing in THINGS if thing != wanted])
+    return lesson(kind, thing, rng.choice(places(task)))
+
+
+def heard(text: str, task: Task) -> str:
+    """The receptacle that a lesson sends an agent to; "" is none."""
+    kind, place = read(text, read_chore(task.goal))
+    return place if kind in ("where", "first") else ""
+
+
+def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
+    """When an agent that may ask does so, unless it has seen the thing by then: soon, and mostly when it was told nothing."""
+    return rng.choice((0, 0, 1, 2)) if rng.random() < (0.25 if advised else 0.6) else None
+
+
+def replied(task: Task, rng: random.Random) -> tuple[str, str]:
+    """What an agent is told when it asks, and where it goes then; "" where it goes on as before."""
+    said = draw(REPLIES, rng)
+    if said == "nothing":
+        return COMPACT_NOTHING, ""
+    if said == "lesson":
+        text = some_lesson(rng.choice(list(LESSONS)), task, rng)
+        return text, heard(text, task)
+    place = rng.choice(true_places(task) if said == "right" else places(task))
+    return from_here(place), place
+
+
+PERSONAS: tuple[tuple[Persona, float], ...] = (
+    (Searcher, 0.10),
+    (Opener, 0.05),
+    (Forgetful, 0.15),
+    (Passer, 0.35),
+    (Hasty, 0.10),
+    (Dawdler, 0.25),
+)
+ACTOR_CHORES = Chores(PERSONAS, advice=(("none", 0.30), ("right", 0.35), ("random", 0.12), ("other", 0.23)))
+ASKING_CHORES = replace(ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)), offer=True)
+EXTRACTOR_CHORES = replace(ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)))
