@@ -98,15 +98,16 @@ def test_compact_words(said: str, words: str) -> None:
         ("take pen 1", "take pen 1 from desk 1"),
         ("pick up pen 1 from desk 1", "take pen 1 from desk 1"),
         ("turn on desklamp 1", "use desklamp 1"),
+        ("heat egg 1", "heat egg 1 with microwave 1"),
         ("move pen 1 to shelf 2", None),
         ("go to shelf", None),
         ("I will go to shelf 2", None),
     ],
 )
 def test_what_the_agent_writes_is_read_as_the_game_words_it(action: str, command: str | None) -> None:
-    admissible = ("go to shelf 2", "move mug 1 to shelf 2", "take pen 1 from desk 1", "use desklamp 1")
+    admissible = ("go to shelf 2", "heat egg 1 with microwave 1", "move mug 1 to shelf 2", "take pen 1 from desk 1", "use desklamp 1")
     assert text.chosen(action, admissible) == command
-    older = ("go to shelf 2", "put mug 1 in/on shelf 2", "take pen 1 from desk 1", "use desklamp 1")
+    older = ("go to shelf 2", "heat egg 1 with microwave 1", "put mug 1 in/on shelf 2", "take pen 1 from desk 1", "use desklamp 1")
     assert text.chosen(action, older) == (command and command.replace("move mug 1 to", "put mug 1 in/on"))
 
 
@@ -249,6 +250,7 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: i
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
     engine, rng = Engine(), random.Random(number)
+    engine.start(games.game_of(SMALL_NEW[3]))  # another chore, of which the grammar is known then
     engine.start(data)
     engine.do(engine.admissible[0])
     said: list[list[object]] = [[engine.start(data), list(engine.admissible)]]  # a second start too
@@ -336,7 +338,7 @@ def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> No
     wins, rng = 0, random.Random(0)
     for task in SMALL_NEW[:20]:
         players["compact"].reset(task)
-        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(9))
+        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(14))
     assert wins <= 2
 
 
@@ -388,7 +390,7 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
 
 
 def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from crl.envs.alfworld import engine
+    from crl.envs.alfworld import engine, pddl
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = (
@@ -401,8 +403,14 @@ def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatc
     assert len(files) == 3
     assert all(file.suffix == ".tw-pddl" for file in files)
     monkeypatch.setattr(engine, "plan_length", lambda data: pytest.fail("planned again"))
+    games._prove.cache_clear()
     made = [games.game_of(task) for task in alfworld.demonstration_tasks(3)]
-    assert sorted(map(json.dumps, made)) == sorted(file.read_text() for file in files)
+    alone = [pddl.game_data(small.house(int(task.params["lgen"]), None)) for task in alfworld.demonstration_tasks(3)]
+    assert sorted(map(json.dumps, alone)) == sorted(file.read_text() for file in files)
+    assert all(len(str(game["pddl_problem"])) > len(str(proved["pddl_problem"])) for game, proved in zip(made, alone, strict=True))
+    revisit = alfworld.SMALL_SPEC.revisit
+    assert revisit
+    games.game_of(revisit(alfworld.demonstration_tasks(1)[0], 1))  # what else lies about does not matter
     monkeypatch.setattr(engine, "plan_length", lambda data: None)
     with pytest.raises(RuntimeError, match="finds no way"):
         games.game_of(alfworld.demonstration_tasks(4)[3])

@@ -124,12 +124,12 @@ def replied(task: Task, rng: random.Random) -> tuple[str, str]:
 
 
 PERSONAS: tuple[tuple[Persona, float], ...] = (
-    (Searcher, 0.12),
-    (Opener, 0.08),
-    (Forgetful, 0.20),
-    (Passer, 0.30),
+    (Searcher, 0.10),
+    (Opener, 0.05),
+    (Forgetful, 0.15),
+    (Passer, 0.35),
     (Hasty, 0.10),
-    (Dawdler, 0.20),
+    (Dawdler, 0.25),
 )
 ACTOR_CHORES = Chores(PERSONAS, advice=(("none", 0.30), ("right", 0.35), ("random", 0.12), ("other", 0.23)))
 ASKING_CHORES = replace(ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)), offer=True)
