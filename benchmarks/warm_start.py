@@ -25,8 +25,9 @@ from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_d
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.modeling import load_model, load_tokenizer, stop_ids
+from crl.models.drills.drill import OFFER
 from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
-from crl.models.drills.room_walks import CONTEXT, EXTRACTOR_WALKS, OFFER, SCORED_TURNS
+from crl.models.drills.room_walks import CONTEXT, EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
 from crl.run.evaluate import Rate

@@ -15,28 +15,20 @@ import torch
 
 from crl.engines.torch import TorchEngine
 from crl.envs.actions import COMPASS
-from crl.envs.room import demonstration_tasks, probe_tasks
-from crl.envs.room.lessons import from_here, lesson, places, read, true_bearing
+from crl.envs.room import NAME, demonstration_tasks, probe_tasks
+from crl.envs.room.lessons import digest, from_here, lesson, places, read, true_bearing
 from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.embed import HashEmbedder
 from crl.manager.ops import parse_merge
 from crl.manager.records import Entry
 from crl.manager.upkeep import make_bank
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
+from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills.room import (
-    DISTIL_PROMPT,
-    Refinements,
-    chunk,
-    merges,
-    refine_prompt,
-    refinement,
-    tidied,
-    verdict,
-    verdicts,
-)
-from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS, OFFER, Episode
+from crl.models.drills.drill import OFFER, Episode, chunk, tidied
+from crl.models.drills.room import Refinements, claims, merges, refine_prompt, refinement, some_lesson, verdict, verdicts
+from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.models.warm_start import Demonstration, demonstrated_trace
 from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment
@@ -199,7 +191,7 @@ def entry(text: str, won: int = 0, of: int = 0) -> Entry:
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
-    assert tidied(entries) == written
+    assert tidied(entries, claims) == written
     parsed = parse_merge(written, len(entries))
     assert (len(parsed.ops), parsed.dropped) == (1, {})
 
@@ -207,9 +199,9 @@ def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
 def test_chunks_are_as_a_bank_holds_them(tiny_extractor: Path) -> None:
     """Some call for each of the two ops, some for none; every answer fits into 40 tokens."""
     rng, chat = random.Random(0), renderer(tiny_extractor)
-    chunks = [chunk(rng) for _ in range(500)]
+    chunks = [chunk(rng, NAME, some_lesson) for _ in range(500)]
     assert {len(entries) for entries in chunks} == {2, 3, 4, 5, 6}
-    answers = [tidied(entries) for entries in chunks]
+    answers = [tidied(entries, claims) for entries in chunks]
     ops = Counter(parse_merge(answer, 6).ops[0].kind for answer in answers)
     assert min(ops["merge"], ops["keep"]) >= 150
     assert ops["discard"] >= 15
@@ -228,10 +220,11 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
             for place, direction in zip(("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False)
             for i, text in enumerate((lesson("exit", direction), "be careful.", lesson("exit", direction)))]  # fmt: skip
     await asyncio.to_thread(make_bank, tmp_path / "bank.sqlite", made)
+    prompts = Prompts(CompactDistilPrompt({NAME: digest}), CompactMergePrompt())
     settings = ManagerSettings(cap=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1))
     async with speaker(tiny_extractor) as extractor:
         manager = await ExperienceManager.open(
-            tmp_path / "bank.sqlite", extractor.engine, HashEmbedder(), extractor.chat, Prompts(DISTIL_PROMPT, CompactMergePrompt()),
+            tmp_path / "bank.sqlite", extractor.engine, HashEmbedder(), extractor.chat, prompts,
             settings, seed=0,
         )  # fmt: skip
         merged = await manager.merge()

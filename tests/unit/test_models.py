@@ -25,10 +25,10 @@ from crl.manager.ops import parse_ops
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, stop_ids
 from crl.models import recipe
-from crl.models.drills.drill import Drill
+from crl.models.drills.drill import Drill, Episode
 from crl.models.drills.room import RoomLessons, answer, distil_prompt
 from crl.models.drills.room_personas import Explorer, Follower, Lingerer, Pacer, Persona, Walker, adherent, first_step
-from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, Episode, RoomWalks
+from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
 from crl.models.warm_start import Schooling, Shape, demonstrated_trace, new_model, train_tokenizer
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits

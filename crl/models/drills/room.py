@@ -6,28 +6,17 @@ to RL, but what a lesson says of its episode is true. It also adapts lessons to 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
 from crl.envs.room.lessons import LESSONS, bearing, digest, from_here, lesson, places, read, stairs_direction
-from crl.manager import DistilRequest
-from crl.manager.records import Entry
-from crl.methods.parts.asking import COMPACT_CALL, CompactRefinePrompt
-from crl.methods.parts.distilling import CompactDistilPrompt
-from crl.methods.parts.judging import CompactCriticPrompt
-from crl.methods.parts.merging import CompactMergePrompt
-from crl.models.drills.drill import Drill, draw, hit, op, said
-from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, Episode, RoomWalks
+from crl.models.drills import drill
+from crl.models.drills.drill import Drill, Episode, draw, learnt, op, said
+from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, RoomWalks
 from crl.models.warm_start import Demonstration
-from crl.protocols import Question
 from crl.types import Segment, Task
-
-DISTIL_PROMPT = CompactDistilPrompt({NAME: digest})
-REFINE_PROMPT = CompactRefinePrompt({NAME: digest})
-MERGE_PROMPT, CRITIC_PROMPT = CompactMergePrompt(), CompactCriticPrompt()
 
 MASTERED = 0.85
 """Success rate, shown as 9 of 10, from which advice is of no use."""
@@ -47,14 +36,13 @@ class RoomLessons:
     walks: RoomWalks
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
-        for number, episode in enumerate(self.walks.episodes(rng, demonstration_tasks(n))):
-            yield [*distil_prompt(episode, number), said(answer(rng.choice(list(LESSONS)), episode))]
+        episodes = self.walks.episodes(rng, demonstration_tasks(n))
+        return drill.lessons(digest, episodes, lambda episode: answer(rng.choice(list(LESSONS)), episode))
 
 
 def distil_prompt(episode: Episode, number: int = 0) -> Sequence[Segment]:
     """What an extractor is told of the episode in a run."""
-    shown = (episode.hint,) if episode.hint else ()
-    return DISTIL_PROMPT(DistilRequest("drill", 0, 0, number, episode.task, episode.segments, episode.success, False, shown))
+    return drill.distil_prompt(digest, episode, number)
 
 
 def answer(kind: str, episode: Episode) -> str:
@@ -64,14 +52,9 @@ def answer(kind: str, episode: Episode) -> str:
     """
     if kind == "exit":
         seen = stairs_direction(episode.segments)
-        if seen is None:
-            return op("return")
-        text = lesson("exit", seen)
-        if episode.hint and read(episode.hint.text)[0] == "exit" and episode.hint.text != text:
-            return op("update", target=1, text=text)
-        return op("add", text=text)
+        return learnt(lesson("exit", seen) if seen else None, episode.hint, claims)
     last_move = next(segment.text for segment in reversed(episode.segments) if segment.origin == "policy")
-    return op("add", text=lesson(kind, last_move))
+    return learnt(lesson(kind, last_move), episode.hint, claims)
 
 
 # ── the extractor: a lesson for an agent on its way ─────────────────────────────────────────────────────────────────
@@ -91,9 +74,8 @@ class Refinements:
 
 
 def until_asked(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
-    """The episode up to one of its first moves, the question included."""
-    spoken = [number for number, segment in enumerate(episode.segments) if segment.origin == "policy"]
-    return (*episode.segments[: rng.choice(spoken[:SCORED_TURNS])], Segment("assistant", COMPACT_CALL, "tool_call"))
+    """The episode up to one of its scored moves, the question included."""
+    return drill.until_asked(episode, rng, SCORED_TURNS)
 
 
 def found(segments: Sequence[Segment], rng: random.Random) -> str:
@@ -104,7 +86,7 @@ def found(segments: Sequence[Segment], rng: random.Random) -> str:
 
 def refine_prompt(task: Task, segments: Sequence[Segment], text: str) -> Sequence[Segment]:
     """What an extractor is told of the question in a run."""
-    return REFINE_PROMPT(Question("drill", task, "", tuple(segments)), hit(text, task))
+    return drill.refine_prompt(digest, task, segments, text)
 
 
 def refinement(segments: Sequence[Segment], text: str) -> str:
@@ -125,56 +107,29 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    for _ in range(n):
-        entries = chunk(rng)
-        yield [*MERGE_PROMPT(entries), said(tidied(entries))]
+    return drill.merges(rng, n, NAME, some_lesson, claims)
 
 
-def chunk(rng: random.Random) -> list[Entry]:
-    """What a bank may hold of a place: 2 to 6 entries, most of them about its stairs; in half of the chunks most say what another says."""
-    size, texts = draw(((2, 0.45), (3, 0.30), (4, 0.20), (5, 0.03), (6, 0.02)), rng), list[str]()
-    repeats = rng.random() < 0.5
-    for _ in range(size):
-        kind = "exit" if rng.random() < 0.65 else rng.choice(OTHER_KINDS)
-        new = lesson(kind, rng.choice(list(COMPASS)))
-        texts.append(rng.choice(texts) if repeats and texts and rng.random() < 0.7 else new)
-    return [_entry(number, text, rng) for number, text in enumerate(texts)]
+def some_lesson(rng: random.Random) -> str:
+    """Most of what a bank holds of a place is about its stairs."""
+    kind = "exit" if rng.random() < 0.65 else rng.choice(OTHER_KINDS)
+    return lesson(kind, rng.choice(list(COMPASS)))
 
 
-def _entry(number: int, text: str, rng: random.Random) -> Entry:
-    guided = rng.randint(1, 10) if rng.random() < 0.7 else 0
-    won = rng.randint(1, guided) if guided and rng.random() < 0.7 else 0
-    return Entry(str(number), 1, text, NAME, "", "drill", (0, 1), credited=guided, credit=2.0 * won - guided)
-
-
-def tidied(entries: Sequence[Entry]) -> str:
-    """What becomes of a chunk, as at most one op in its one spelling.
-
-    What is said first of all that is said more than once is said once; the text comes before the targets, which are easier to find
-    then. Where nothing is, and entries contradict each other about the stairs, the first goes that guided and never won, beside one
-    that did.
-    """
-    numbers: defaultdict[str, list[int]] = defaultdict(list)
-    for number, entry in enumerate(entries, start=1):
-        numbers[entry.text].append(number)
-    for text, same in numbers.items():
-        if len(same) > 1:
-            return op("merge", text=text, targets=same)
-    # a credit of -credited: every episode that it guided was lost
-    won = {number: e.credit > -e.credited for number, e in enumerate(entries, start=1) if e.credited and read(e.text)[0] == "exit"}
-    lost = [number for number, some in won.items() if not some]
-    return op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
+def claims(text: str) -> bool:
+    return read(text)[0] == "exit"
 
 
 # ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    for task in demonstration_tasks(n):
-        kind = draw((("exit", 0.5), ("walk", 0.25), ("other", 0.25)), rng)
-        text = lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, rng.choice(list(COMPASS)))
-        rate = rng.randint(0, 10) / 10
-        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate))]
+    return drill.verdicts(rng, demonstration_tasks(n), judged_lesson, verdict)
+
+
+def judged_lesson(rng: random.Random) -> str:
+    kind = draw((("exit", 0.5), ("walk", 0.25), ("other", 0.25)), rng)
+    return lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, rng.choice(list(COMPASS)))
 
 
 def verdict(text: str, rate: float) -> str:

@@ -10,12 +10,11 @@ from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
 from crl.envs.room.game import RoomGame
 from crl.envs.room.lessons import LESSONS, from_here, lesson, true_bearing
-from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
-from crl.models.drills.drill import draw, hit
+from crl.models.drills.drill import OFFER, Episode, draw, hit
 from crl.models.drills.room_personas import STAIRS, Explorer, Pacer, Persona, Walker, adherent, showing
 from crl.models.warm_start import Demonstration
-from crl.protocols import Hit
 from crl.types import Observation, Segment, Task
 
 SCORED_TURNS = 4
@@ -24,18 +23,6 @@ SCORED_TURNS = 4
 CONTEXT = ChatContext({NAME: ""})
 OTHER_KINDS = [kind for kind in LESSONS if kind != "exit"]
 REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
-
-OFFER = Segment("user", COMPACT_OFFER, "tool_spec")
-
-
-@dataclass(frozen=True)
-class Episode:
-    """A walk as the actor's conversation would record it. success: the stairs were reached within the scored turns."""
-
-    task: Task
-    hint: Hit | None
-    segments: tuple[Segment, ...]
-    success: bool
 
 
 @dataclass(frozen=True)
