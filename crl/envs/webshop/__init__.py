@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
 from crl.envs.webshop.lessons import WebShopAdvisor, digest
 from crl.envs.webshop.player import WebShopPlayer
 from crl.types import Split, Task
@@ -36,11 +36,6 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
     if split == "new":
         return _fixed(NEW_LAYOUTS, n)
     raise ValueError(f"an eval split is known or new, not {split!r}")
-
-
-def demonstration_tasks(n: int) -> tuple[Task, ...]:
-    """n tasks for warm-start demonstrations, whose needs no run trains or is evaluated on."""
-    return _fixed(DEMONSTRATION_LAYOUTS, n)
 
 
 def probe_tasks(n: int) -> tuple[Task, ...]:

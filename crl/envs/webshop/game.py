@@ -7,7 +7,7 @@ from crl.envs.base import Rendering
 from crl.envs.webshop.goals import Goal
 from crl.envs.webshop.reward import get_reward
 from crl.envs.webshop.session import Session
-from crl.envs.webshop.shop import open_shop
+from crl.envs.webshop.shop import Shop, open_shop
 from crl.envs.webshop.text import RENDERERS
 from crl.types import StepResult, Task
 
@@ -18,9 +18,10 @@ class WebShopGame:
     `moves`: the actions that the game took.
     """
 
-    def __init__(self, rendering: Rendering) -> None:
+    def __init__(self, rendering: Rendering, shop: Shop | None = None) -> None:
+        """shop: None = that of the process."""
         self.moves = 0
-        self._shop = open_shop()
+        self._shop = shop or open_shop()
         self._renderer = RENDERERS[rendering]
         self._session: Session | None = None
         self._goal: Goal | None = None
@@ -28,7 +29,7 @@ class WebShopGame:
     def reset(self, task: Task) -> str:
         """Starts the visit of the task's `lgen` and `core`. Raises `KeyError` when its params lack them."""
         self._goal = self._shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-        self._session = Session(self._shop.engine, self._renderer.name_links)
+        self._session = Session(self._shop.engine, self._renderer.name_links, self._renderer.per_page)
         self.moves = 0
         return self._renderer.page(self._session, self._goal)
 

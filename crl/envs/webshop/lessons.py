@@ -1,7 +1,7 @@
 """What can be said about a need in one sentence, for the bundled tiny models: lessons, the visit in few words, and the truth that
 diagnostics hold them against.
 
-What sets the right product of a family apart is told by its features alone, and reading them takes turns. So a lesson helps that names
+What sets the right product of a family apart is told by its features alone, and opening it takes turns. So a lesson helps that names
 the product: by its brand, as the compact pages do. The other kinds are true, useless or misleading.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from crl.envs.actions import parse_call
 from crl.envs.base import Verdict
+from crl.envs.webshop.player import Errand, links
 from crl.types import Segment, Task
 
 LESSONS = {
@@ -47,42 +49,60 @@ def read(text: str) -> tuple[str, str | None]:
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What a visit to the compact shop comes to, read off its texts alone: the features that were read, and the purchase.
+    """What a visit to the compact shop comes to, read off its texts alone: which of the products that were opened is right, which are
+    not, and the purchase.
 
-    norda: wireless, fast charging / bought norda, score 100        (or: bought nothing)
+    wrong alvo velto / right norda / bought norda, score 100        (or: wrong none / right unknown / bought nothing)
     """
-    features, bought, score = _visit(segments)
-    lines = [f"{brand}: {told}" for brand, told in features.items()]
-    return "\n".join([*lines, f"bought {bought}, score {score}" if score is not None else "bought nothing"])
+    visit = _visit(segments)
+    bought = f"bought {visit.bought}, score {visit.score}" if visit.score is not None else "bought nothing"
+    return f"wrong {' '.join(visit.wrong) or 'none'}\nright {visit.right or 'unknown'}\n{bought}"
 
 
 def right_brand(segments: Sequence[Segment]) -> str | None:
     """The brand to buy, as far as the visit's texts tell; None when they do not."""
-    features, bought, score = _visit(segments)
-    if score == 100:
-        return bought
-    goal = next((segment.text for segment in segments if segment.origin == "task" and ", " in segment.text), "")
-    wanted = goal.split(", ")[1:]
-    return next((brand for brand, told in features.items() if wanted and set(wanted) <= set(told.split(", "))), None)
+    return _visit(segments).right
 
 
-def _visit(segments: Sequence[Segment]) -> tuple[dict[str, str], str, int | None]:
-    """The features that were read, by brand; the brand of the last item; its score if it was bought, of 100."""
-    features: dict[str, str] = {}
-    brand, page, action = "", "", None
+def wrong_brands(segments: Sequence[Segment]) -> list[str]:
+    """The brands that were opened and are not to be bought, as far as the visit's texts tell."""
+    return _visit(segments).wrong
+
+
+@dataclass
+class _Visit:
+    """What its texts tell. bought: the brand of the last item; score: of its purchase, of 100, None without one."""
+
+    right: str | None = None
+    wrong: list[str] = field(default_factory=list)
+    bought: str = ""
+    score: int | None = None
+
+
+def _visit(segments: Sequence[Segment]) -> _Visit:
+    visit, page, action = _Visit(), "", None
+    goal, *_ = (segment.text for segment in segments if segment.origin == "task")
+    first = next((segment.text for segment in segments if segment.origin == "env"), "")
+    errand = Errand.read(goal, first)
     for segment in segments:
         if segment.origin == "policy":
             action = parse_call(segment.text, {"search": None, "click": None})
         elif segment.origin == "env" and not segment.text.startswith("unknown action."):
             clicked = action[1].lower() if action and action[0] == "click" else ""
             if score := _SCORE.fullmatch(segment.text):
-                return features, brand, int(score[1])
-            if clicked in {line.split(" ")[0] for line in page.splitlines()}:
-                brand = clicked
-            elif clicked == "features":
-                features[brand] = segment.text
+                visit.score = int(score[1])
+                if visit.score == 100:
+                    visit.right = visit.bought
+                    visit.wrong = [brand for brand in visit.wrong if brand != visit.right]
+                return visit
+            if link := next((link for link in links(page) if link.name == clicked), None):
+                visit.bought = clicked
+                if errand.met_by(link, segment.text):
+                    visit.right = visit.right or clicked
+                elif clicked not in visit.wrong:
+                    visit.wrong.append(clicked)
             page = segment.text
-    return features, brand, None
+    return visit
 
 
 # ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────

@@ -51,6 +51,11 @@ class Errand:
         words = re.findall(r"\w+", link.title.lower())
         return sum(word in words for word in self.query.split()) or -len(words)
 
+    def met_by(self, link: Link, item: str) -> bool:
+        """Whether a compact page of an item, behind this link, has everything."""
+        told = bool(self.attributes) and all(attribute in item for attribute in self.attributes)
+        return told and link.price <= self.limit and set(self.values) <= _words(item)
+
 
 class WebShopPlayer:
     """Looks at what is found in the order of its promise and buys the first product that has everything, or the last that could.
@@ -83,12 +88,12 @@ def _shop(errand: Errand) -> Script:
     search = f"search[{errand.query}]"
     page, tried = (yield search), set[str]()
     while True:
-        links = [link for link in _links(page) if link.name not in tried and link.price <= errand.limit]
-        if not links:
+        left = [link for link in links(page) if link.name not in tried and link.price <= errand.limit]
+        if not left:
             page = yield "click[next >]" if "next >" in page.lower() else search
             continue
-        link = max(links, key=errand.promise)
-        last = [errand.promise(other) for other in links].count(errand.promise(link)) == 1
+        link = max(left, key=errand.promise)
+        last = [errand.promise(other) for other in left].count(errand.promise(link)) == 1
         tried.add(link.name)
         item = yield f"click[{link.name}]"
         if not set(errand.values) <= _words(item):
@@ -96,9 +101,11 @@ def _shop(errand: Errand) -> Script:
         elif last:
             page = yield from _buy(errand)
         else:
-            features = (yield "click[features]").lower()
+            told_here = "Buy Now" not in item  # on a compact page
+            features = item if told_here else (yield "click[features]").lower()
             if all(attribute in features for attribute in errand.attributes):
-                yield "click[< prev]"
+                if not told_here:
+                    yield "click[< prev]"
                 page = yield from _buy(errand)
             else:
                 page = yield search  # from any page: one turn less than the way back
@@ -110,7 +117,8 @@ def _buy(errand: Errand) -> Generator[str, str, str]:
     return (yield "click[buy now]")
 
 
-def _links(page: str) -> list[Link]:
+def links(page: str) -> list[Link]:
+    """Those of a page of results."""
     found = _FULL_LINK.findall(page) or _COMPACT_LINK.findall(page)
     return [Link(name, title, float(price)) for name, title, price in found]
 

@@ -8,7 +8,6 @@ from typing import Literal
 from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.search import SearchEngine
 
-PER_PAGE = 10
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
 
 Page = Literal["search", "results", "item", "description", "features", "reviews"]
@@ -19,10 +18,10 @@ Namer = Callable[[Sequence[Product]], list[str]]
 
 
 class Session:
-    """One customer's. `chosen`: option name → value; `bought`: the product, once that is done."""
+    """One customer's, who sees `per_page` results at a time. `chosen`: option name → value; `bought`: the product, once that is done."""
 
-    def __init__(self, engine: SearchEngine, name_links: Namer) -> None:
-        self._engine, self._name_links = engine, name_links
+    def __init__(self, engine: SearchEngine, name_links: Namer, per_page: int) -> None:
+        self._engine, self._name_links, self._per_page = engine, name_links, per_page
         self.page: Page = "search"
         self.number = 1
         self.keywords = ""
@@ -34,7 +33,7 @@ class Session:
     @property
     def shown(self) -> list[Product]:
         """The products of the page of results."""
-        return self.found[(self.number - 1) * PER_PAGE : self.number * PER_PAGE]
+        return self.found[(self.number - 1) * self._per_page : self.number * self._per_page]
 
     @property
     def links(self) -> dict[str, Product]:
@@ -43,7 +42,7 @@ class Session:
     @property
     def turning(self) -> list[str]:
         """The buttons that turn the page of results."""
-        more = self.number * PER_PAGE < len(self.found)
+        more = self.number * self._per_page < len(self.found)
         return ([PREVIOUS] if self.number > 1 else []) + ([NEXT] if more else [])
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS
+from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS
 from crl.envs.webshop.catalogue import DOWNLOAD, VARIABLE, Product, products, read_files
 from crl.envs.webshop.generate import generate
 from crl.envs.webshop.goals import Goal, Need, needs
@@ -26,9 +26,9 @@ from crl.seeds import derive_seed, generator
 logger = logging.getLogger(__name__)
 
 SHARES = {NEW_LAYOUTS: 0.2}
-GENERATED_SHARES = {**SHARES, DEMONSTRATION_LAYOUTS: 0.2, PROBE_LAYOUTS: 0.1}
-"""The shares of all needs that are kept for these uses; train streams have the rest. Only the bundled models need demonstrations, and
-they are made from the generated catalogue."""
+GENERATED_SHARES = {**SHARES, PROBE_LAYOUTS: 0.1}
+"""The shares of all needs that are kept for these uses; train streams have the rest. Demonstrations need none: they are made in shops of
+their own."""
 
 
 class Shop:

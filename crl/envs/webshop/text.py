@@ -17,12 +17,14 @@ _TITLE_WORDS = 6
 
 @dataclass(frozen=True)
 class Renderer:
-    """page: the open page; invalid: why nothing happened; bought: the last page, by its score in [0, 1]; name_links: see `Namer`."""
+    """page: the open page; invalid: why nothing happened; bought: the last page, by its score in [0, 1]; name_links: see `Namer`;
+    per_page: results on a page."""
 
     page: Callable[[Session, Goal], str]
     invalid: Callable[[Session], str]
     bought: Callable[[float], str]
     name_links: Namer
+    per_page: int
 
 
 # ── full ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,9 +73,10 @@ def _blocks(*blocks: str) -> str:
 
 
 def _compact(session: Session, goal: Goal) -> str:
-    """The same pages in few words: no instruction, products by their brand and by what of their title was not searched for.
+    """The same pages in few words: no instruction, products by their brand and by what of their title was not searched for. An item's page
+    tells its features too, until an option is chosen.
 
-    want color red, size 9, under 60 | norda 45 / savo webcam 20-25 / next > | color: red blue / size = 9 | wireless, fast charging
+    want color red, size 9, under 60 | norda 45 / savo webcam 20-25 / next > | color: red blue / size: 8 9 / wireless, fast charging
     """
     if session.page == "search":
         return f"want {_wanted(goal)}"
@@ -84,12 +87,15 @@ def _compact(session: Session, goal: Goal) -> str:
     item = session.item
     assert item is not None, "every other page is an item's"
     if session.page in DETAILS:
-        return ", ".join(_short(text) for text in _detail(session.page, item)) or "nothing"
-    lines = [
-        f"{name} = {session.chosen[name]}" if name in session.chosen else f"{name}: {' '.join(values)}"
-        for name, values in item["options"].items()
-    ]
-    return "\n".join(lines) or "no options"
+        return _told(session.page, item) or "nothing"
+    if session.chosen:
+        return f"chosen {' '.join(session.chosen.values())}"
+    lines = [f"{name}: {' '.join(values)}" for name, values in item["options"].items()]
+    return "\n".join([*lines, _told("features", item)]).strip() or "nothing"
+
+
+def _told(page: str, item: Product) -> str:
+    return ", ".join(_short(text) for text in _detail(page, item))
 
 
 def _wanted(goal: Goal) -> str:
@@ -136,11 +142,13 @@ RENDERERS: dict[Rendering, Renderer] = {
         invalid=_full_invalid,
         bought=lambda score: f"Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] {score:.4g}",
         name_links=lambda products: [product["asin"].lower() for product in products],
+        per_page=10,
     ),
     "compact": Renderer(
         page=_compact,
         invalid=lambda session: "unknown action.",
         bought=lambda score: f"bought. score {round(100 * score)}",
         name_links=_brands,
+        per_page=5,
     ),
 }

@@ -24,6 +24,9 @@ from crl.types import ExperienceUse, Segment, Task
 
 T = TypeVar("T")
 
+MASTERED = 0.85
+"""Success rate, shown as 9 of 10, from which advice is of no use."""
+
 OFFER = Segment("user", COMPACT_OFFER, "tool_spec")
 MERGE_PROMPT, CRITIC_PROMPT = CompactMergePrompt(), CompactCriticPrompt()
 

@@ -13,13 +13,10 @@ from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
 from crl.envs.room.lessons import LESSONS, bearing, digest, from_here, lesson, places, read, stairs_direction
 from crl.models.drills import drill
-from crl.models.drills.drill import Drill, Episode, draw, learnt, op, said
+from crl.models.drills.drill import MASTERED, Drill, Episode, draw, learnt, op, said
 from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, RoomWalks
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
-
-MASTERED = 0.85
-"""Success rate, shown as 9 of 10, from which advice is of no use."""
 
 STAIRS_AWAY = 3
 """Steps. Of stairs that an agent does not see, the guess that is right most often after one to three moves: in 69 %, with 2 steps in 65 %;

@@ -1,0 +1,234 @@
+"""Scripted visits to the compact shop: what an actor is shown of good and bad shopping, and what an extractor is asked about.
+
+They are made in generated shops of their own: the words are those of any other, but which product is right is to be seen, not known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from crl.envs.webshop import NAME
+from crl.envs.webshop.catalogue import products
+from crl.envs.webshop.game import WebShopGame
+from crl.envs.webshop.generate import generate
+from crl.envs.webshop.lessons import LESSONS, lesson
+from crl.envs.webshop.player import Errand, Link, links
+from crl.envs.webshop.shop import Shop
+from crl.envs.webshop.text import brand
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
+from crl.methods.parts.rollouts import ChatContext
+from crl.models.drills.drill import OFFER, Episode, draw, hit
+from crl.models.warm_start import Demonstration
+from crl.types import Observation, Segment, Task
+
+TURNS = 11
+"""As in tasks/webshop.toml."""
+
+SHOPS = 8
+"""Generated shops, of 750 needs each."""
+
+CONTEXT = ChatContext({NAME: ""})
+OTHER_KINDS = [kind for kind in LESSONS if kind != "buy"]
+REPLIES = (("right", 0.60), ("random", 0.10), ("other", 0.10), ("nothing", 0.20))
+
+Visit = Generator[str, str, None]
+"""Yields actions and is sent the pages that they open; begins on the page of results."""
+Persona = Callable[[Errand, str, random.Random], Visit]
+"""Goes shopping: for the errand, from this page of results."""
+
+
+# ── personas ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def careful(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Opens what can be paid, in the order of the page, until something has everything; buys that with all options."""
+    for link in candidates(errand, page):
+        item = yield f"click[{link.name}]"
+        if errand.met_by(link, item):
+            yield from bought(errand.values)
+        yield "click[< prev]"
+    yield from idle(errand, page, rng)
+
+
+def hasty(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Buys any that can be paid, with all options."""
+    yield f"click[{rng.choice(candidates(errand, page)).name}]"
+    yield from bought(errand.values)
+
+
+def first(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Buys the first of the page, whatever it costs."""
+    yield f"click[{links(page)[0].name}]"
+    yield from bought(errand.values)
+
+
+def thrifty(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Buys the cheapest."""
+    yield f"click[{min(candidates(errand, page), key=lambda link: link.price).name}]"
+    yield from bought(errand.values)
+
+
+def forgetful(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Buys any that can be paid, without one of the options."""
+    yield f"click[{rng.choice(candidates(errand, page)).name}]"
+    yield from bought(rng.sample(errand.values, len(errand.values) - 1))
+
+
+def idle(errand: Errand, page: str, rng: random.Random) -> Visit:
+    """Opens one product after another and buys nothing."""
+    while True:
+        yield f"click[{rng.choice(links(page)).name}]"
+        yield "click[< prev]"
+
+
+def follower(name: str, own: Persona) -> Persona:
+    """Buys what it was told to, with all options, whatever it costs; where that is not to be seen, it shops in its own way."""
+
+    def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
+        if name not in (link.name for link in links(page)):
+            yield from own(errand, page, rng)
+        yield f"click[{name}]"
+        yield from bought(errand.values)
+
+    return persona
+
+
+def avoider(name: str) -> Persona:
+    """Buys any but what it was told not to."""
+
+    def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
+        others = [link for link in candidates(errand, page) if link.name != name]
+        yield f"click[{rng.choice(others or links(page)).name}]"
+        yield from bought(errand.values)
+
+    return persona
+
+
+def adherent(kind: str, name: str, own: Persona) -> Persona:
+    """Who does what a lesson says (see `crl.envs.webshop.lessons`); `own` when it says nothing that could be done."""
+    match kind:
+        case "buy":
+            return follower(name, own)
+        case "skip":
+            return avoider(name)
+        case "read":
+            return careful
+        case "price":
+            return thrifty
+        case "first":
+            return first
+    return own
+
+
+def candidates(errand: Errand, page: str) -> list[Link]:
+    """What is of the kind that was searched for and can be paid; what can be paid, or anything, where nothing is."""
+    shown = links(page)
+    affordable = [link for link in shown if link.price <= errand.limit]
+    return [link for link in affordable if not link.title] or affordable or shown
+
+
+def bought(values: Sequence[str]) -> Visit:
+    for value in values:
+        yield f"click[{value}]"
+    yield "click[buy now]"
+
+
+# ── visits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class ShopVisits:
+    """Episodes of the compact shop.
+
+    personas: shares of those who were not told what to do; advice: shares of what is said at the start: nothing ("none"), to buy the
+    right product ("right"), to buy any of those that are like it ("random") or a lesson of another kind ("other"). The first two are
+    always followed, another lesson with chance `fidelity`. offer: the agent may ask, and some do.
+    """
+
+    personas: tuple[tuple[Persona, float], ...]
+    advice: tuple[tuple[str, float], ...]
+    fidelity: float = 0.85
+    offer: bool = False
+
+    def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
+        return (episode.segments for episode in self.episodes(rng, n))
+
+    def episodes(self, rng: random.Random, n: int) -> Iterator[Episode]:
+        games = [WebShopGame("compact", shop) for shop in demonstration_shops()]
+        for _ in range(n):
+            number = rng.randrange(SHOPS)
+            yield self._episode(games[number], demonstration_shops()[number], rng)
+
+    def _episode(self, game: WebShopGame, shop: Shop, rng: random.Random) -> Episode:
+        task = demonstration_task(shop, rng)
+        told = self._told(shop, task, rng)
+        hint = hit(lesson(*told), task) if told else None
+        persona = draw(self.personas, rng)
+        if told and (told[0] == "buy" or rng.random() < self.fidelity):
+            persona = adherent(*told, persona)
+        observation = game.reset(task)
+        errand = Errand.read(task.goal, observation)
+        *head, seen = CONTEXT.opening(task, Observation(observation), hint)
+        segments = [*head, *([OFFER] if self.offer else []), seen]
+        if self.offer and rng.random() < (0.25 if told else 0.6):
+            reply, persona = replied(shop, task, persona, rng)
+            segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+        visit, action, success = None, f"search[{errand.query}]", False
+        for _ in range(TURNS):
+            result = game.step(action)
+            segments += [Segment("assistant", action, "policy"), *CONTEXT.following(result)]
+            if result.done:
+                success = result.success
+                break
+            if visit is None:
+                visit = persona(errand, result.text, rng)
+                action = next(visit)
+            else:
+                action = visit.send(result.text)
+        return Episode(task, hint, tuple(segments), success)
+
+    def _told(self, shop: Shop, task: Task, rng: random.Random) -> tuple[str, str] | None:
+        """Kind and brand of the lesson at the start."""
+        told = draw(self.advice, rng)
+        if told == "none":
+            return None
+        brands = alike(shop, task)
+        kind = rng.choice(OTHER_KINDS) if told == "other" else "buy"
+        return kind, brands[0] if told == "right" else rng.choice(brands)
+
+
+def replied(shop: Shop, task: Task, own: Persona, rng: random.Random) -> tuple[str, Persona]:
+    """What an agent is told when it asks, and who does that: to buy the right product, or any; another lesson; or nothing."""
+    told, brands = draw(REPLIES, rng), alike(shop, task)
+    if told == "nothing":
+        return COMPACT_NOTHING, own
+    kind, name = rng.choice(OTHER_KINDS) if told == "other" else "buy", brands[0] if told == "right" else rng.choice(brands)
+    return lesson(kind, name), adherent(kind, name, own)
+
+
+@cache
+def demonstration_shops() -> tuple[Shop, ...]:
+    return tuple(Shop(products(generate(seed)), "a generated catalogue", {}) for seed in range(1, SHOPS + 1))
+
+
+def demonstration_task(shop: Shop, rng: random.Random) -> Task:
+    """An errand to this shop."""
+    lgen, core = rng.randrange(1 << 30), rng.randrange(1 << 30)
+    need = shop.need(lgen)
+    return Task(NAME, core, "new", need.text, {"lgen": lgen, "core": core, "place": need.text})
+
+
+def alike(shop: Shop, task: Task) -> list[str]:
+    """The brands of the wanted product's family: its own, then those of the others."""
+    goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
+    family = [p for p in shop.products if p["query"] == goal["query"] and p["Attributes"][0] == goal["attributes"][0]]
+    return [brand(product) for product in sorted(family, key=lambda product: product["asin"] != goal["asin"])]
+
+
+PERSONAS: tuple[tuple[Persona, float], ...] = ((careful, 0.35), (hasty, 0.30), (forgetful, 0.15), (first, 0.10), (idle, 0.10))
+ACTOR_VISITS = ShopVisits(PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22)))
+ASKING_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.55), ("right", 0.20), ("random", 0.10), ("other", 0.15)), offer=True)
+EXTRACTOR_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)))
