@@ -15,7 +15,7 @@ import pytest
 from thefuzz import fuzz
 
 from crl.envs.base import StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, TRAIN_LAYOUTS
+from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS, TRAIN_LAYOUTS
 from crl.envs.webshop import WebShopStream
 from crl.envs.webshop.catalogue import HUMAN, INSTRUCTIONS, ITEMS, NO_PRICE, price_tag, products, read_files
 from crl.envs.webshop.generate import generate
@@ -226,9 +226,9 @@ def test_a_search_does_not_tell_a_family_apart() -> None:
 
 
 def test_needs_are_split_by_use() -> None:
-    fixed = [{SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, DEMONSTRATION_LAYOUTS, PROBE_LAYOUTS)]
+    fixed = [{SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, PROBE_LAYOUTS)]
     trained = {SHOP.need(TRAIN_LAYOUTS[i * 7919]).text for i in range(4000)}
-    assert [len(texts) for texts in (*fixed, trained)] == [150, 150, 75, 375]
+    assert [len(texts) for texts in (*fixed, trained)] == [150, 75, 525]
     assert len(set().union(*fixed, trained)) == 750
     assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, "each once before any comes again"
 

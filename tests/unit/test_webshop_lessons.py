@@ -8,8 +8,10 @@ import pytest
 
 from crl.envs.webshop import SPEC, probe_tasks
 from crl.envs.webshop.game import WebShopGame
-from crl.envs.webshop.lessons import LESSONS, WebShopAdvisor, digest, lesson, read, right_brand
+from crl.envs.webshop.lessons import LESSONS, WebShopAdvisor, digest, lesson, read, right_brand, wrong_brands
 from crl.envs.webshop.player import Errand
+from crl.envs.webshop.shop import open_shop
+from crl.envs.webshop.text import brand
 from crl.types import Segment, Task
 
 TASKS = probe_tasks(40)
@@ -69,29 +71,41 @@ def test_verdicts() -> None:
 def test_a_purchase_in_few_words() -> None:
     task = TASKS[0]
     _, brand = read(ADVISOR.right(task))
-    won = visit(task, *following(task, ADVISOR.right(task)))
-    assert digest(won) == f"bought {brand}, score 100"
-    assert right_brand(won) == brand
-    (search, click, *_) = following(task, ADVISOR.right(task))
-    bare = visit(task, search, click, "buy it!", "click[buy now]")
-    assert digest(bare) == f"bought {brand}, score 60"
-    assert right_brand(bare) is None, "it may be another's fault"
-
-
-def test_features_that_were_read_tell_too() -> None:
-    task = TASKS[0]
     search, click, *_ = following(task, ADVISOR.right(task))
+    won = visit(task, *following(task, ADVISOR.right(task)))
+    assert digest(won) == f"wrong none\nright {brand}\nbought {brand}, score 100"
+    bare = visit(task, search, click, "buy it!", "click[buy now]")
+    assert digest(bare) == f"wrong none\nright {brand}\nbought {brand}, score 60"
+    assert right_brand(won) == right_brand(bare) == brand
+
+
+def test_what_was_opened_is_right_or_wrong() -> None:
+    task = TASKS[0]
+    search, *_ = following(task, ADVISOR.right(task))
     _, brand = read(ADVISOR.right(task))
-    _, first, second = task.goal.split(", ")
-    seen = visit(task, search, click, "CLICK[ Features ]", "click[< prev]")
-    assert digest(seen) == f"{brand}: {first}, {second}\nbought nothing"
-    assert right_brand(seen) == brand
-    _, other, *_ = following(task, ADVISOR.wrong(task, random.Random(3)))
-    assert right_brand(visit(task, f"search[{task.goal.split()[2]}]", other, "click[features]")) is None
-    assert digest(visit(task)) == digest(visit(task, "click[features]", "what?")) == "bought nothing"
+    _, other = read(ADVISOR.wrong(task, random.Random(3)))
+    around = visit(task, search, f"click[{other}]", "click[< prev]", f"CLICK[ {brand} ]", "click[features]")
+    assert digest(around) == f"wrong {other}\nright {brand}\nbought nothing"
+    assert (right_brand(around), wrong_brands(around)) == (brand, [other])
+    assert (right_brand(around[:6]), wrong_brands(around[:6])) == (None, [other])
+    assert digest(visit(task)) == digest(visit(task, "click[features]", "what?")) == "wrong none\nright unknown\nbought nothing"
+
+
+def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
+    """It has the right features, but costs too much or comes in fewer options."""
+    scores = []
+    for task in probe_tasks(75):
+        goal = open_shop().goal(int(task.params["lgen"]), int(task.params["core"]))
+        for product in open_shop().products:
+            if product["query"] == goal["query"] and product["Attributes"] == goal["attributes"] and product["asin"] != goal["asin"]:
+                bought = visit(task, *following(task, lesson("buy", brand(product))))
+                scores.append(bought[-1].text == "bought. score 100")
+                assert right_brand(bought) == (brand(product) if scores[-1] else None)
+                assert wrong_brands(bought) == ([] if scores[-1] else [brand(product)])
+    assert 0 < sum(scores) < len(scores)
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_informative(told: bool) -> None:
     task = TASKS[1]
-    assert ADVISOR.informative(visit(task, *following(task, ADVISOR.right(task))[: None if told else 3])) == told
+    assert ADVISOR.informative(visit(task, *following(task, ADVISOR.right(task))[: None if told else 1])) == told

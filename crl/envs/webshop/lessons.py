@@ -11,11 +11,15 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from crl.envs.actions import parse_call
 from crl.envs.base import Verdict
 from crl.envs.webshop.player import Errand, links
 from crl.types import Segment, Task
+
+if TYPE_CHECKING:
+    from crl.envs.webshop.shop import Shop
 
 LESSONS = {
     "buy": "buy {brand}.",
@@ -128,11 +132,18 @@ class WebShopAdvisor:
 
 
 def _brands(task: Task) -> list[str]:
-    """The brands of the products of the task's query: that of the wanted one, then those of the others."""
     from crl.envs.webshop.shop import open_shop
+
+    return alike(open_shop(), task)
+
+
+def alike(shop: Shop, task: Task) -> list[str]:
+    """The brands of the products that a search for the wanted one finds first: its own, then those of what shares its query and its first
+    attribute, or its query where nothing else shares both."""
     from crl.envs.webshop.text import brand
 
-    shop = open_shop()
     goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-    alike = [product for product in shop.products if product["query"] == goal["query"]]
-    return [brand(product) for product in sorted(alike, key=lambda product: product["asin"] != goal["asin"])]
+    rivals = [product for product in shop.products if product["query"] == goal["query"] and product["asin"] != goal["asin"]]
+    near = [product for product in rivals if goal["attributes"][0] in product["Attributes"]]
+    wanted = next(product for product in shop.products if product["asin"] == goal["asin"])
+    return [brand(product) for product in (wanted, *(near or rivals))]

@@ -14,10 +14,9 @@ from crl.envs.webshop import NAME
 from crl.envs.webshop.catalogue import products
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.generate import generate
-from crl.envs.webshop.lessons import LESSONS, lesson
+from crl.envs.webshop.lessons import LESSONS, alike, lesson
 from crl.envs.webshop.player import Errand, Link, links
 from crl.envs.webshop.shop import Shop
-from crl.envs.webshop.text import brand
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills.drill import OFFER, Episode, draw, hit
@@ -219,13 +218,6 @@ def demonstration_task(shop: Shop, rng: random.Random) -> Task:
     lgen, core = rng.randrange(1 << 30), rng.randrange(1 << 30)
     need = shop.need(lgen)
     return Task(NAME, core, "new", need.text, {"lgen": lgen, "core": core, "place": need.text})
-
-
-def alike(shop: Shop, task: Task) -> list[str]:
-    """The brands of the wanted product's family: its own, then those of the others."""
-    goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-    family = [p for p in shop.products if p["query"] == goal["query"] and p["Attributes"][0] == goal["attributes"][0]]
-    return [brand(product) for product in sorted(family, key=lambda product: product["asin"] != goal["asin"])]
 
 
 PERSONAS: tuple[tuple[Persona, float], ...] = ((careful, 0.35), (hasty, 0.30), (forgetful, 0.15), (first, 0.10), (idle, 0.10))
