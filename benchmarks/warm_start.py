@@ -1,4 +1,4 @@
-"""What the bundled models can do before RL, on rooms and chunks of a bank that they were not taught on, sampled at temperature 1.
+"""What the bundled models can do before RL, on places and chunks of a bank that they were not taught on, sampled at temperature 1.
 
     python benchmarks/warm_start.py --models DIRECTORY      # that `crl make-models` wrote; without it, the shipped ones
 
@@ -19,25 +19,44 @@ import torch
 
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
+from crl.envs import room, webshop
+from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
-from crl.envs.room import NAME, SPEC, probe_tasks
 from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
+from crl.envs.webshop.lessons import WebShopAdvisor, right_brand, wrong_brands
+from crl.envs.webshop.lessons import digest as webshop_digest
+from crl.envs.webshop.lessons import read as read_shop
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
+from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, stop_ids
+from crl.models.drills import drill, webshop_visits
+from crl.models.drills import webshop as webshop_drills
 from crl.models.drills.drill import OFFER
 from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
-from crl.models.drills.room_walks import CONTEXT, EXTRACTOR_WALKS, SCORED_TURNS
+from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
 from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
-TURN_TOKENS, VERDICT_TOKENS, ANSWER_TOKENS = 4, 12, 40
-"""What a run lets them say: tasks/room.toml, tasks/presets/cpu.toml."""
+VERDICT_TOKENS, ANSWER_TOKENS = 16, 40
+"""What a run lets them say: tasks/presets/cpu.toml."""
 
 Figures = dict[str, list[bool]]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A task as a run of tiny models has it: tasks/TASK.toml. tokens: of an answer."""
+
+    spec: EnvSpec
+    turns: int
+    tokens: int
+
+
+ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
 
 
 @dataclass(frozen=True)
@@ -75,38 +94,65 @@ class Played:
 
 
 async def play(
-    actor: Speaker, host: ThreadHost, number: int, task: Task, *, hint: str | None = None, offer: bool = False, reply: str | None = None
-) -> Played:
+    actor: Speaker, host: ThreadHost, course: Course, number: int, task: Task, *,
+    hint: str | None = None, offer: bool = False, reply: str | None = None,
+) -> Played:  # fmt: skip
     """One scored episode. reply: what it is told when it has just asked, at the start; a question of its own ends the episode."""
-    room = await host.acquire(task)
+    env = await host.acquire(task)
+    context = ChatContext({task.name: ""})
     try:
         shown = Hit(hint, ExperienceUse("told", 1, "told", "start")) if hint else None
-        *head, seen = CONTEXT.opening(task, await room.reset(task), shown)
+        *head, seen = context.opening(task, await env.reset(task), shown)
         segments, said = [*head, *([OFFER] if offer else []), seen], list[str | None]()
         if reply:
             segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
-        for turn in range(SCORED_TURNS):
-            said.append(await actor.answer(segments, TURN_TOKENS, 100 * number + turn))
+        for turn in range(course.turns):
+            said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
             if said[-1] == COMPACT_CALL:
                 break
-            result = await room.step(said[-1] or "")
+            result = await env.step(said[-1] or "")
             if result.done:
                 return Played(seen.text, tuple(said), result.success)
-            segments += [Segment("assistant", said[-1] or "", "policy"), *CONTEXT.following(result)]
+            segments += [Segment("assistant", said[-1] or "", "policy"), *context.following(result)]
         return Played(seen.text, tuple(said), success=False)
     finally:
-        await host.release(room)
+        await host.release(env)
+
+
+async def shop_figures(path: Path, n: int) -> Figures:
+    actor, host = Speaker.of(path), ThreadHost({webshop.NAME: (webshop.SPEC, "compact")}, threads=2)
+    tasks, advisor, rng = webshop.probe_tasks(n), WebShopAdvisor(), random.Random(0)
+    told = {
+        "nothing": [None] * n,
+        "the truth": [advisor.right(task) for task in tasks],
+        "what is wrong": [advisor.wrong(task, rng) for task in tasks],
+    }
+    figures: Figures = {}
+    try:
+        for name, hints in told.items():
+            played = await asyncio.gather(
+                *(play(actor, host, SHOP, i, task, hint=hint) for i, (task, hint) in enumerate(zip(tasks, hints, strict=True)))
+            )
+            figures[f"shop: success, told {name}"] = [p.success for p in played]
+            figures[f"shop: answers cut, told {name}"] = [None in p.said for p in played]
+        judged = await right_answers(actor, webshop_drills.verdicts, VERDICT_TOKENS)
+    finally:
+        await actor.engine.aclose()
+        await host.aclose()
+    return figures | {f"shop: verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
 
 
 async def actor_figures(path: Path, n: int) -> Figures:
-    actor, host = Speaker.of(path), ThreadHost({NAME: (SPEC, "compact")}, threads=2)
-    tasks, advisor, rng = probe_tasks(n), RoomAdvisor(), random.Random(0)
+    actor, host = Speaker.of(path), ThreadHost({room.NAME: (room.SPEC, "compact")}, threads=2)
+    tasks, advisor, rng = room.probe_tasks(n), RoomAdvisor(), random.Random(0)
     wrong = [advisor.wrong(task, rng) for task in tasks]
     here = [from_here(true_bearing(int(task.params["lgen"])) or "") for task in tasks]
 
     async def played(hints: Iterable[str | None], *, offer: bool = False, replies: Iterable[str | None] = ()) -> list[Played]:
         told = zip(range(n), tasks, hints, replies or [None] * n, strict=True)
-        return await asyncio.gather(*(play(actor, host, i, task, hint=hint, offer=offer, reply=reply) for i, task, hint, reply in told))
+        return await asyncio.gather(
+            *(play(actor, host, ROOM, i, task, hint=hint, offer=offer, reply=reply) for i, task, hint, reply in told)
+        )
 
     nothing = [None] * n
     try:
@@ -135,7 +181,7 @@ async def actor_figures(path: Path, n: int) -> Figures:
 
 async def extractor_figures(path: Path, n: int) -> Figures:
     extractor = Speaker.of(path)
-    episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), probe_tasks(n)))
+    episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), room.probe_tasks(n)))
     figures: Figures = defaultdict(list)
     try:
         lessons = [extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i) for i, episode in enumerate(episodes)]
@@ -159,6 +205,27 @@ async def extractor_figures(path: Path, n: int) -> Figures:
     return figures
 
 
+async def shop_lesson_figures(path: Path, n: int) -> Figures:
+    extractor = Speaker.of(path)
+    episodes = list(webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), n))
+    figures: Figures = defaultdict(list)
+    try:
+        asked = (extractor.answer(drill.distil_prompt(webshop_digest, e, i), ANSWER_TOKENS, i) for i, e in enumerate(episodes))
+        for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
+            parsed = parse_ops(written or "", 1 if episode.hint else 0)
+            kind, name = read_shop(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
+            figures["shop: lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
+            if kind == "buy":
+                figures["shop: lesson's product right"].append(name == right_brand(episode.segments))
+            if kind == "skip":
+                figures["shop: lesson's product wrong, as said"].append(name in wrong_brands(episode.segments))
+        for op, right in (await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)).items():
+            figures[f"shop: merge right: {op}"] += right
+    finally:
+        await extractor.engine.aclose()
+    return figures
+
+
 async def right_answers(
     speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], tokens: int, n: int = 1000
 ) -> dict[str, list[bool]]:
@@ -175,14 +242,16 @@ async def right_answers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, help="a directory with tiny-actor and tiny-extractor")
-    parser.add_argument("--rooms", type=int, default=512)
+    parser.add_argument("--places", type=int, default=512, help="of each task")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name, measured in (("tiny-actor", actor_figures), ("tiny-extractor", extractor_figures)):
+    measures = {"tiny-actor": (actor_figures, shop_figures), "tiny-extractor": (extractor_figures, shop_lesson_figures)}
+    for name, measured in measures.items():
         path = arguments.models / name if arguments.models else resolve_model(name)
         print(name)
-        for figure, found_true in asyncio.run(measured(path, arguments.rooms)).items():
-            print(f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}")
+        for measure in measured:
+            for figure, found_true in asyncio.run(measure(path, arguments.places)).items():
+                print(f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}")
 
 
 if __name__ == "__main__":

@@ -47,33 +47,33 @@ def careful(errand: Errand, page: str, rng: random.Random) -> Visit:
     for link in candidates(errand, page):
         item = yield f"click[{link.name}]"
         if errand.met_by(link, item):
-            yield from bought(errand.values)
+            yield from bought(errand.values, item)
         yield "click[< prev]"
     yield from idle(errand, page, rng)
 
 
 def hasty(errand: Errand, page: str, rng: random.Random) -> Visit:
     """Buys any that can be paid, with all options."""
-    yield f"click[{rng.choice(candidates(errand, page)).name}]"
-    yield from bought(errand.values)
+    item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
+    yield from bought(errand.values, item)
 
 
 def first(errand: Errand, page: str, rng: random.Random) -> Visit:
     """Buys the first of the page, whatever it costs."""
-    yield f"click[{links(page)[0].name}]"
-    yield from bought(errand.values)
+    item = yield f"click[{links(page)[0].name}]"
+    yield from bought(errand.values, item)
 
 
 def thrifty(errand: Errand, page: str, rng: random.Random) -> Visit:
     """Buys the cheapest."""
-    yield f"click[{min(candidates(errand, page), key=lambda link: link.price).name}]"
-    yield from bought(errand.values)
+    item = yield f"click[{min(candidates(errand, page), key=lambda link: link.price).name}]"
+    yield from bought(errand.values, item)
 
 
 def forgetful(errand: Errand, page: str, rng: random.Random) -> Visit:
     """Buys any that can be paid, without one of the options."""
-    yield f"click[{rng.choice(candidates(errand, page)).name}]"
-    yield from bought(rng.sample(errand.values, len(errand.values) - 1))
+    item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
+    yield from bought(rng.sample(errand.values, len(errand.values) - 1), item)
 
 
 def idle(errand: Errand, page: str, rng: random.Random) -> Visit:
@@ -89,8 +89,8 @@ def follower(name: str, own: Persona) -> Persona:
     def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
         if name not in (link.name for link in links(page)):
             yield from own(errand, page, rng)
-        yield f"click[{name}]"
-        yield from bought(errand.values)
+        item = yield f"click[{name}]"
+        yield from bought(errand.values, item)
 
     return persona
 
@@ -100,8 +100,8 @@ def avoider(name: str) -> Persona:
 
     def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
         others = [link for link in candidates(errand, page) if link.name != name]
-        yield f"click[{rng.choice(others or links(page)).name}]"
-        yield from bought(errand.values)
+        item = yield f"click[{rng.choice(others or links(page)).name}]"
+        yield from bought(errand.values, item)
 
     return persona
 
@@ -129,9 +129,11 @@ def candidates(errand: Errand, page: str) -> list[Link]:
     return [link for link in affordable if not link.title] or affordable or shown
 
 
-def bought(values: Sequence[str]) -> Visit:
+def bought(values: Sequence[str], item: str) -> Visit:
+    """With those of the options that the item's page offers."""
     for value in values:
-        yield f"click[{value}]"
+        if value in item.split():
+            yield f"click[{value}]"
     yield "click[buy now]"
 
 

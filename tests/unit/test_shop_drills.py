@@ -1,0 +1,215 @@
+"""What the tiny models are taught of the shop: visits, what they teach, and that none of it is longer than what a run lets them say."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from crl.envs.webshop.game import WebShopGame
+from crl.envs.webshop.lessons import LESSONS, alike, digest, lesson, read, right_brand, wrong_brands
+from crl.envs.webshop.player import Errand, links
+from crl.manager.ops import parse_ops
+from crl.methods.parts.asking import COMPACT_CALL
+from crl.models.drills.drill import Episode, distil_prompt
+from crl.models.drills.webshop import (
+    ACTOR_DRILLS,
+    EXTRACTOR_DRILLS,
+    answer,
+    lessons,
+    refinements,
+    verdict,
+)
+from crl.models.drills.webshop_visits import (
+    ACTOR_VISITS,
+    ASKING_VISITS,
+    TURNS,
+    demonstration_shops,
+    demonstration_task,
+    first,
+    follower,
+    forgetful,
+    thrifty,
+)
+from crl.models.warm_start import END, Demonstration, demonstrated_trace, train_tokenizer
+from crl.tokens import ChatRenderer
+
+COMPACT = tomllib.loads(Path("tasks/webshop.toml").read_text())["compact"]
+
+
+@pytest.fixture(scope="module")
+def visits() -> list[Episode]:
+    return list(ACTOR_VISITS.episodes(random.Random(1), 500))
+
+
+def actions(episode: Episode) -> list[str]:
+    return [segment.text for segment in episode.segments if segment.origin == "policy"]
+
+
+def told(visits: list[Episode], kind: str) -> list[Episode]:
+    return [visit for visit in visits if visit.hint and read(visit.hint.text)[0] == kind]
+
+
+def won(visits: list[Episode]) -> float:
+    return sum(visit.success for visit in visits) / len(visits)
+
+
+# ── visits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
+    """Goal, what it is told and the first observation open them, as in a run; actions that the game takes and their results follow."""
+    assert COMPACT["turns"] == TURNS
+    for visit in visits:
+        opening = [segment.origin for segment in visit.segments[: 3 if visit.hint else 2]]
+        assert opening == ["task", *(["experience"] if visit.hint else []), "env"]
+        turns = visit.segments[len(opening) :]
+        assert [segment.origin for segment in turns] == ["policy", "env"] * (len(turns) // 2)
+        assert 3 <= len(turns) // 2 <= TURNS
+        assert not any("unknown action" in segment.text for segment in turns)
+        assert visit.success == (turns[-1].text == "bought. score 100")
+
+
+def test_good_and_bad_visits_are_shown(visits: list[Episode]) -> None:
+    """Without advice as many as leave RL something to gain; what advice is right, wins, and what is wrong, loses."""
+    free, buyers = [visit for visit in visits if visit.hint is None], told(visits, "buy")
+    named = defaultdict(list)
+    for visit in buyers:
+        right = any(alike(shop, visit.task)[0] == read(visit.hint.text)[1] for shop in demonstration_shops() if visit.hint and
+                    shop.need(int(visit.task.params["lgen"])).text == visit.task.goal)  # fmt: skip
+        named[right].append(visit)
+    assert 0.3 <= won(free) <= 0.6
+    assert won(named[True]) >= 0.9
+    assert won(named[False]) <= 0.2
+    assert 0.2 <= len(buyers) / len(visits) <= 0.6
+
+
+def test_what_is_named_is_bought(visits: list[Episode]) -> None:
+    for visit in told(visits, "buy"):
+        assert visit.hint is not None
+        _, name = read(visit.hint.text)
+        assert actions(visit)[1] == f"click[{name}]"
+        assert actions(visit)[-1] == "click[buy now]"
+
+
+@pytest.mark.parametrize(("kind", "share"), [("read", 0.75), ("skip", 0.9)])
+def test_other_lessons_are_followed_mostly(kind: str, share: float) -> None:
+    advised = told(list(ACTOR_VISITS.episodes(random.Random(2), 1500)), kind)
+    if kind == "read":
+        assert won(advised) >= share
+        return
+    spared = [f"click[{read(visit.hint.text)[1]}]" not in actions(visit) for visit in advised if visit.hint]
+    assert sum(spared) / len(spared) >= share - 0.15
+
+
+def shopping(persona, seed: int = 3) -> tuple[list[str], list[str]]:
+    """The actions of a persona after its search, and the pages that it saw."""
+    shop, rng = demonstration_shops()[0], random.Random(seed)
+    task = demonstration_task(shop, rng)
+    game = WebShopGame("compact", shop)
+    errand = Errand.read(task.goal, game.reset(task))
+    pages = [game.step(f"search[{errand.query}]").text]
+    visit, taken = persona(errand, pages[0], rng), []
+    taken.append(next(visit))
+    while not (result := game.step(taken[-1])).done:
+        pages.append(result.text)
+        taken.append(visit.send(result.text))
+    return taken, pages
+
+
+def test_personas() -> None:
+    taken, (page, *_) = shopping(first)
+    assert taken[0] == f"click[{page.split()[0]}]"
+    assert len(taken) == 4
+    taken, (page, *_) = shopping(forgetful)
+    assert len(taken) == 3
+    taken, (page, *_) = shopping(thrifty)
+    prices = {link.name: link.price for link in links(page) if not link.title}
+    assert taken[0] == f"click[{min(prices, key=lambda name: prices[name])}]"
+    taken, (page, *_) = shopping(follower("nobody", first))
+    assert taken[0] == f"click[{page.split()[0]}]"
+
+
+def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
+    asked = 0
+    for visit in ASKING_VISITS.episodes(random.Random(4), 200):
+        spoken = [segment for segment in visit.segments if segment.origin in ("policy", "tool_call", "tool_result")]
+        asked += spoken[0].origin == "tool_call"
+        if spoken[0].origin == "tool_call":
+            assert spoken[0].text == COMPACT_CALL
+            kind, name = read(spoken[1].text)
+            assert kind != "buy" or actions(visit)[1] == f"click[{name}]"
+        assert not any(segment.origin == "tool_call" for segment in spoken[1:])
+    assert 60 <= asked <= 140
+
+
+# ── lessons, verdicts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
+    for visit in visits:
+        right, wrong = right_brand(visit.segments), wrong_brands(visit.segments)
+        (buy,) = parse_ops(answer("buy", visit), shown=1 if visit.hint else 0).ops
+        (skip,) = parse_ops(answer("skip", visit), shown=1 if visit.hint else 0).ops
+        assert buy.text == (lesson("buy", right) if right else "")
+        assert skip.text == (lesson("skip", wrong[0]) if wrong else "")
+        kind, name = read(visit.hint.text) if visit.hint else ("", None)
+        assert buy.kind == ("return" if not right else "update" if kind == "buy" and name != right else "add")
+        assert answer("careful", visit) == '[{"op":"add","text":"be careful."}]'
+
+
+def test_lessons_are_of_every_kind_equally() -> None:
+    kinds = Counter[str]()
+    for prompt, said in lessons(random.Random(2), 700):
+        (op,) = parse_ops(said.text, shown=1 if "\nhint 1 " in prompt.text else 0).ops
+        kinds[read(op.text)[0] if op.text else "return"] += 1
+    for kind in set(LESSONS) - {"buy", "skip"}:
+        assert kinds[kind] / 700 == pytest.approx(1 / len(LESSONS), abs=0.04)
+    assert min(kinds["buy"], kinds["skip"]) >= 30
+
+
+def test_what_the_extractor_is_asked(visits: list[Episode]) -> None:
+    visit = next(visit for visit in visits if visit.hint and visit.success)
+    (prompt,) = distil_prompt(digest, visit)
+    assert prompt.text == f"{visit.task.goal}\nhint 1 {visit.hint.text}\n{digest(visit.segments)}\nsuccess"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
+    for prompt, said in refinements(random.Random(5), 20):
+        assert prompt.text.splitlines()[-1] == COMPACT_CALL
+        assert said.text == '[{"op":"return"}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "said"),
+    [("buy savo.", 0.0, "accept"), ("buy savo.", 0.9, "reject"), ("read the features first.", 0.3, "accept"),
+     ("do not buy savo.", 0.3, "reject"), ("be careful.", 0.0, "reject")],
+)  # fmt: skip
+def test_verdicts(text: str, rate: float, said: str) -> None:
+    assert verdict(text, rate) == said
+
+
+# ── length ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
+    """A conversation of the whole visit is 300 tokens on average and less than the context; nothing that is said is cut."""
+    drilled: dict[str, list[Demonstration]] = {
+        drill.name: list(drill.make(random.Random(6), 150)) for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)
+    }
+    tokenizer = train_tokenizer([x for demonstrations in drilled.values() for x in demonstrations], 512)
+    chat = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
+    limits = {
+        "shop visits": COMPACT["max_response_tokens"],
+        "shop visits with questions": COMPACT["max_response_tokens"],
+        "shop verdicts": 16,
+    }
+    for name, demonstrations in drilled.items():
+        lengths = [len(demonstrated_trace(x, chat).ids) for x in demonstrations]
+        assert max(lengths) <= 900
+        assert sum(lengths) / len(lengths) <= 300
+        answers = [len(chat.encode(segment.text)) + 1 for x in demonstrations for segment in x if segment.origin == "policy"]
+        assert max(answers) <= limits.get(name, 40)
