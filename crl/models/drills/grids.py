@@ -144,7 +144,7 @@ def some_places(rng: random.Random) -> str:
 
 MAZE = Grid(maze.SMALL_SPEC, maze.SMALL_PLACES, 14, 20, Lessons(some_way, way_shown, follow_way))
 KEYROOM = Grid(keyroom.SPEC, keyroom.PLACES, 20, 20, Lessons(some_places, places_shown, follow_places))
-RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 24, 24)
+RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 20, 20)
 SOKOBAN = Grid(sokoban.SPEC, sokoban.PLACES, 20, 20)
 
 # ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
