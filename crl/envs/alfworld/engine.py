@@ -23,7 +23,7 @@ _HANDLED = 8
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
 """Where games that follow one grammar differ in it."""
 
-_parsed = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
+_parsed: Any = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
 _pddl2sas = fast_downward.pddl2sas
 _translate = lru_cache(maxsize=_HANDLED)(_pddl2sas)
 
