@@ -13,7 +13,7 @@ from crl.config.load import load
 from crl.envs.alfworld import SMALL, SMALL_SPEC, demonstration_tasks, probe_tasks, small
 from crl.envs.alfworld.house import Chore, read_chore
 from crl.envs.alfworld.lessons import LESSONS, HouseAdvisor, digest, lesson, places, read, true_places
-from crl.envs.base import Verdict, play
+from crl.envs.base import StreamSettings, Verdict, play
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.ops import parse_ops
 from crl.models.drills.alfworld import answer, known, refinement, verdict, verdicts
@@ -132,7 +132,7 @@ def test_many_houses_without_textworld_say_what_it_says(monkeypatch: pytest.Monk
 
 def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random() -> None:
     """The scripted player wins in 95 of 100 houses, random commands in next to none."""
-    tasks, house, rng = SMALL_SPEC.eval_tasks("new", 128, 0, load(["alfworld"]).tasks["alfworld"].stream), SmallHouse(), random.Random(0)
+    tasks, house, rng = SMALL_SPEC.eval_tasks("new", 128, 0, StreamSettings()), SmallHouse(), random.Random(0)
     assert load(["alfworld"]).tasks["alfworld"].turns == TURNS
     scripted = [play(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success for i, task in enumerate(tasks)]
     assert sum(scripted) >= 0.95 * len(tasks)
@@ -250,7 +250,7 @@ def test_what_the_extractor_is_taught_of_an_episode_is_true_of_it() -> None:
             assert episode.hint
             assert read(episode.hint.text, chore)[0] == "where"
             assert episode.hint.text != op.text
-    assert min(kinds["add"], kinds["return"]) >= 20
+    assert min(kinds["add"], kinds["return"]) >= 10
     assert kinds["update"] >= 1
 
 

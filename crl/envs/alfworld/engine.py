@@ -25,7 +25,7 @@ _take_arguments_and_translate = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
 """Where games that follow one grammar differ in it."""
 
-_parsed = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
+_parsed: Any = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
 
 
 class Engine:
