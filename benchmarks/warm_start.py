@@ -12,14 +12,14 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
-from crl.envs import room, webshop
+from crl.envs import alfworld, room, webshop
 from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
 from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
@@ -31,8 +31,9 @@ from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills import drill, grids, webshop_visits
+from crl.models.drills import alfworld_chores, drill, grids, webshop_visits
 from crl.models.drills import webshop as webshop_drills
+from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.drill import OFFER
 from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
 from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
@@ -58,6 +59,7 @@ class Course:
 
 
 ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
+HOUSE = Course(replace(alfworld.SMALL_SPEC, make_game=lambda rendering: SmallHouse()), alfworld_chores.TURNS, 16)
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,14 @@ async def shop_figures(path: Path, n: int) -> Figures:
     finally:
         await actor.engine.aclose()
     return figures | {f"shop: verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
+
+
+async def house_figures(path: Path, n: int) -> Figures:
+    actor = Speaker.of(path)
+    try:
+        return await told_figures(actor, HOUSE, "house", alfworld.probe_tasks(n))
+    finally:
+        await actor.engine.aclose()
 
 
 async def grid_figures(path: Path, n: int) -> Figures:
@@ -265,7 +275,10 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=512, help="of each task")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    measures = {"tiny-actor": (actor_figures, shop_figures, grid_figures), "tiny-extractor": (extractor_figures, shop_lesson_figures)}
+    measures = {
+        "tiny-actor": (actor_figures, shop_figures, house_figures, grid_figures),
+        "tiny-extractor": (extractor_figures, shop_lesson_figures),
+    }
     for name, measured in measures.items():
         path = arguments.models / name if arguments.models else resolve_model(name)
         print(name)
