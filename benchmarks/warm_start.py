@@ -59,7 +59,7 @@ class Course:
 
 
 ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
-HOUSE = Course(replace(alfworld.SMALL_SPEC, make_game=lambda rendering: SmallHouse()), alfworld_chores.TURNS, 16)
+HOUSE = Course(replace(alfworld.SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse()), alfworld_chores.TURNS, 16)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def test_what_is_named_is_bought(visits: list[Episode]) -> None:
     for visit in told(visits, "buy"):
         assert visit.hint is not None
         _, name = read(visit.hint.text)
-        assert actions(visit)[1] == f"click[{name}]"
-        assert actions(visit)[-1] == "click[buy now]"
+        assert actions(visit)[1] == f"click[ {name}]"
+        assert actions(visit)[-1] == "click[ buy now]"
 
 
 @pytest.mark.parametrize(("kind", "share"), [("read", 0.75), ("skip", 0.9)])
@@ -122,7 +122,7 @@ def shopping(persona, seed: int = 3) -> tuple[list[str], list[str]]:
 
 def test_personas() -> None:
     taken, (page, *_) = shopping(first)
-    assert taken[0] == f"click[{page.split()[0]}]"
+    assert taken[0] == f"click[{page.split()[1]}]"
     assert len(taken) == 4
     taken, (page, *_) = shopping(forgetful)
     assert len(taken) == 3
@@ -130,7 +130,7 @@ def test_personas() -> None:
     prices = {link.name: link.price for link in links(page) if not link.title}
     assert taken[0] == f"click[{min(prices, key=lambda name: prices[name])}]"
     taken, (page, *_) = shopping(follower("nobody", first))
-    assert taken[0] == f"click[{page.split()[0]}]"
+    assert taken[0] == f"click[{page.split()[1]}]"
 
 
 def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
@@ -141,7 +141,7 @@ def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
         if spoken[0].origin == "tool_call":
             assert spoken[0].text == COMPACT_CALL
             kind, name = read(spoken[1].text)
-            assert kind != "buy" or actions(visit)[1] == f"click[{name}]"
+            assert kind != "buy" or actions(visit)[1] == f"click[ {name}]"
         assert not any(segment.origin == "tool_call" for segment in spoken[1:])
     assert 60 <= asked <= 140
 

@@ -12,7 +12,7 @@ from typing import Self
 _INSTRUCTION = re.compile(r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]")
 _WANT = re.compile(r"want (.*?)(?:,? ?under ([\d.]+))?$", re.MULTILINE)
 _FULL_LINK = re.compile(r"(\w{10}) \[SEP\] ([^[]*?) \[SEP\] \$([\d.]+)")
-_COMPACT_LINK = re.compile(r"^(\S+) (?:(.*) )?([\d.]+)(?:-[\d.]+)?$", re.MULTILINE)
+_COMPACT_LINK = re.compile(r"(?:^found|,) ([^\s,]+) (?:([^,]*) )?([\d.]+)(?:-[\d.]+)?(?=,|$)")
 
 
 @dataclass(frozen=True)

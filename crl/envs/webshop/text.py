@@ -76,14 +76,14 @@ def _compact(session: Session, goal: Goal) -> str:
     """The same pages in few words: no instruction, products by their brand and by what of their title was not searched for. An item's page
     tells its features too, until an option is chosen.
 
-    want color red, size 9, under 60 | norda 45 / savo webcam 20-25 / next > | color: red blue / size: 8 9 / wireless, fast charging
+    want color red, size 9, under 60 | found norda 45, savo webcam 20-25, next > | color: red blue / size: 8 9 / has wireless, fast charging
     """
     if session.page == "search":
         return f"want {_wanted(goal)}"
     if session.page == "results":
         asked = session.keywords.split()
-        lines = [" ".join([link, *_unasked(product, asked), _price(product)]) for link, product in session.links.items()]
-        return "\n".join([*lines, *session.turning]) or "nothing found"
+        found = [" ".join([link, *_unasked(product, asked), _price(product)]) for link, product in session.links.items()]
+        return f"found {', '.join([*found, *session.turning]) or 'nothing'}"
     item = session.item
     assert item is not None, "every other page is an item's"
     if session.page in DETAILS:
@@ -91,7 +91,7 @@ def _compact(session: Session, goal: Goal) -> str:
     if session.chosen:
         return f"chosen {' '.join(session.chosen.values())}"
     lines = [f"{name}: {' '.join(values)}" for name, values in item["options"].items()]
-    return "\n".join([*lines, _told("features", item)]).strip() or "nothing"
+    return "\n".join([*lines, f"has {_told('features', item) or 'nothing'}"])
 
 
 def _told(page: str, item: Product) -> str:

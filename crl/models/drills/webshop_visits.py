@@ -137,6 +137,11 @@ def bought(values: Sequence[str], item: str) -> Visit:
     yield "click[buy now]"
 
 
+def typed(action: str) -> str:
+    """The action as an agent says it: with a space, so that a word is the same token there as on the page that it is from."""
+    return action.replace("[", "[ ")
+
+
 # ── visits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -180,7 +185,7 @@ class ShopVisits:
         visit, action, success = None, f"search[{errand.query}]", False
         for _ in range(TURNS):
             result = game.step(action)
-            segments += [Segment("assistant", action, "policy"), *CONTEXT.following(result)]
+            segments += [Segment("assistant", typed(action), "policy"), *CONTEXT.following(result)]
             if result.done:
                 success = result.success
                 break
