@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,31 +82,42 @@ class _Visit:
     bought: str = ""
     score: int | None = None
 
+    def open(self, brand: str, *, fits: bool) -> None:
+        self.bought = brand
+        if fits:
+            self.right = self.right or brand
+        elif brand not in self.wrong:
+            self.wrong.append(brand)
+
+    def buy(self, score: int) -> None:
+        self.score = score
+        if score == 100:
+            self.right = self.bought
+            self.wrong = [brand for brand in self.wrong if brand != self.bought]
+
 
 def _visit(segments: Sequence[Segment]) -> _Visit:
-    visit, page, action = _Visit(), "", None
-    goal, *_ = (segment.text for segment in segments if segment.origin == "task")
-    first = next((segment.text for segment in segments if segment.origin == "env"), "")
-    errand = Errand.read(goal, first)
+    goal = next(segment.text for segment in segments if segment.origin == "task")
+    (_, page), *answers = _answers(segments)
+    errand, visit = Errand.read(goal, page), _Visit()
+    for clicked, answer in answers:
+        if score := _SCORE.fullmatch(answer):
+            visit.buy(int(score[1]))
+        elif link := next((link for link in links(page) if link.name == clicked), None):
+            visit.open(clicked, fits=errand.met_by(link, answer))
+        page = answer
+    return visit
+
+
+def _answers(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
+    """What was clicked ("": nothing) and the page that it opened, without what was no action; the first page comes first."""
+    clicked = ""
     for segment in segments:
         if segment.origin == "policy":
             action = parse_call(segment.text, {"search": None, "click": None})
-        elif segment.origin == "env" and not segment.text.startswith("unknown action."):
             clicked = action[1].lower() if action and action[0] == "click" else ""
-            if score := _SCORE.fullmatch(segment.text):
-                visit.score = int(score[1])
-                if visit.score == 100:
-                    visit.right = visit.bought
-                    visit.wrong = [brand for brand in visit.wrong if brand != visit.right]
-                return visit
-            if link := next((link for link in links(page) if link.name == clicked), None):
-                visit.bought = clicked
-                if errand.met_by(link, segment.text):
-                    visit.right = visit.right or clicked
-                elif clicked not in visit.wrong:
-                    visit.wrong.append(clicked)
-            page = segment.text
-    return visit
+        elif segment.origin == "env" and not segment.text.startswith("unknown action."):
+            yield clicked, segment.text
 
 
 # ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
