@@ -17,15 +17,13 @@ from crl.envs.places import Places
 from crl.envs.room.lessons import lesson as room_lesson
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills import drill
-from crl.models.drills.drill import Drill, Episode, draw, hit
+from crl.models.drills.drill import MASTERED, Drill, Episode, draw, hit
 from crl.models.drills.grid_players import PlaceFollower, WayFollower, players
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 SAYINGS = tuple(room_lesson(kind) for kind in ("lead", "careful", "time"))
 """What is true everywhere and helps nowhere."""
-MASTERED = 0.85
-"""Success rate from which advice is of no use."""
 PERSONAS = (0.55, 0.25, 0.10, 0.10)
 """Shares of the skilled, the late, the forgetful and the idle (`grid_players.players`)."""
 ACTOR_ADVICE = (("none", 0.30), ("right", 0.40), ("wrong", 0.15), ("saying", 0.15))

@@ -16,6 +16,7 @@ from crl.models.drills.drill import MASTERED, Drill, Episode, draw, learnt, op, 
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
+    CHOICES,
     EXTRACTOR_VISITS,
     OTHER_KINDS,
     demonstration_shops,
@@ -85,6 +86,7 @@ def _tasks(rng: random.Random, n: int) -> Sequence[Task]:
 
 ACTOR_DRILLS = (
     Drill("shop visits", 6_500, ACTOR_VISITS.make),
+    Drill("shop choices", 9_000, CHOICES.make),
     Drill("shop visits with questions", 1_000, ASKING_VISITS.make),
     Drill("shop verdicts", 2_000, verdicts),
 )

@@ -151,13 +151,14 @@ class ShopVisits:
 
     personas: shares of those who were not told what to do; advice: shares of what is said at the start: nothing ("none"), to buy the
     right product ("right"), to buy any of those that are like it ("random") or a lesson of another kind ("other"). The first two are
-    always followed, another lesson with chance `fidelity`. offer: the agent may ask, and some do.
+    always followed, another lesson with chance `fidelity`. offer: the agent may ask, and some do. turns: at most so many.
     """
 
     personas: tuple[tuple[Persona, float], ...]
     advice: tuple[tuple[str, float], ...]
     fidelity: float = 0.85
     offer: bool = False
+    turns: int = TURNS
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, n))
@@ -183,7 +184,7 @@ class ShopVisits:
             reply, persona = replied(shop, task, persona, rng)
             segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
         visit, action, success = None, f"search[{errand.query}]", False
-        for _ in range(TURNS):
+        for _ in range(self.turns):
             result = game.step(action)
             segments += [Segment("assistant", typed(action), "policy"), *CONTEXT.following(result)]
             if result.done:
@@ -229,5 +230,7 @@ def demonstration_task(shop: Shop, rng: random.Random) -> Task:
 
 PERSONAS: tuple[tuple[Persona, float], ...] = ((careful, 0.35), (hasty, 0.30), (forgetful, 0.15), (first, 0.10), (idle, 0.10))
 ACTOR_VISITS = ShopVisits(PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22)))
+CHOICES = replace(ACTOR_VISITS, advice=(("none", 0.20), ("right", 0.40), ("random", 0.40)), turns=3)
+"""Beginnings of visits, up to the first option: whole ones are long, and a word must be copied where it is wanted before anything else."""
 ASKING_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.55), ("right", 0.20), ("random", 0.10), ("other", 0.15)), offer=True)
 EXTRACTOR_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)))
