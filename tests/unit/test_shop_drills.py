@@ -26,6 +26,7 @@ from crl.models.drills.webshop import (
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
+    CHOICES,
     TURNS,
     demonstration_shops,
     demonstration_task,
@@ -95,13 +96,23 @@ def test_what_is_named_is_bought(visits: list[Episode]) -> None:
         assert actions(visit)[-1] == "click[ buy now]"
 
 
+def test_choices_are_the_beginnings_of_visits() -> None:
+    """A search, a product and, where it is the right kind, an option; most are told which product."""
+    choices = list(CHOICES.episodes(random.Random(5), 200))
+    assert all(len(actions(choice)) <= 3 for choice in choices)
+    assert len(told(choices, "buy")) >= 140
+    for choice in told(choices, "buy"):
+        assert choice.hint is not None
+        assert actions(choice)[1] == f"click[ {read(choice.hint.text)[1]}]"
+
+
 @pytest.mark.parametrize(("kind", "share"), [("read", 0.75), ("skip", 0.9)])
 def test_other_lessons_are_followed_mostly(kind: str, share: float) -> None:
     advised = told(list(ACTOR_VISITS.episodes(random.Random(2), 1500)), kind)
     if kind == "read":
         assert won(advised) >= share
         return
-    spared = [f"click[{read(visit.hint.text)[1]}]" not in actions(visit) for visit in advised if visit.hint]
+    spared = [f"click[ {read(visit.hint.text)[1]}]" not in actions(visit) for visit in advised if visit.hint]
     assert sum(spared) / len(spared) >= share - 0.15
 
 
