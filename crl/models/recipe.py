@@ -36,7 +36,7 @@ class Recipe:
 
 
 MODELS = {
-    "tiny-actor": Recipe(ACTOR_DRILLS, Schooling(epochs=2)),
+    "tiny-actor": Recipe(ACTOR_DRILLS, Schooling(epochs=3)),
     # in larger batches it misspells more; chunks of a bank are drawn at random, and to foretell them teaches nothing
     "tiny-extractor": Recipe(EXTRACTOR_DRILLS, Schooling(epochs=4, batch_tokens=2048, context_weight=0.3)),
 }

@@ -35,7 +35,7 @@ Demonstration = Sequence[Segment]
 class Shape:
     """A Qwen2 of this size; tied embeddings, float32. vocabulary: at most so many tokens, fewer when the text has no more merges."""
 
-    vocabulary: int = 768
+    vocabulary: int = 512
     hidden: int = 64
     layers: int = 3
     heads: int = 4
