@@ -94,7 +94,7 @@ async def main(path):
         try:
             await store.submit(request(member=member, note="x" * 2000), Stamp(0, 0))
         except StoreError as error:
-            print(member, error)
+            print(member, error, flush=True)
             break
     os._exit(0)  # killed, and nothing closed
 
