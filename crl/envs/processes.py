@@ -257,6 +257,8 @@ class _Worker:
             self._end = f"its worker overran the deadline of {job.deadline:g} s"
         except (EOFError, OSError):
             self._end = f"its worker {_fate(await process.wait())}{self._last_words()}"
+        except Exception as error:  # the game's own classes are in it: a reply that cannot be read here can raise anything
+            self._end = f"its worker's reply cannot be read: {describe(error)}"
         job.answer((None, self._end))
         return False
 
@@ -270,7 +272,10 @@ class _Worker:
             )  # fmt: skip
 
     def _last_words(self) -> str:
-        lines = (self._folder / "log").read_text("utf-8", errors="replace").split("\n")
+        try:
+            lines = (self._folder / "log").read_text("utf-8", errors="replace").split("\n")
+        except OSError:  # somebody tidied up the folder for temporary files
+            return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 

@@ -148,7 +148,7 @@ def _read_header(path: Path, line: bytes) -> int | None:
     try:
         header = json.loads(line)
         version, entries = header["crl_bank"], header.get("entries")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _refused(path, 1, "", line, "this is no exported bank", wanted) from error
     if type(version) is not int or version < 1:  # a bool is an int too
         raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)

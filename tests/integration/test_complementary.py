@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -470,16 +470,21 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
 # ── interrupted ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def read_until_learnt(output: IO[str]) -> None:
+    """A run's, up to a step after the first by which its bank holds something: with an empty one nobody would be guided."""
+    learnt = False
+    for line in output:
+        learnt |= line.startswith("bank ") and " size 0 " not in line
+        if learnt and line.startswith("train ") and not line.startswith("train     1/"):
+            return
+
+
 def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SIZES, 10_000, 0, "complementary")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        learnt = False  # with an empty bank the next run would have nothing to be guided by
-        for line in process.stdout:
-            learnt |= line.startswith("bank ") and " size 0 " not in line
-            if learnt and line.startswith("train ") and not line.startswith("train     1/"):
-                break
+        read_until_learnt(process.stdout)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
@@ -509,9 +514,7 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
         [*command, *arguments(run, "room", sets, 10_000, 0, "complementary")], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("train     3/"):
-                break
+        read_until_learnt(process.stdout)
         process.kill()
     bank = run / "bank.sqlite"
     assert bank.with_name("bank.sqlite-wal").stat().st_size > 0

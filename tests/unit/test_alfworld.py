@@ -469,3 +469,6 @@ def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"):
         alfworld.eval_tasks("new", 1, 0, SETTINGS)
+    (tmp_path / "json_2.1.1").mkdir()
+    with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no game in json_2.1.1/valid_unseen that can be played"):
+        alfworld.eval_tasks("new", 1, 0, SETTINGS)

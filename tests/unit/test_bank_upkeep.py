@@ -175,6 +175,7 @@ GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
         ('{"crl_bank": "1"}', ":1.crl_bank = '1': is no version of the format"),
         ('{"crl_bank": 3}', ":1.crl_bank = 3: is newer than this crl's 2. Upgrade crl."),
         (b"\xff\xfe", ":1 = "),
+        ("[" * 200_000, "this is no exported bank"),
         ('{"crl_bank": true}', ":1.crl_bank = True: is no version of the format"),
         ('{"crl_bank": 1, "entries": -1}', ":1.entries = -1: is no number of experiences"),
         ('{"crl_bank": 1, "entries": true}', ":1.entries = True: is no number of experiences"),

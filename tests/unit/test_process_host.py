@@ -143,6 +143,8 @@ async def test_a_raising_game_costs_its_episode_alone(misdeed: str, words: str) 
     [
         ("die", r"its worker was killed by SIGKILL$"),
         ("quit", r"its worker ended with exit code 7: the floor is lava$"),
+        ("vanish", r"its worker was killed by SIGKILL$"),
+        ("garble", r"its worker's reply cannot be read: ValueError: invalid literal"),
         ("hang", r"its worker overran the deadline of 0.5 s$"),
     ],
 )

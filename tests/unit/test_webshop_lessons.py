@@ -109,3 +109,11 @@ def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
 def test_informative(told: bool) -> None:
     task = TASKS[1]
     assert ADVISOR.informative(visit(task, *following(task, ADVISOR.right(task))[: None if told else 1])) == told
+
+
+def test_where_nothing_is_like_the_right_product_wrong_advice_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crl.envs.webshop.lessons._brands", lambda task: ["norda"])
+    (task,) = probe_tasks(1)
+    wrong = ADVISOR.wrong(task, random.Random(0))
+    assert ADVISOR.judge(task, wrong).kind == "wrong buy"
+    assert ADVISOR.judge(task, ADVISOR.right(task)).correct

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,13 @@ from crl.errors import ConfigError
 from crl.types import StepResult, Task
 
 NUMBERS = tuple("01234567")
+
+
+class Unreadable(str):
+    """What a worker can pickle and nobody can read."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("seven",)
 
 
 class Guess:
@@ -35,6 +43,11 @@ class Guess:
                 time.sleep(600)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "vanish":
+                shutil.rmtree(tempfile.gettempdir())
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "garble":
+                return StepResult(Unreadable("?"))
             case "quit":
                 print("the floor is lava", file=sys.stderr, flush=True)
                 os._exit(7)

@@ -45,9 +45,12 @@ def data_folder() -> Path | None:
 @cache
 def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
     """The playable games of one of ALFWorld's splits (train, valid_seen, valid_unseen), relative to `folder`: solvable ones without
-    movable receptacles and slicing, as ALFWorld chooses them; at most `most`, a fixed sample."""
+    movable receptacles and slicing, as ALFWorld chooses them; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
     paths = sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl"))
     games = [str(path.relative_to(folder)) for path in paths if official_chore(str(path)) and _SOLVABLE in path.read_bytes()]
+    if not games:
+        reason = f"holds no game in {_GAMES}/{split} that can be played (game.tw-pddl, of alfworld-download)"
+        raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
     return tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
 
 

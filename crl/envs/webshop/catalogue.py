@@ -136,9 +136,7 @@ def _pricing(tag: str | None) -> list[float]:
 
 def _options(offered: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict[str, list[str]]:
     return {
-        name.lower(): [value["value"].strip().replace("/", " | ").lower() for value in values]
-        for name, values in offered.items()
-        if values is not None
+        name.lower(): [value["value"].strip().replace("/", " | ").lower() for value in values] for name, values in offered.items() if values
     }
 
 

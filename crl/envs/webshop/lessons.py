@@ -130,8 +130,9 @@ class WebShopAdvisor:
         return lesson("buy", _brands(task)[0])
 
     def wrong(self, task: Task, rng: random.Random) -> str:
+        """Where nothing else is like the right product, as may be in the original's catalogue, one that is not there."""
         right, *others = _brands(task)
-        return lesson("buy", rng.choice([brand for brand in others if brand != right]))
+        return lesson("buy", rng.choice([brand for brand in others if brand != right] or [f"un{right}"]))
 
     def judge(self, task: Task, text: str) -> Verdict:
         kind, brand = read(text)
