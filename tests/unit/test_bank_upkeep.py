@@ -165,6 +165,7 @@ def test_lessons_can_be_written_by_hand(tmp_path: Path):
 
 
 GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
+DEEP = "[" * 200_000
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
         ('{"crl_bank": "1"}', ":1.crl_bank = '1': is no version of the format"),
         ('{"crl_bank": 3}', ":1.crl_bank = 3: is newer than this crl's 2. Upgrade crl."),
         (b"\xff\xfe", ":1 = "),
-        ("[" * 200_000, "this is no exported bank"),
+        (DEEP, ":1 = "),
         ('{"crl_bank": true}', ":1.crl_bank = True: is no version of the format"),
         ('{"crl_bank": 1, "entries": -1}', ":1.entries = -1: is no number of experiences"),
         ('{"crl_bank": 1, "entries": true}', ":1.entries = True: is no number of experiences"),
@@ -200,7 +201,7 @@ GOOD = '{"task": "room", "goal": "Get out.", "text": "Go west.", "uid": "a"}'
 def test_a_bad_line_is_named_and_nothing_is_made(content: str | bytes, message: str, tmp_path: Path):
     file, new = tmp_path / "lessons.jsonl", tmp_path / "new.sqlite"
     content = content.encode() if isinstance(content, str) else content
-    whole = not content or b"crl_bank" in content or content in (GOOD.encode(), b"\xff\xfe")
+    whole = not content or b"crl_bank" in content or content in (GOOD.encode(), DEEP.encode(), b"\xff\xfe")
     file.write_bytes(content if whole else b'{"crl_bank": 1}\n' + content)
     assert f"{file}{message}" in refused("import", new, file)
     assert list(tmp_path.iterdir()) == [file]
