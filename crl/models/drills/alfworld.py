@@ -14,12 +14,9 @@ from crl.envs.alfworld.house import Chore, read_chore
 from crl.envs.alfworld.lessons import LESSONS, chore_of, digest, from_here, lesson, other_sight, read, sights, visits
 from crl.models.drills import drill
 from crl.models.drills.alfworld_chores import ACTOR_CHORES, ASKING_CHORES, EXTRACTOR_CHORES, OTHER_KINDS, Chores, some_lesson
-from crl.models.drills.drill import CRITIC_PROMPT, Drill, Episode, draw, hit, learnt, op, said
+from crl.models.drills.drill import CRITIC_PROMPT, MASTERED, Drill, Episode, draw, hit, learnt, op, said
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
-
-MASTERED = 0.85
-"""Success rate, shown as 9 of 10, from which advice is of no use."""
 
 SOON = 6
 """Turns within which an agent asks."""

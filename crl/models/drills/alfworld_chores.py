@@ -14,7 +14,7 @@ from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.alfworld_personas import Dawdler, Forgetful, Hasty, Opener, Passer, Searcher
-from crl.models.drills.drill import OFFER, Episode, draw, hit
+from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
@@ -104,11 +104,6 @@ def heard(text: str, task: Task) -> str:
     """The receptacle that a lesson sends an agent to; "" is none."""
     kind, place = read(text, read_chore(task.goal))
     return place if kind in ("where", "first") else ""
-
-
-def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
-    """When an agent that may ask does so, unless it has seen the thing by then: soon, and mostly when it was told nothing."""
-    return rng.choice((0, 0, 1, 2)) if rng.random() < (0.25 if advised else 0.6) else None
 
 
 def replied(task: Task, rng: random.Random) -> tuple[str, str]:

@@ -76,6 +76,11 @@ class Episode:
     success: bool
 
 
+def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
+    """When an agent that may ask does so, unless it sees by then what it would ask for: soon, and mostly when it was told nothing."""
+    return rng.choice((0, 0, 1, 2)) if rng.random() < (0.25 if advised else 0.6) else None
+
+
 # ── the extractor: lessons of an episode ────────────────────────────────────────────────────────────────────────────
 
 

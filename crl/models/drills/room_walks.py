@@ -12,7 +12,7 @@ from crl.envs.room.game import RoomGame
 from crl.envs.room.lessons import LESSONS, from_here, lesson, true_bearing
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
-from crl.models.drills.drill import OFFER, Episode, draw, hit
+from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
 from crl.models.drills.room_personas import STAIRS, Explorer, Pacer, Persona, Walker, adherent, showing
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
@@ -89,11 +89,6 @@ class RoomWalks:
         if told is None or (told[0] != "exit" and rng.random() >= self.fidelity):
             return own
         return adherent(*told) or own
-
-
-def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
-    """When an agent that may ask does so, unless it sees the stairs by then: soon, and mostly when it was told nothing."""
-    return rng.choice((0, 0, 1, 2)) if rng.random() < (0.25 if advised else 0.6) else None
 
 
 def replied(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Persona | None]:
