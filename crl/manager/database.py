@@ -207,7 +207,7 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
     if reason := several_names(path):
         raise ConfigError(key, str(path), reason, remedy)
     try:
-        with closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
+        with closing(connect_to_read(path)) as db:
             reason = _unreadable(db) or (_unguiding(db) if guiding else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
@@ -249,7 +249,7 @@ async def copy_database(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with store_errors(source), closing(sqlite3.connect(read_only_uri(source), uri=True)) as original:
+    with store_errors(source), closing(connect_to_read(source)) as original:
         _back_up(original, target)
 
 
@@ -283,10 +283,37 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
         raise
 
 
-def read_only_uri(path: Path) -> str:
-    """Without a write-ahead log nobody has it open: then SQLite needs no files beside it, which it would leave behind."""
-    closed = not beside(path, "wal").exists()
-    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+def connect_to_read(path: Path) -> Connection:
+    """A connection that writes nothing to the bank and leaves nothing beside it; a writer that comes or goes meanwhile does not disturb it.
+
+    SQLite makes files beside the bank, and removes them for a connection that may write. So this one may, unless there is a log, which it
+    would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
+    it reads without.
+    """
+    logged = _logged(path)
+    db = _connect(path, "ro" if logged else "rw")
+    try:
+        db.execute("PRAGMA application_id")
+    except BaseException as error:
+        db.close()
+        if isinstance(error, sqlite3.OperationalError) and not logged:
+            return _connect(path, "ro&immutable=1")
+        raise
+    return db
+
+
+def _logged(path: Path) -> bool:
+    """Whether there is something in the log beside the bank: it is open, or its writer did not close it."""
+    try:
+        return beside(path, "wal").stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def _connect(path: Path, mode: str) -> Connection:
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+    db.execute("PRAGMA query_only = ON")
+    return db
 
 
 def _refuse_existing(path: Path) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
-from crl.manager.database import check_bank, read_only_uri, readable_rows, store_errors
+from crl.manager.database import check_bank, connect_to_read, readable_rows, store_errors
 from crl.manager.records import DistilRequest, UnitKey
 from crl.manager.tables import BEGUN, read_vectors
 from crl.types import ExperienceStatus
@@ -206,7 +206,7 @@ def reading(path: Path) -> Iterator[BankReader]:
     """A reader of the bank at `path`, open until the block ends. Raises `ConfigError` where there is no bank that this crl reads,
     `StoreError` when the file is damaged."""
     require_bank(path)
-    with store_errors(path), closing(sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)) as db:
+    with store_errors(path), closing(connect_to_read(path)) as db:
         db.row_factory = sqlite3.Row
         db.execute("BEGIN")  # all that follows sees one state
         with readable_rows(path):

@@ -509,6 +509,23 @@ async def test_one_reader_sees_one_state(tmp_path: Path):
     await made.aclose()
 
 
+async def test_a_writer_that_comes_and_goes_leaves_a_reader_its_state(copy: Path, tmp_path: Path):
+    with reading(copy) as view:
+        entries, requests = view.entries(None), view.queue()
+    with reading(copy) as view:
+        assert view.queue() == requests
+        made = await opened(copy)
+        for step in range(40):
+            await made.submit(request(9, step, note="west"))
+        await made.drain()
+        await made.aclose()
+        assert (view.entries(None), view.queue()) == (entries, requests)
+        assert [view.lineage(entry.unit)[0].text for entry in entries] == [entry.text for entry in entries]
+    with reading(copy) as view:
+        assert view.queue()["done"] == requests["done"] + requests["pending"] + 40
+    assert {path.name for path in tmp_path.iterdir()} == {"copy.sqlite"}
+
+
 def test_looking_leaves_nothing_behind(run: Path):
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     for command in (["ls", run], ["show", run, "0/0/0#0"], ["stats", run], ["export", run], ["search", run, "west"]):

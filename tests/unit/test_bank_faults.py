@@ -138,9 +138,9 @@ def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path:
     changes = [["dead", folder, "--retry"], ["prune", folder, "--max-entries", "1", "--yes"]]
     for code, _, said in commands(full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"):
         assert (code, said) == (1, f"error: {folder}/bank.sqlite: No space left on device. Free some disk space.\n")
-    assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"]
     assert len(uids(copy)) == 5
     assert bank("dead", copy).stdout.count("run/0/0/3") == 1
+    assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"], "what SQLite could not make is gone again"
 
 
 # ── a read-only directory ───────────────────────────────────────────────────────────────────────────────────────────
