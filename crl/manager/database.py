@@ -213,6 +213,9 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
         if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
             reason = f"it was not closed, and what is in {log.name} beside it can only be read where its directory is writable"
             raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
+        if _code(error).startswith("SQLITE_CORRUPT"):
+            remedy = f"Restore a copy, or {remedy[0].lower()}{remedy[1:]}"
+            raise ConfigError(key, str(path), f"it is damaged ({error})", remedy) from error
         raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
     if reason:
         raise ConfigError(key, str(path), reason, remedy)
