@@ -180,6 +180,8 @@ class Story(Written):
     def _status(self) -> str:
         if self.eviction is None:
             return self.entry.status
+        if self.eviction.why == "room" and self.eviction.by is None:
+            return f"evicted {_when(self.eviction.step)} to fit the bounds of the run that opened the bank"
         how = {"room": "to make room for", "votes": "by the votes up to", "discarded": "by", "pruned": "by"}[self.eviction.why]
         return f"evicted {_when(self.eviction.step)} {how} {line(self.eviction.by or 'crl bank prune')}"
 

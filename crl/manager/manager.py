@@ -92,7 +92,7 @@ class ExperienceManager:
         """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
 
         engine: the extractor's; renderer: of its chat template; seed: root of all draws; on_distilled: told what became of a request,
-        after its ops were applied. A bank that another embedder wrote, or with other keys, is embedded again, which `progress` shows.
+        after its ops were applied. What is over the bounds of the settings is evicted. A bank that another embedder wrote, or with other keys, is embedded again, which `progress` shows.
         Raises `StoreError`.
         """
         store = await Store.open(path)
@@ -116,7 +116,8 @@ class ExperienceManager:
         self._duplicates = None if least is None else DuplicateFilter(self._bank, self._embedder, least, with_goals=with_goals)
 
     async def _load(self) -> None:
-        """Fills the empty bank from the store."""
+        """Fills the empty bank from the store, as far as there is room."""
+        await self._store.fit(self._rules)
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
         if await self._store.embedder() != self._keys.name or (vectors and len(vectors[0]) != self._embedder.dim):

@@ -133,7 +133,7 @@ class GenerationView:
 class Eviction:
     """step: completed actor steps then, None = in another run; by: the request whose entries needed room (why = "room") or whose answer
     voted it out ("votes"), or the merge in which the extractor discarded it ("discarded"); None where somebody pruned the bank
-    ("pruned")."""
+    ("pruned"), or where a run opened it whose bounds were closer ("room")."""
 
     step: int | None
     by: str | None

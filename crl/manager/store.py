@@ -42,6 +42,7 @@ from crl.manager.tables import (
     credit,
     current,
     fact,
+    fit,
     last_seq,
     last_stamp,
     learn_from,
@@ -339,6 +340,10 @@ class Store:
             return gone
 
         return await self._database.transaction(work)
+
+    async def fit(self, rules: ApplyRules) -> None:
+        """Evicts what is over these bounds, in a bank that was made with others."""
+        await self._database.transaction(lambda db: fit(db, rules, last_stamp(db)))
 
     async def take_in(self, entries: Sequence[Entry], stamp: Stamp) -> None:
         """Entries from elsewhere with their counters. What wrote them does not come along, nor do their vectors: the manager that

@@ -180,12 +180,23 @@ def vote_out(db: Connection, request: DistilRequest, votes: Sequence[Vote], leas
 
 def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
     """Evicts what is over the bounds, of the request's goal and of the bank."""
-    surplus = []
+    return _bound(db, [(request.task.name, request.task.goal)], rules, {"for": request.id}, stamp)
+
+
+def fit(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
+    """Evicts what is over the bounds, of any goal and of the bank: it was made with others."""
+    crowded = "SELECT task, goal FROM entries WHERE status = 'active' GROUP BY task, goal HAVING COUNT(*) > ?"
+    goals = [] if rules.cap is None else [(task, goal) for task, goal in db.execute(crowded, (rules.cap,))]
+    return _bound(db, goals, rules, {"reason": "room"}, stamp)
+
+
+def _bound(db: Connection, goals: Iterable[tuple[str, str]], rules: ApplyRules, data: Mapping[str, object], stamp: Stamp) -> list[str]:
+    gone = []
     if rules.cap is not None:
-        surplus += _surplus(db, rules.evict, rules.cap, 0, "AND task = ? AND goal = ?", request.task.name, request.task.goal)
-    gone = _evict(db, surplus, {"for": request.id}, stamp)
+        for goal in goals:
+            gone += _evict(db, _surplus(db, rules.evict, rules.cap, 0, "AND task = ? AND goal = ?", *goal), data, stamp)
     if rules.size is not None:
-        gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), {"for": request.id}, stamp)
+        gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), data, stamp)
     return gone
 
 

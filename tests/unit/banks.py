@@ -51,7 +51,7 @@ def last_word(prompt: str) -> str:
 
 
 async def opened(path: Path, **parts: Any) -> ExperienceManager:
-    return await manager(path, parts.pop("engine", None) or Extractor(), SETTINGS, embedder=HashEmbedder(), **parts)
+    return await manager(path, parts.pop("engine", None) or Extractor(), parts.pop("settings", SETTINGS), embedder=HashEmbedder(), **parts)
 
 
 async def a_run(folder: Path) -> None:

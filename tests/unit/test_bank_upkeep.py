@@ -156,6 +156,19 @@ def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
     assert [use["episode"] for use in story["uses"]] == ["again/0/0/0"]
 
 
+def test_a_run_with_a_closer_bound_says_what_went(run: Path, tmp_path: Path):
+    new = moved(run, tmp_path)
+
+    async def start() -> None:
+        await ExperienceManager.start_from(new, tmp_path / "bank.sqlite")
+        await (await opened(tmp_path / "bank.sqlite", settings=replace(SETTINGS, size=1))).aclose()
+
+    asyncio.run(start())
+    assert len(uids(tmp_path / "bank.sqlite")) == 1
+    first, *_ = lines("show", tmp_path / "bank.sqlite", "run/0/1/0#0")
+    assert first == "run/0/1/0#0, version 1, evicted at step 0 to fit the bounds of the run that opened the bank"
+
+
 def test_lessons_can_be_written_by_hand(tmp_path: Path):
     file = tmp_path / "mine.jsonl"
     line = {"task": "room", "goal": "Get out.", "text": "Follow the wall."}

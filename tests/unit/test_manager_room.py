@@ -101,6 +101,31 @@ async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
     await made.aclose()
 
 
+@pytest.mark.parametrize(("evict", "left"), [("fifo", ["three", "four"]), ("lru", ["one", "three"]), ("credit", ["one", "two"])])
+@pytest.mark.parametrize("bound", ["cap", "size"])
+async def test_a_bank_that_is_opened_over_a_bound_is_brought_within_it(tmp_path: Path, evict: Evict, left: list[str], bound: str) -> None:
+    await (await four(path := tmp_path / "bank.sqlite", "fifo")).aclose()
+    made = await manager(path, answering(echo), bank(evict=evict, **{bound: 2}))
+    assert texts(made) == left
+    await made.aclose()
+    assert [data for _, data in logged(path, "evict")] == [{"reason": "room"}] * 2, "they stay in the history"
+    made = await manager(path, answering(echo), bank())
+    assert texts(made) == left
+    await made.aclose()
+
+
+async def test_each_goal_is_brought_within_the_cap(tmp_path: Path) -> None:
+    made = await manager(path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank())
+    await distil(made, request(0), request(1, of=task("maze", "Leave the long hall.")))
+    before = await made.snapshot()
+    await made.aclose()
+    made = await manager(path, answering(echo), bank(cap=2))
+    assert texts(made) == ["b", "c"] * 2
+    await made.rollback(before)
+    assert texts(made) == ["b", "c"] * 2, "what it goes back to is brought within it too"
+    await made.aclose()
+
+
 async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_this_one(tmp_path: Path) -> None:
     """Its steps are of another clock; they do not compare."""
     made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank())
