@@ -23,6 +23,9 @@ from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
+WRITING = frozenset({"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"})
+"""Settings of bank and extractor that are about what is written to a bank."""
+
 VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack")
 
 
@@ -68,13 +71,35 @@ class _Model:
 
 def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
     """What the user gave for a part of the run that is off, unless the user also said so. A bundled preset's wait for the switch."""
-    _, keys = merge(given)
+    settings, keys = merge(given)
     for key in keys:
-        section, _, name = key.partition(".")
-        switch = f"{section}.enabled"
-        if section in ("ask", "critic") and switch not in keys and not getattr(config, section).enabled:
-            reason = f"changes nothing, since {switch} is false"
-            raise ConfigError(key, getattr(getattr(config, section), name), reason, f"Add --set {switch}=true, or leave it out")
+        if ignored := _ignored(config, key, keys):
+            section, _, name = key.partition(".")
+            raise ConfigError(key, settings[section][name], f"changes nothing, since {ignored[0]}", ignored[1])
+
+
+def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
+    """Why a setting changes nothing, and what would make it do so; None where it does. given: the origin of each key of the user's.
+
+    A file of the user's may be for other runs too, with a bank that is written, merged or bounded.
+    """
+    section, _, name = key.partition(".")
+    switch = f"{section}.enabled"
+    if section in ("ask", "critic") and switch not in given and not getattr(config, section).enabled:
+        if not config.with_experience:
+            return f"the method {config.method} has no experience", "Leave it out, or choose another method"
+        return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
+    if not config.with_experience or not given[key].startswith("-"):  # a method without is compared with others under their settings
+        return None
+    bank, extractor = config.bank, config.extractor
+    no_merges = not extractor.merge_every
+    if bank.frozen and section in ("bank", "extractor") and name in WRITING and not (name == "merge_every" and no_merges):
+        return "bank.frozen is true: nothing is written", "Leave one of the two out"
+    if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
+        return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
+    if key == "bank.evict" and bank.cap is None and bank.size is None:
+        return "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too, or leave it out"
+    return None
 
 
 def _model(settings: Tree, role: str) -> _Model:

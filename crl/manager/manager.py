@@ -92,8 +92,8 @@ class ExperienceManager:
         """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
 
         engine: the extractor's; renderer: of its chat template; seed: root of all draws; on_distilled: told what became of a request,
-        after its ops were applied. What is over the bounds of the settings is evicted. A bank that another embedder wrote, or with other keys, is embedded again, which `progress` shows.
-        Raises `StoreError`.
+        after its ops were applied. What is over the bounds of the settings is evicted. A bank that another embedder wrote, or with other
+        keys, is embedded again, which `progress` shows. Raises `StoreError`.
         """
         store = await Store.open(path)
         try:

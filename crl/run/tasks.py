@@ -64,8 +64,19 @@ def require_told(config: RunConfig) -> None:
         told |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():
         if name not in told:
-            remedy = "Remove it, or give language models as actor.model and extractor.model"
+            remedy = f"Remove it, or {_teller(config, name)}"
             raise ConfigError(f"prompts.{name}", str(path), "no model of this run is told it", remedy)
+
+
+def _teller(config: RunConfig, prompt: str) -> str:
+    """What would make a run tell it: another method, then the switch that is off, then models that read."""
+    if prompt != "actor" and not config.with_experience:
+        return f"choose another method than {config.method}, which has no experience"
+    ask, critic = (config.ask.enabled, "ask.enabled=true"), (config.critic.enabled, "critic.enabled=true")
+    vote, merge = (config.bank.vote_out, "bank.vote_out=2"), (config.extractor.merge_every, "extractor.merge_every=5")
+    switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
+    on, setting = switches.get(prompt, (True, ""))
+    return "give language models as actor.model and extractor.model" if on else f"add --set {setting}"
 
 
 def require_bank(config: RunConfig) -> None:

@@ -23,7 +23,7 @@ from crl.monitor.plain import PlainMonitor
 from crl.run.assemble import _bank_parts
 from crl.run.main import train
 from crl.run.plan import plan
-from crl.run.tasks import specs
+from crl.run.tasks import require_told, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_MIXTURES = [path for path in SHIPPED if catalog.mixture(path)]
@@ -537,6 +537,27 @@ def test_a_run_of_before_there_were_policies_evicts_as_it_did(model: Path, tmp_p
         assert load_saved(tmp_path).config.bank.evict == evict
 
 
+@pytest.mark.parametrize(
+    ("prompt", "switch"),
+    [
+        ("ask", "ask.enabled=true"),
+        ("refine", "ask.enabled=true"),
+        ("critic", "critic.enabled=true"),
+        ("vote", "bank.vote_out=2"),
+        ("merge", "extractor.merge_every=5"),
+    ],
+)
+def test_of_a_prompt_that_nobody_is_told_the_switch_is_named(model: Path, prompt: str, switch: str):
+    def refused(*sets: str, **options: str) -> str:
+        with pytest.raises(ConfigError, match=rf"^prompts\.{prompt} = .*: no model of this run is told it\. Remove it, or ") as caught:
+            require_told(resolved(model, f"prompts.{prompt}=a.txt", *sets, options=options))
+        return str(caught.value).partition("Remove it, or ")[2]
+
+    assert refused() == f"add --set {switch}."
+    assert refused(switch) == "give language models as actor.model and extractor.model.", "tiny ones know the game's texts alone"
+    assert refused(method="grpo") == "choose another method than grpo, which has no experience."
+
+
 async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
     sets = ("bank.size=9", "bank.evict=lru", "bank.vote_out=2", "bank.duplicate=0.9")
     config = resolved(model, *sets)
@@ -557,6 +578,7 @@ def test_a_policy_needs_a_bound(model: Path, tmp_path: Path):
     assert refusal(model, big_actor, "bank.evict=lru") == (
         "bank.evict = 'lru': nothing is evicted from a bank without bounds. Give bank.cap or bank.size too."
     )
+    assert "changes nothing, since nothing is evicted from a bank without bounds." in refusal(model, big_actor, "bank.evict=fifo")
     for bound in ("cap", "size"):
         assert resolved(model, big_actor, "bank.evict=lru", f"bank.{bound}=5").bank.evict == "lru"
 
@@ -573,7 +595,8 @@ def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Pa
     section, _, name = key.partition(".")
     said = f"{key} = 2: changes nothing, since {section}.enabled is false. Add --set {section}.enabled=true, or leave it out."
     assert refusal(model, f"{key}=2").replace("2.0", "2") == said
-    assert refusal(model, f"{key}=2", options={"method": "grpo"}).replace("2.0", "2") == said
+    without = f"{key} = 2: changes nothing, since the method grpo has no experience. Leave it out, or choose another method."
+    assert refusal(model, f"{key}=2", options={"method": "grpo"}) == without
     assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=true"), section), name) == 2
     assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=false"), section), name) == 2, "the user knows"
     mine = tmp_path / "mine.toml"
@@ -582,6 +605,40 @@ def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Pa
     mine.write_text(f"[{section}]\n{name} = 2\n")
     assert refusal(model, preset=str(mine)).replace("2.0", "2") == said
     assert getattr(getattr(resolved(model, f"{section}.enabled=true", preset=str(mine)), section), name) == 2
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "bank.cap=2",
+        "bank.size=2",
+        "bank.evict='lru'",
+        "bank.vote_out=2",
+        "bank.duplicate=0.5",
+        "bank.queue_size=2",
+        "extractor.merge_every=2",
+    ],
+)
+def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(model: Path, setting: str, tmp_path: Path):
+    frozen = ("bank.init=a.sqlite", "bank.frozen=true")
+    assert resolved(model, setting), "of one that is written"
+    said = "changes nothing, since bank.frozen is true: nothing is written. Leave one of the two out."
+    assert refusal(model, *frozen, setting).endswith(said)
+    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 4, "the preset's is no setting of the user's"
+    mine = tmp_path / "mine.toml"
+    section, _, rest = setting.partition(".")
+    mine.write_text(f"[{section}]\n{rest}\n[compact.bank]\ncap = 4\n")
+    assert resolved(model, *frozen, preset=str(mine)).bank.frozen, "a file may be for other runs too"
+
+
+def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
+    assert refusal(model, "extractor.merge_tokens=99") == (
+        "extractor.merge_tokens = 99: changes nothing, since extractor.merge_every is 0. "
+        "Add --set extractor.merge_every=5, or leave it out."
+    )
+    for every in (0, 5):
+        assert resolved(model, "extractor.merge_tokens=99", f"extractor.merge_every={every}").extractor.merge_tokens == 99, "the user knows"
+    assert resolved(model, "extractor.merge_tokens=99", options={"method": "grpo"})
 
 
 def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):
