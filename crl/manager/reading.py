@@ -36,6 +36,9 @@ WROTE = "kind IN ('add', 'update', 'merge', 'import')"
 STEP = f"IIF(seq > {BEGUN} AND kind != 'import', step, NULL)"
 """Completed actor steps at an operation; NULL where another run's clock counted them."""
 
+_UID_AT = "rtrim(value, '0123456789')"
+"""uid@ of a uid@version; of JSON."""
+
 BINS = 5
 """Of the distribution of credit."""
 
@@ -236,14 +239,16 @@ class BankReader:
         return [row["uid"] for row in self._rows("SELECT uid FROM entries")]
 
     def find(self, name: str) -> EntryView:
-        """The entry whose uid, or short uid, is `name` or alone begins with it; `@version` behind it is passed over.
+        """The entry whose uid, or uid without its run, is `name` or alone begins with it; `@version` behind it is passed over.
 
         Raises `ConfigError` when there is none, or more than one.
         """
-        short = short_uids(self.uids())
-        wanted = re.sub(r"@\d+$", "", name)
-        fits = [uid for uid in short if wanted in (uid, short[uid])]
-        fits = fits or [uid for uid in short if wanted and (uid.startswith(wanted) or short[uid].startswith(wanted))]
+        uids = self.uids()
+        short = short_uids(uids)
+        names = dict.fromkeys((name, re.sub(r"@\d+$", "", name)))  # a uid may end like that too
+        exact = [[uid for uid in uids if wanted in (uid, _tail(uid))] for wanted in names]
+        begun = [[uid for uid in uids if wanted and (uid.startswith(wanted) or _tail(uid).startswith(wanted))] for wanted in names]
+        fits = next(filter(None, exact + begun), None)
         if not fits:
             raise ConfigError("uid", name, "no experience of this bank has it", "crl bank ls lists them; --status all the evicted ones too")
         if len(fits) > 1:
@@ -281,8 +286,8 @@ class BankReader:
 
     def offspring(self, uid: str) -> list[VersionView]:
         """Versions of other entries that came from a version of this one."""
-        inherits = "EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE value LIKE ? ESCAPE '\\')"
-        return [version for version in self._versions(inherits, _versions_of(uid)) if version.uid != uid]
+        inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_AT} = ?)"
+        return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
 
     def _versions(self, where: str, *parameters: Any) -> list[VersionView]:
         rows = self._rows(f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
@@ -313,8 +318,8 @@ class BankReader:
         columns = f"{STEP}, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
         for row in self._rows(f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid):
             return Eviction(row[0], row[1], row[2])
-        discards = "log, json_each(data, '$.targets') AS target WHERE kind = 'discard' AND target.value LIKE ? ESCAPE '\\'"
-        for row in self._rows(f"SELECT {STEP}, origin FROM {discards}", _versions_of(uid)):
+        discards = f"log, json_each(data, '$.targets') WHERE kind = 'discard' AND {_UID_AT} = ?"
+        for row in self._rows(f"SELECT {STEP}, origin FROM {discards}", f"{uid}@"):
             return Eviction(row[0], row[1], "discarded")
         return None
 
@@ -416,15 +421,13 @@ def _difference(a: Lesson, b: Lesson) -> float:
 
 
 def short_uids(uids: Sequence[str]) -> dict[str, str]:
-    """Each uid without the name of the run that it begins with, where that still tells it from the others."""
-    tails = {uid: uid.partition("/")[2] or uid for uid in uids}
-    times = Counter(tails.values())
-    return {uid: tail if times[tail] == 1 else uid for uid, tail in tails.items()}
+    """The uids without the names of the runs that they begin with, where that still tells them apart; else as they are, all of them."""
+    tails = {uid: _tail(uid) for uid in uids}
+    return tails if len(set(tails.values())) == len(tails) else {uid: uid for uid in tails}
 
 
-def _versions_of(uid: str) -> str:
-    """What they are LIKE."""
-    return re.sub(r"([%_\\])", r"\\\1", uid) + "@%"
+def _tail(uid: str) -> str:
+    return uid.partition("/")[2] or uid
 
 
 def _unit(text: str) -> UnitKey:

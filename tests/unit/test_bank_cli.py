@@ -211,10 +211,23 @@ def test_a_uid_may_be_shortened_at_both_ends(run: Path):
     assert "no experience of this bank" in refused("show", run, "")
 
 
-def test_uids_that_differ_in_their_run_alone_stay_whole():
-    assert short_uids(["run/0/0/0#0", "run1a/0/0/0#0", "run1a/0/0/1#0", "odd"]) == {
-        "run/0/0/0#0": "run/0/0/0#0", "run1a/0/0/0#0": "run1a/0/0/0#0", "run1a/0/0/1#0": "0/0/1#0", "odd": "odd",
-    }  # fmt: skip
+def test_where_two_uids_differ_in_their_run_alone_all_stay_whole():
+    uids = ["run/0/0/0#0", "run1a/0/0/0#0", "run1a/0/0/1#0", "odd"]
+    assert short_uids(uids) == {uid: uid for uid in uids}
+    assert short_uids(uids[1:]) == {"run1a/0/0/0#0": "0/0/0#0", "run1a/0/0/1#0": "0/0/1#0", "odd": "odd"}
+
+
+def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
+    """As lessons written by hand may have them."""
+    parents = {"a": [], "a@1": ["a@1"], "A": [], "a@1@2": ["a@1@1"], "ab": ["A@1"]}
+    said = [{"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of} for uid, of in parents.items()]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
+    lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
+    found = {uid: parsed("show", new, uid) for uid in parents}
+    assert {uid: story["entry"]["uid"] for uid, story in found.items()} == {uid: uid for uid in parents}
+    offspring = {uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()}
+    assert offspring == {"a": ["a@1"], "a@1": ["a@1@2"], "A": ["ab"], "a@1@2": [], "ab": []}
+    assert [parsed("show", new, name)["entry"]["uid"] for name in ("a@7", "a@1@1", "a@1@2@1")] == ["a", "a@1", "a@1@2"]
 
 
 def write_refine(question: Question, found: Hit) -> list[Segment]:
