@@ -170,12 +170,20 @@ class Story(Written):
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
         yield from _titled("lineage, the newest first", _versions(self.lineage, short))
+        if self.absent:
+            yield f"  came from what is not in this bank: {', '.join(map(line, self.absent))}"
         yield from _titled("what came of it", _versions(self.offspring, short))
         yield from _titled("credit over time (of all versions)", history(self.uses))
         yield from _titled(f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:]))
         yield from _titled(f"{_last('questions', len(self.refinements))} that it answered", _refinements(self.refinements[-LAST:]))
         yield ""
         yield from self._written()
+
+    @property
+    def absent(self) -> list[str]:
+        """Versions that the lineage names and the bank does not have, as one that was imported."""
+        there = {f"{version.uid}@{version.version}" for version in self.lineage}
+        return sorted({parent for version in self.lineage for parent in version.parents} - there)
 
     def _status(self) -> str:
         if self.eviction is None:

@@ -132,7 +132,8 @@ def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
         "  step  how     uid        by           text",
         "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
-    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[15], "what came of an earlier version"
+    assert shown[12] == "  came from what is not in this bank: run/0/0/0#0@1"
+    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[16], "what came of an earlier version"
     assert shown[-1].startswith("The answer that wrote it is not here: it came from elsewhere")
 
 
