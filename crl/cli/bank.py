@@ -199,12 +199,15 @@ def diff(
     Active experiences are the same where task, goal and text are.
     """
     from crl.cli.bank_text import diff_lines
-    from crl.manager.reading import compare, reading
+    from crl.manager.reading import Comparison, compare, reading
 
     with reading(_file(run)) as a, reading(_file(other)) as b:
         found = compare(a.entries(), b.entries())
     if as_json:
-        _print_json(found)
+        most = limit or None
+        shown = Comparison(found.only_a[:most], found.only_b[:most], found.both[:most])
+        _print_json(shown)
+        _say_how_many(shown.lessons, found.lessons)
     else:
         _print(diff_lines(found, run, other, limit or None, _width()))
 
@@ -230,6 +233,7 @@ def export_entries(run: Run) -> None:
 def import_entries(
     bank: Annotated[Path, typer.Argument(metavar="BANK", help="The new bank.sqlite.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export printed.")],
+    as_json: AsJson = False,
 ) -> None:
     """Make a new bank of exported lines.
 
@@ -239,7 +243,10 @@ def import_entries(
 
     entries = parse_exported(file)
     make_bank(bank, entries)
-    _print([f"{len(entries):,} experiences: {bank}"])
+    if as_json:
+        _print_json({"imported": len(entries), "bank": str(bank)})
+    else:
+        _print([f"{len(entries):,} experiences: {bank}"])
 
 
 @app.command()
@@ -252,6 +259,7 @@ def prune(
         typer.Option(metavar="STEP", min=0, help="Evict what was written before this step, or in an earlier run, and not retrieved since."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evict experiences by one criterion.
 
@@ -263,20 +271,24 @@ def prune(
 
     if (max_entries is None) == (unused_since is None):
         raise ConfigError("prune", None, "it needs one criterion, and only one", "Give --max-entries or --unused-since")
+    if as_json and not yes:
+        raise ConfigError("prune", "--json", "it does not ask, for an answer would be no JSON", "Add --yes")
     file = _file(run)
     with reading(file) as bank:
         entries, short = bank.entries(), short_uids(bank.uids())
     require_closed(file)
     going = not_used_since(entries, unused_since) if unused_since is not None else lowest_credit(entries, max_entries or 0)
-    if not going:
-        _print([f"nothing to evict among {len(entries):,} active experiences"])
-        return
-    if not yes:
+    if going and not yes:
         _print(entry_table(going[:SHOWN], short, _width()))
         _print([f"… and {len(going) - SHOWN:,} more"] if len(going) > SHOWN else [])
         typer.confirm(f"Evict {len(going):,} of {len(entries):,} active experiences?", abort=True)
-    gone = asyncio.run(evict(file, [entry.unit for entry in going]))
-    _print([f"evicted {gone:,}; active now {len(entries) - gone:,}"])
+    gone = asyncio.run(evict(file, [entry.unit for entry in going])) if going else 0
+    if as_json:
+        _print_json({"evicted": gone, "active": len(entries) - gone})
+    elif going:
+        _print([f"evicted {gone:,}; active now {len(entries) - gone:,}"])
+    else:
+        _print([f"nothing to evict among {len(entries):,} active experiences"])
 
 
 # ── what the commands share ─────────────────────────────────────────────────────────────────────────────────────────

@@ -195,6 +195,10 @@ class Comparison:
     only_b: tuple[Lesson, ...]
     both: tuple[tuple[Lesson, Lesson], ...]
 
+    @property
+    def lessons(self) -> int:
+        return len(self.only_a) + len(self.only_b) + len(self.both)
+
 
 def require_bank(path: Path) -> None:
     """Raises `ConfigError` where there is no bank that this crl reads."""

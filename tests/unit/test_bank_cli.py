@@ -434,6 +434,14 @@ def test_diff(run: Path, copy: Path):
 # ── a bank that began with another run's entries ────────────────────────────────────────────────────────────────────
 
 
+def test_a_diff_as_json_has_the_same_limit(run: Path, copy: Path):
+    asyncio.run(go_another_way(copy))
+    result = bank("diff", run, copy, "--limit", "1", "--json")
+    assert {name: len(part) for name, part in json.loads(result.stdout).items()} == {"only_a": 1, "only_b": 1, "both": 1}
+    assert result.stderr == "3 of 6; --limit 0 for all\n"
+    assert len(parsed("diff", run, copy, "--limit", "0")["both"]) == 4
+
+
 def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
     asyncio.run(another_run(run / "bank.sqlite", path))

@@ -334,6 +334,15 @@ def test_prune_asks_first(copy: Path):
     assert uids(copy) == ["run/0/0/0#0"]
 
 
+def test_what_was_changed_is_told_as_json_too(copy: Path, tmp_path: Path):
+    assert "prune = '--json': it does not ask" in refused("prune", copy, "--max-entries", "2", "--json")
+    assert parsed("prune", copy, "--max-entries", "2", "--yes") == {"evicted": 3, "active": 2}
+    assert parsed("prune", copy, "--max-entries", "2", "--yes") == {"evicted": 0, "active": 2}
+    (tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
+    new = tmp_path / "new.sqlite"
+    assert parsed("import", new, tmp_path / "lessons.jsonl") == {"imported": 2, "bank": str(new)}
+
+
 def test_prune_needs_one_criterion(copy: Path):
     assert "one criterion" in refused("prune", copy)
     assert "one criterion" in refused("prune", copy, "--max-entries", "1", "--unused-since", "1")
