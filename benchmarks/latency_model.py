@@ -116,7 +116,19 @@ class LatencyModel:
         if self._tick is None:
             self._then = time.perf_counter()
             self._tick = loop.call_later(TICK, self._advance)
-        await done
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._withdraw(done)
+            raise
+
+    def _withdraw(self, done: asyncio.Future[None]) -> None:
+        """Of a request that nobody waits for, the others have the time, from now on."""
+        if self._read and self._read[0][2] is done:
+            self._paid = 0.0  # it was being read
+        self._read = deque(one for one in self._read if one[2] is not done)
+        self._decoding = [one for one in self._decoding if one[2] is not done]
+        heapq.heapify(self._decoding)
 
     def _advance(self) -> None:
         """One timer for all requests: one for each would be a load of its own."""

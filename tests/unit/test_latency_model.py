@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -24,6 +25,23 @@ class Unclocked(LatencyModel):
 
     async def _served(self, prompt: int, answer: int) -> None:
         self.read.append(prompt)
+
+
+async def test_a_request_that_was_cancelled_takes_no_time_of_the_others() -> None:
+    engine = LatencyModel(renderer(), lambda session: ["north"], median=4)
+    reading = [asyncio.create_task(engine._served(10**9, 10)) for _ in range(2)]
+    await asyncio.sleep(0)
+    reading[0].cancel()
+    await asyncio.wait(reading[:1])
+    assert [one[0] for one in engine._read] == [10**9], "the other one"
+    reading[1].cancel()
+    decoding = [asyncio.create_task(engine._served(1, answer)) for answer in (10**9, 1)]
+    await asyncio.wait(decoding[1:])
+    assert len(engine._decoding) == 1
+    decoding[0].cancel()
+    await asyncio.wait([*decoding, *reading])
+    assert (len(engine._read), engine._decoding) == (0, [])
+    await engine.aclose()
 
 
 async def episode(engine: LatencyModel, turns: int = 3) -> None:
