@@ -322,6 +322,7 @@ class RunBank:
 
 async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress: Progress, stack: AsyncExitStack) -> BankParts:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
+    trained = extractor.train and not bank.frozen  # else answers would be kept for a training that never comes
     settings = ManagerSettings(
         scope=bank.scope,
         # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
@@ -338,7 +339,7 @@ async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress:
         threaded=not config.run.deterministic,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
-        credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward),
+        credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None),
     )
     embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic))
     cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
