@@ -35,7 +35,7 @@ Demonstration = Sequence[Segment]
 class Shape:
     """A Qwen2 of this size; tied embeddings, float32. vocabulary: at most so many tokens, fewer when the text has no more merges."""
 
-    vocabulary: int = 512
+    vocabulary: int = 768
     hidden: int = 64
     layers: int = 3
     heads: int = 4
@@ -51,7 +51,6 @@ class Schooling:
     beside 1 for what it said.
     """
 
-    epochs: int
     learning_rate: float = 3e-3
     warmup_updates: int = 20
     batch_tokens: int = 4096
@@ -115,11 +114,8 @@ def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> 
     return trace
 
 
-def school(
-    model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], schooling: Schooling, draw: random.Random, report: Callable[[str], None]
-) -> float:
-    """Teaches the model the traces. Returns the mean negative log-likelihood (nats a token) over the last tenth of the updates."""
-    batches = [b for _ in range(schooling.epochs) for b in _shuffled_batches(traces, schooling.batch_tokens, draw)]
+def school(model: Qwen2ForCausalLM, batches: Sequence[Sequence[TokenTrace]], schooling: Schooling, report: Callable[[str], None]) -> float:
+    """Teaches the model the batches, an update each. Returns the mean negative log-likelihood over the last tenth, nats a token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=schooling.learning_rate, weight_decay=schooling.weight_decay, betas=(0.9, 0.98))
 
     def rate(update: int) -> float:
@@ -129,7 +125,7 @@ def school(
     model.train()
     losses: list[float] = []
     for update, batch in enumerate(batches, start=1):
-        losses.append(_update(model, [traces[i] for i in batch], optimizer, schooling.context_weight))
+        losses.append(_update(model, batch, optimizer, schooling.context_weight))
         schedule.step()
         if update % 50 == 0 or update == len(batches):
             report(f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token")
@@ -153,12 +149,12 @@ def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: to
     return saying.item()
 
 
-def _shuffled_batches(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) -> list[list[int]]:
-    """One epoch of batches of similar length, in random order; who shares a batch differs between epochs."""
+def epoch(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) -> list[list[TokenTrace]]:
+    """Batches of similar length, in random order; who shares a batch differs between epochs."""
     order = list(range(len(traces)))
     draw.shuffle(order)
     # Lengths are blurred so that samples of neighbouring lengths mix.
     blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
-    batches = [[order[i] for i in batch] for batch in micro_batches(blurred, batch_tokens)]
+    batches = [[traces[order[i]] for i in batch] for batch in micro_batches(blurred, batch_tokens)]
     draw.shuffle(batches)
     return batches

@@ -122,5 +122,5 @@ ACTOR_DRILLS = (
 EXTRACTOR_DRILLS = (
     Drill("chore lessons", 7_000, ChoreLessons(EXTRACTOR_CHORES).make),
     Drill("chore refinements", 2_000, ChoreRefinements(EXTRACTOR_CHORES).make),
-    Drill("chore merges", 3_000, merges),
+    Drill("chore merges", 6_000, merges),
 )

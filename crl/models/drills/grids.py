@@ -205,6 +205,6 @@ EXTRACTOR_DRILLS = (
     Drill("key room lessons", 5_000, GridLessons(KEYROOM.extractor).make),
     Drill("river lessons", 1_000, GridLessons(RIVER.extractor).make),
     Drill("sokoban lessons", 1_000, GridLessons(SOKOBAN.extractor).make),
-    Drill("maze merges", 1_500, GridBank(MAZE).merges),
-    Drill("key room merges", 1_500, GridBank(KEYROOM).merges),
+    Drill("maze merges", 3_000, GridBank(MAZE).merges),
+    Drill("key room merges", 3_000, GridBank(KEYROOM).merges),
 )

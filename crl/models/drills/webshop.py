@@ -84,14 +84,18 @@ def _tasks(rng: random.Random, n: int) -> Sequence[Task]:
     return [demonstration_task(rng.choice(demonstration_shops()), rng) for _ in range(n)]
 
 
-ACTOR_DRILLS = (
+COPYING = (
     Drill("shop visits", 6_500, ACTOR_VISITS.make),
     Drill("shop choices", 9_000, CHOICES.make),
+)
+"""Where what is said is on the page, word for word."""
+ACTOR_DRILLS = (
+    *COPYING,
     Drill("shop visits with questions", 1_000, ASKING_VISITS.make),
     Drill("shop verdicts", 2_000, verdicts),
 )
 EXTRACTOR_DRILLS = (
     Drill("shop lessons", 9_000, lessons),
     Drill("shop refinements", 1_000, refinements),
-    Drill("shop merges", 3_000, merges),
+    Drill("shop merges", 6_000, merges),
 )
