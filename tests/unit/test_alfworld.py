@@ -383,6 +383,8 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
             assert (house.chore.thing, house.chore.receptacle) not in placed
     unseen = {plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN}
     assert {house.receptacles for house in found["new"]} == unseen
+    for use, games in (("train", 1466), ("known", 140)):
+        assert not unseen & {floorplans.house(use, number).receptacles for number in range(games)}, "a seen room under another number"
     assert not set(found["train"]) & set(found["known"])
     for layout in range(200):
         house = small.house(layout, 0)
