@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shipped import as_set
 
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play
 from crl.envs.maze.game import LATEST
@@ -228,13 +228,6 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
 
 def test_a_small_maze_is_chosen_by_the_turns_that_the_task_sets() -> None:
     assert as_set("maze", "compact")[1] == LATEST
-
-
-def as_set(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
-    """The environment and the turns of tasks/TASK.toml."""
-    settings = tomllib.loads((ROOT / "tasks" / f"{task}.toml").read_text("utf-8"))
-    settings |= settings["compact"] if rendering == "compact" else {}
-    return get_spec(settings["env"]), settings["turns"]
 
 
 # ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
