@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from crl.envs.host import ThreadHost
 from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.shop import open_shop
+from crl.errors import ConfigError
 from crl.types import StepResult, Task
 
 PAPER = StreamSettings(places=32, permanent=0, visits=1)
@@ -286,6 +288,11 @@ def test_the_scripted_player_wins_through_text_alone(rendering: Rendering) -> No
 def test_the_scripted_player_wins_every_eval_set(rendering: Rendering) -> None:
     assert wins(rendering, eval_tasks("new", 256, 0, PAPER)) >= 0.95
     assert wins(rendering, eval_tasks("known", 256, 0, PERSISTENT)) >= 0.95
+
+
+def test_the_scripted_player_says_which_goals_it_cannot_read() -> None:
+    with pytest.raises(ConfigError, match=r"task = 'i want a jumpsuit.': is in a person's words.*Play it yourself"):
+        play(WebShopGame("full"), replace(NEW[0], goal="i want a jumpsuit."), SPEC.scripted_player(random.Random(0)), 1)
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
