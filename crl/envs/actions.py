@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -28,23 +29,25 @@ COMPASS: Mapping[str, tuple[int, int]] = MappingProxyType(
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
 _OPENING = re.compile(r"<answer>", re.IGNORECASE)
-_TRAILING = ".,;:!?\"'`*"
+_LEADING, _TRAILING = "\"'`*- ", "\"'`*.,;:!? "
 _CALL = re.compile(r"\s*(\w+)\s*\[(.*)\]\s*")
+_BETWEEN_CALLS = re.compile(r"(?<=\])[\s\"'`*,;]*(?=\w+\s*\[)")
 
 
 def parse_choice(text: str, actions: Sequence[str], aliases: Mapping[str, str] | None = None) -> str | None:
     """The action that `text` chooses, spelled as in `actions`, or None when it chooses none.
 
     The last `<answer>…</answer>` whose content is an action counts. Only without any answer tag, the whole text does, or
-    its last non-empty line. Case, spaces inside and punctuation behind an action do not matter; `aliases` maps further
-    spellings to actions. An action is never picked out of a longer text.
+    its last non-empty line. Case, and quotes, bullets and punctuation around an action do not matter, nor do spaces inside
+    where that leaves one action; `aliases` maps further spellings to actions. An action is never picked out of a longer text.
     """
     table = _table(tuple(actions), tuple((aliases or {}).items()))
     return _last(text, lambda content: _lookup(content, table))
 
 
 def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
-    """The `name[argument]` that `text` chooses, found as in `parse_choice`; None when it chooses none.
+    """The `name[argument]` that `text` chooses, found as in `parse_choice`; None when it chooses none. Of several in a row, the last
+    that can be read counts.
 
     admissible: name → its arguments at present, of which the chosen one is spelled as there; or None for any text, which must
     not be empty and has its spaces collapsed.
@@ -76,24 +79,46 @@ def _table(actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...]) -> di
     unknown = [action for _, action in aliases if action not in actions]
     if unknown:
         raise ValueError(f"aliases of actions that do not exist: {unknown}")
-    table = {_normal(alias): action for alias, action in aliases}
-    return table | {_normal(action): action for action in actions}
+    spellings = {_spelling(alias): action for alias, action in aliases} | {_spelling(action): action for action in actions}
+    meant: dict[str, set[str]] = {}
+    for spelling, action in spellings.items():
+        meant.setdefault(_without_spaces(spelling), set()).add(action)
+    return {spaceless: only for spaceless, (only, *others) in meant.items() if not others} | spellings
 
 
 def _lookup(text: str, table: dict[str, str]) -> str | None:
-    exact = table.get(_normal(text))
-    return exact if exact is not None else table.get(_normal(text.rstrip(_TRAILING + " ")))
+    spellings = (spelling for words in (text, _bare(text)) for spelling in (_spelling(words), _without_spaces(words)))
+    return next((table[spelling] for spelling in spellings if spelling in table), None)
 
 
 def _lookup_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
-    match = _CALL.fullmatch(text) or _CALL.fullmatch(text.rstrip(_TRAILING + " "))
+    calls = (_one_call(part, admissible) for part in (text, *reversed(_BETWEEN_CALLS.split(text))))
+    return next((call for call in calls if call is not None), None)
+
+
+def _one_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
+    match = _CALL.fullmatch(text) or _CALL.fullmatch(_bare(text))
     name = _lookup(match[1], _table(tuple(admissible), ())) if match else None
     if match is None or name is None:
         return None
     arguments = admissible[name]
-    argument = " ".join(match[2].split()) if arguments is None else _lookup(match[2], _table(tuple(arguments), ()))
+    argument = _free_text(match[2]) if arguments is None else _lookup(match[2], _table(tuple(arguments), ()))
     return (name, argument) if argument else None
 
 
-def _normal(text: str) -> str:
+def _free_text(text: str) -> str | None:
+    """Its words; None when a bracket closes in it that was opened before it, as between two calls."""
+    depths = accumulate((character == "[") - (character == "]") for character in text)
+    return " ".join(text.split()) if min(depths, default=0) >= 0 else None
+
+
+def _bare(text: str) -> str:
+    return text.lstrip(_LEADING).rstrip(_TRAILING)
+
+
+def _spelling(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _without_spaces(text: str) -> str:
     return "".join(text.split()).casefold()

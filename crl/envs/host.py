@@ -101,8 +101,9 @@ class ThreadHost:
 
     async def discard(self, game: Game) -> None:
         """Closes a game for good; what goes wrong with that concerns nobody any more."""
+        left = [game]
         with suppress(TimeoutError):
-            await self.crew.run(game.close, abandoned=lambda: None)
+            await self.crew.run(lambda: left.pop().close(), abandoned=lambda: [game.close() for game in left])
 
 
 class Hosts:
@@ -206,18 +207,19 @@ class _Crew:
         """Runs `function` on a thread and returns what came of it. The deadline counts from when a thread takes it.
 
         Raises `TimeoutError` on an overrun. Then, and when the caller is cancelled, the thread is abandoned: once its
-        call does return, it runs `abandoned` and ends.
+        call does return, it runs `abandoned` and ends. When no thread has taken the call yet, one is made that runs `abandoned` alone.
         """
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else _Worker()
-            try:
+        worker = None
+        try:
+            async with self._slots:
+                worker = self._idle.pop() if self._idle else _Worker()
                 async with asyncio.timeout(self.deadline):
                     outcome = await worker.run(function)
-            except BaseException:
-                worker.retire(abandoned)
-                raise
-            self._idle.append(worker)
-            return outcome
+                self._idle.append(worker)
+                return outcome
+        except BaseException:
+            (worker or _Worker()).retire(abandoned)
+            raise
 
     def dismiss(self) -> None:
         while self._idle:

@@ -107,7 +107,7 @@ def known_tasks(env: str, goal: str, n: int, seed: int, settings: StreamSettings
 def fixed_tasks(env: str, goal: str, layouts: range, n: int, split: Split = "new") -> tuple[Task, ...]:
     """n tasks in the first n layouts of a range, the same in every run: the `new` eval, demonstrations, the probe."""
     if n > len(layouts):
-        raise ValueError(f"{layouts} holds {len(layouts)} layouts, not {n}")
+        raise ValueError(f"there are {len(layouts):,} places, not {n:,}")
     tasks = []
     for i, lgen in enumerate(layouts[:n]):
         name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # neighbours share no word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -134,10 +134,16 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
 
 
 def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> list[Task]:
-    """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are none."""
+    """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
+    stream = _stream(task)
+
+    def first(n: int) -> Sequence[Task]:
+        return spec.task_source(seed, stream).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, stream)
+
     with _refusable("split", split):
-        drawn = spec.task_source(seed, _stream(task)).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, _stream(task))
-    return [replace(t, name=name) for t in drawn]
+        first(1)
+    with _refusable("episodes", n):
+        return [replace(t, name=name) for t in first(n)]
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:

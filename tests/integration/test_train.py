@@ -461,7 +461,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
         (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
         (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
         (["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"], "there is no module 'nowhere'"),
-        (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "holds 100000 layouts, not 100001"),
+        (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "there are 100,000 places, not 100,001"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(args: list[str], says: str, tmp_path: Path, tiny_actor: Path) -> None:

@@ -24,7 +24,9 @@ DIRECTIONS = tuple(COMPASS)
         ("  NORTH!\n", "north"),
         ("The stairs are south of me.\n\nsouth.", "south"),
         ("north\n\n  ", "north"),
-        ("`north`", None),
+        ("`north`", "north"),
+        ("- **North**", "north"),
+        ("<answer>* 'north'</answer>", "north"),
         ('north."', "north"),
     ],
 )
@@ -70,6 +72,14 @@ def test_actions_keep_their_spelling_and_their_punctuation() -> None:
     assert parse_choice("what?", actions) == "what?"
 
 
+def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none() -> None:
+    assert [parse_choice(text, ("2 0", "20")) for text in ("2 0", "20", " 2 0. ")] == ["2 0", "20", "2 0"]
+    assert [parse_choice(text, ("20", "2 0")) for text in ("2 0", "20")] == ["2 0", "20"]
+    assert parse_choice("2  0", ("2 0",)) == "2 0"
+    assert parse_choice("200", ("2 00", "20 0")) is None
+    assert parse_call("click[2 0]", {"click": ("2 0", "20")}) == ("click", "2 0")
+
+
 def test_aliases_map_to_actions_and_never_shadow_them() -> None:
     aliases = {"n": "north", "go north": "north", "south": "north"}
     assert parse_choice("<answer>N</answer>", DIRECTIONS, aliases) == "north"
@@ -92,10 +102,17 @@ PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
         ("SEARCH [x].", ("search", "x")),
         ("click[Buy  Now]", ("click", "buy now")),  # a choice is spelled as it is offered
         ("<answer> Click[<Prev] </answer>", ("click", "< prev")),
-        ("`click[B000000001]`", None),
+        ("`click[B000000001]`", ("click", "b000000001")),
+        ("- search[tea]", ("search", "tea")),
+        ('click["Buy now"]', ("click", "buy now")),
         ("click[B000000001]!", ("click", "b000000001")),
         ("click[a[b]]", ("click", "a[b]")),
         ("First search[tea], then click[buy now]", None),  # not one action
+        ("search[tea], then click[buy now]", None),
+        ("search[tea] click[buy now]", ("click", "buy now")),  # nothing but actions: the last of them
+        ("**search[tea]**, click[sell].", ("search", "tea")),
+        ("search[tea]click[a[b]]", ("click", "a[b]")),
+        ("search[tea [green] cup[2]]", ("search", "tea [green] cup[2]")),
         ("I search[tea].\nclick[buy now]", ("click", "buy now")),
         ("<answer>click[buy now]</answer> then <answer>click[sell]</answer>", ("click", "buy now")),
         ("<answer>click[sell]</answer>\nclick[buy now]", None),

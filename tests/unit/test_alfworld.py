@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shipped import as_set
 
 from crl.config.load import load
 from crl.envs import alfworld
@@ -276,15 +277,18 @@ def test_the_processs_arguments_stay_as_they_were(players: dict[Rendering, alfwo
 
 def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n: int) -> None:
     """The scripted player wins at least 95 % in both renderings and in every eval set."""
+    small_turns, turns = as_set("alfworld", "compact")[1], as_set("alfworld", "full")[1]
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
         (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
+        (alfworld.SMALL_SPEC, "compact", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
         (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
         (alfworld.SPEC, "full", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
         (alfworld.SPEC, "full", alfworld.eval_tasks("known", min(full_n, 140), 0, SETTINGS)),
         (alfworld.SPEC, "compact", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
     ]
     for spec, rendering, tasks in evals:
-        outcomes = [play(players[rendering], task, spec.scripted_player(random.Random(i)), spec.turns) for i, task in enumerate(tasks)]
+        limit = small_turns if spec is alfworld.SMALL_SPEC else turns
+        outcomes = [play(players[rendering], task, spec.scripted_player(random.Random(i)), limit) for i, task in enumerate(tasks)]
         assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (spec.name, rendering)
         assert all(played.reward == (1.0 if played.success else -1.0) for played in outcomes)
 
@@ -335,10 +339,10 @@ def test_ten_thousand_actions(players: dict[Rendering, alfworld.Game], rendering
 
 
 def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> None:
-    wins, rng = 0, random.Random(0)
+    wins, rng, (_, turns) = 0, random.Random(0), as_set("alfworld", "compact")
     for task in SMALL_NEW[:20]:
         players["compact"].reset(task)
-        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(14))
+        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(turns))
     assert wins <= 2
 
 
@@ -383,6 +387,8 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
             assert (house.chore.thing, house.chore.receptacle) not in placed
     unseen = {plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN}
     assert {house.receptacles for house in found["new"]} == unseen
+    for use, count in (("train", 1466), ("known", 140)):
+        assert not unseen & {floorplans.house(use, number).receptacles for number in range(count)}, "a seen room under another number"
     assert not set(found["train"]) & set(found["known"])
     for layout in range(200):
         house = small.house(layout, 0)

@@ -240,6 +240,24 @@ async def test_a_cancelled_call_gives_its_game_up() -> None:
         assert game.closed.wait(60)
 
 
+@pytest.mark.parametrize("call", ["step", "aclose"])
+async def test_a_call_that_is_cancelled_before_a_thread_takes_it_closes_its_game(call: str) -> None:
+    async with hosting(threads=1) as host:
+        ahead, waiting = [await host.acquire(TASK) for _ in range(2)]
+        slow, game = game_of(ahead), game_of(waiting)
+        running = asyncio.create_task(ahead.step("hang"))
+        await asyncio.sleep(0)
+        cancelled = asyncio.create_task(waiting.step("1") if call == "step" else waiting.aclose())
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert game.closed.wait(10)
+        assert not game.threads, "it was never played"
+        slow.unhang.set()
+        assert (await running).text == "too late"
+
+
 async def test_a_game_that_cannot_be_made() -> None:
     def broken() -> Game:
         raise OSError("no display")

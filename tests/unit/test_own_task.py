@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -60,6 +61,15 @@ def test_the_example_is_a_task_like_any_other():
             assert not game.step("no door").valid
             tried.append(game.step(f"<answer>{door}</answer>").success)
         assert tried.count(True) == 1
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    code = (EXAMPLES / "doors" / "doors.py").read_text("utf-8").partition("from crl.types import StepResult\n\n")[2]
+    shown = indent(code.strip().replace("\n\n\n", "\n\n"), "    ")
+    assert f"\n\n{shown}\n\n" in (EXAMPLES.parent / "README.md").read_text("utf-8")
+    game = code[code.index("class Doors") : code.index("def digest")]
+    assert len([line for line in code.splitlines() if line]) <= 30
+    assert len([line for line in game.splitlines() if line]) <= 12
 
 
 def test_its_file_is_found_from_any_directory_and_saved_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -142,6 +142,8 @@ def test_seed_and_split_choose_the_tasks():
     [
         (("three",), "task = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld."),
         (("rom",), "Did you mean room?"),
+        (("room", "--split", "new", "--episodes", "200000"), "episodes = 200000: there are 100,000 places, not 200,000."),
+        (("webshop", "--split", "known", "--episodes", "200000"), "split = 'known': without permanent places there is no `known` eval"),
         ((DOORS, "--scripted"), "task = 'doors': has no scripted player. Play it yourself, without --scripted."),
     ],
 )

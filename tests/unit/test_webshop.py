@@ -8,17 +8,20 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shipped import as_set
 
 from crl.envs.base import Rendering, StreamSettings, play
 from crl.envs.host import ThreadHost
 from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.shop import open_shop
+from crl.errors import ConfigError
 from crl.types import StepResult, Task
 
 PAPER = StreamSettings(places=32, permanent=0, visits=1)
@@ -270,30 +273,35 @@ def check_junk(rendering: Rendering, actions: int) -> None:
 # ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wins(rendering: Rendering, turns: int, tasks: tuple[Task, ...]) -> float:
-    game = WebShopGame(rendering)
+def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
+    game, (_, turns) = WebShopGame(rendering), as_set("webshop", rendering)
     return sum(play(game, task, SPEC.scripted_player(random.Random(0)), turns).success for task in tasks) / len(tasks)
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_the_scripted_player_wins_through_text_alone(rendering: Rendering) -> None:
-    assert wins(rendering, SPEC.turns, NEW[:60]) >= 0.95
+    assert wins(rendering, NEW[:60]) >= 0.95
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_the_scripted_player_wins_every_eval_set(rendering: Rendering) -> None:
-    assert wins(rendering, SPEC.turns, eval_tasks("new", 256, 0, PAPER)) >= 0.95
-    assert wins(rendering, SPEC.turns, eval_tasks("known", 256, 0, PERSISTENT)) >= 0.95
+    assert wins(rendering, eval_tasks("new", 256, 0, PAPER)) >= 0.95
+    assert wins(rendering, eval_tasks("known", 256, 0, PERSISTENT)) >= 0.95
+
+
+def test_the_scripted_player_says_which_goals_it_cannot_read() -> None:
+    with pytest.raises(ConfigError, match=r"task = 'i want a jumpsuit.': is in a person's words.*Play it yourself"):
+        play(WebShopGame("full"), replace(NEW[0], goal="i want a jumpsuit."), SPEC.scripted_player(random.Random(0)), 1)
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_random_play_does_not_win(rendering: Rendering) -> None:
-    game, won = WebShopGame(rendering), 0
+    game, won, (_, turns) = WebShopGame(rendering), 0, as_set("webshop", rendering)
     for task in NEW[:60]:
         game.reset(task)
         rng = random.Random(task.seed)
-        for _ in range(15):
+        for _ in range(turns):
             assert game._session is not None
             clicks = [f"click[{target}]" for target in game._session.clickable]
             result = game.step(rng.choice([*clicks, f"search[{' '.join(rng.sample(task.goal.split(), 2))}]"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def house(use: str, number: int) -> House:
     places of things are not. Kinds of chore take turns."""
     rng = generator(0, f"alfworld/{use}", number)
     kind = KINDS[number % len(KINDS)]
-    plans = [plan for plan in floor_plans() if (plan.number in UNSEEN) == (use == "new") and chores(plan, kind)]
+    plans = [plan for plan in (_unseen() if use == "new" else _seen()) if chores(plan, kind)]
     plan = rng.choice(plans)
     chore = rng.choice(chores(plan, kind))
     return House(chore, plan.receptacles, _placed(plan, chore, rng))
@@ -65,6 +65,17 @@ def floor_plans() -> tuple[FloorPlan, ...]:
     folder = Path(str(alfred.__file__)).parent / "layouts"
     numbers = sorted(int(path.name.removeprefix("FloorPlan").removesuffix("-objects.json")) for path in folder.glob("*-objects.json"))
     return tuple(_floor_plan(folder, number) for number in numbers)
+
+
+@cache
+def _unseen() -> tuple[FloorPlan, ...]:
+    return tuple(plan for plan in floor_plans() if plan.number in UNSEEN)
+
+
+@cache
+def _seen() -> tuple[FloorPlan, ...]:
+    """The others, without those that are like an unseen one but for their number (412 and 428 are like 424)."""
+    return tuple(plan for plan in floor_plans() if not any(replace(plan, number=unseen.number) == unseen for unseen in _unseen()))
 
 
 def _floor_plan(folder: Path, number: int) -> FloorPlan:

@@ -9,15 +9,18 @@ from functools import cache, partial
 
 from crl.envs.actions import COMPASS
 from crl.envs.base import Rendering
-from crl.envs.maze.player import SIZE, SMALL_SIZE
+from crl.envs.maze.player import SIZE, SMALL_SIZE, MazePlayer
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
-from crl.envs.minihack.player import At, walk
+from crl.envs.minihack.player import At, around, beside, walk
+from crl.envs.places import DEMONSTRATION_LAYOUTS
 from crl.types import Task
 
 NEAREST = 3
 """Steps from the start to the stairs of a small maze, at least: beside them random play would win."""
+LATEST, TRIES = 14, 12
+"""Steps in which whoever looks for the stairs of a small maze finds them, as often as that was tried: as many as tasks/maze.toml sets."""
 
 # NetHack shows solid stone, which is what this maze's walls are, as it shows what was never seen
 full = partial(text.full, unseen="solid stone or not seen yet")
@@ -32,7 +35,7 @@ class MazeGame(LevelGame):
         self._size = size
 
     def reset(self, task: Task) -> str:
-        lgen = _far_layout(int(task.params["lgen"])) if self._size == SMALL_SIZE else task.params["lgen"]
+        lgen = _small_layout(int(task.params["lgen"])) if self._size == SMALL_SIZE else task.params["lgen"]
         return super().reset(replace(task, params={**task.params, "lgen": lgen}))
 
 
@@ -45,9 +48,25 @@ def _level(size: int, *, mapped: bool = False) -> Level:
 
 
 @cache
-def _far_layout(lgen: int) -> int:
-    """The first layout of those that belong to `lgen` whose stairs are not near."""
-    return next(seed for seed in range(lgen, 1 << 62, 1 << 32) if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST)
+def _small_layout(lgen: int) -> int:
+    """The first layout of those that belong to `lgen` whose stairs are not near, and found in time. Demonstrations show late ones too."""
+    layouts = (seed for seed in range(lgen, 1 << 62, 1 << 32) if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST)
+    return next(seed for seed in layouts if lgen in DEMONSTRATION_LAYOUTS or _found_in_time(*_peek(seed, SMALL_SIZE)))
+
+
+def _found_in_time(start: At, corridors: frozenset[At], stairs: At) -> bool:
+    return all(_found(start, corridors, stairs, MazePlayer(random.Random(i), SMALL_SIZE)) for i in range(TRIES))
+
+
+def _found(here: At, corridors: frozenset[At], stairs: At, player: MazePlayer) -> bool:
+    """Whether a player that has just been made, and sees what is next to it, reaches the stairs in `LATEST` steps."""
+    for _ in range(LATEST):
+        near = corridors & {here, *around(here)}
+        player.see(here, near, near & {stairs})
+        here = to if (to := beside(here, player.act())) in corridors else here
+        if here == stairs:
+            return True
+    return False
 
 
 Maze = tuple[At, frozenset[At], At]
@@ -55,7 +74,7 @@ Maze = tuple[At, frozenset[At], At]
 
 def true_maze(lgen: int, size: int = SIZE) -> Maze:
     """Where a layout's episodes start, its corridors, and its stairs down, whatever the dynamics. Never for rollouts."""
-    return _peek(_far_layout(lgen) if size == SMALL_SIZE else lgen, size)
+    return _peek(_small_layout(lgen) if size == SMALL_SIZE else lgen, size)
 
 
 def true_way(lgen: int, size: int = SIZE) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Set
 
 from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import At, around, beside, read_at, read_map, read_open, read_things, walk
@@ -29,14 +30,19 @@ class MazePlayer:
     def observe(self, observation: str) -> None:
         names, here = read_map(observation), read_at(observation)
         if names is not None:
-            self.here = next(at for at, name in names.items() if name == "you")
-            self.corridors |= {at for at, name in names.items() if "not seen" not in name}
-            self.stairs |= {at for at, name in names.items() if name == "staircase down"}
+            here = next(at for at, name in names.items() if name == "you")
+            seen = {at for at, name in names.items() if "not seen" not in name}
+            self.see(here, seen, {at for at, name in names.items() if name == "staircase down"})
         elif here is not None:
-            self.here = here
-            self.corridors |= {here, *(beside(here, name) for name in read_open(observation))}
-            self.stairs |= {at for _, at in read_things(observation, here)}
-        self._inspected |= {self.here, *around(self.here)}
+            seen = {here, *(beside(here, name) for name in read_open(observation))}
+            self.see(here, seen, {at for _, at in read_things(observation, here)})
+
+    def see(self, here: At, corridors: Set[At], stairs: Set[At]) -> None:
+        """Stands here and takes in what is seen from here."""
+        self.here = here
+        self.corridors |= corridors
+        self.stairs |= stairs
+        self._inspected |= {here, *around(here)}
 
     def act(self) -> str:
         unknown = {at for at in self.corridors if self._unknown_beside(at)}

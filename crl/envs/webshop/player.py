@@ -1,4 +1,8 @@
-"""A scripted player of WebShop's generated catalogue that sees only its texts, in either rendering."""
+"""A scripted player of WebShop that sees only its texts, in either rendering.
+
+It is made for the generated catalogue, whose goals are "find me NOUN, ATTRIBUTE, …". The original's own synthetic goals begin in the same
+way and it does what it can; the instructions that people wrote it cannot read.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Self
+
+from crl.errors import ConfigError
 
 _INSTRUCTION = re.compile(r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]")
 _WANT = re.compile(r"want (.*?)(?:,? ?under ([\d.]+))?$", re.MULTILINE)
@@ -69,6 +75,10 @@ class WebShopPlayer:
         self._action = ""
 
     def begin(self, goal: str, observation: str) -> None:
+        """Raises `ConfigError` for a goal that a person wrote."""
+        if not goal.lower().startswith("find me "):
+            reason = "is in a person's words, and the scripted player reads generated goals alone"
+            raise ConfigError("task", goal, reason, "Play it yourself, without --scripted")
         self._script = _shop(Errand.read(goal, observation))
         self._action = next(self._script)
 

@@ -1,0 +1,18 @@
+"""The shipped tasks as their files set them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from crl.envs.base import EnvSpec, Rendering
+from crl.envs.registry import get_spec
+
+TASKS = Path(__file__).resolve().parents[2] / "tasks"
+
+
+def as_set(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
+    """The environment and the turns of tasks/TASK.toml."""
+    settings = tomllib.loads((TASKS / f"{task}.toml").read_text("utf-8"))
+    settings |= settings["compact"] if rendering == "compact" else {}
+    return get_spec(settings["env"]), settings["turns"]
