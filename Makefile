@@ -43,7 +43,7 @@ format: setup-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-## models: make the bundled models again (minutes)
+## models: make the bundled models again (an hour on one core)
 models: setup
 	rm -rf crl/models/tiny-actor crl/models/tiny-extractor
 	$(BIN)/crl make-models --out crl/models

@@ -212,7 +212,8 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
         begin = time.monotonic()
         for member in range(10**9):
             uid = f"bench/0/0/{member % size // 1000 * 1000}#{member % size % 1000}"
-            shown = Hit("", ExperienceUse(uid, 1, uid, "start"))
+            version = manager._bank.entries[uid].version  # one that was updated before is not what an update of then would be of
+            shown = Hit("", ExperienceUse(uid, version, uid, "start"))
             await manager.submit(request(1 + time.monotonic_ns(), member, goal(member % size // LESSONS), shown))
             await asyncio.sleep(max(0.0, begin + (member + 1) / UPDATES - time.monotonic()))
 

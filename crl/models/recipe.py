@@ -48,7 +48,7 @@ MODELS = {
 
 
 def make(out: Path, seed: int) -> None:
-    """Makes every bundled model under `out`. Takes some minutes on one core. Raises `ConfigError` when `out` holds one already."""
+    """Makes every bundled model under `out`. Takes an hour on one core. Raises `ConfigError` when `out` holds one already."""
     _make_directories([out / name for name in MODELS])
     for name, recipe in MODELS.items():
         make_model(out / name, recipe, seed)
