@@ -23,7 +23,7 @@ SETTINGS = {
     "free": "without experience",
     "guided": "with the run's bank",
     "online": "with a bank built online",
-    "alone": "those rooms without it",
+    "alone": "those places without it",
 }
 
 
@@ -33,26 +33,30 @@ def success_lines(
     """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes]:"]
-    lines += [_row(setting, rate, after.rates if after else None) for setting, rate in before.rates.items()]
-    lines += [_overall_row(setting, rate, after.overall if after else None) for setting, rate in before.overall.items()]
+    tasks = list(dict.fromkeys(task for task, _, _ in (*before.rates, *before.overall)))
+    width = max(map(len, tasks), default=0)
+    by_task = sorted(before.rates.items(), key=lambda row: tasks.index(row[0][0]))
+    lines += [_row(setting, rate, after.rates if after else None, width) for setting, rate in by_task]
+    lines += [_overall_row(setting, rate, after.overall if after else None, width) for setting, rate in before.overall.items()]
     lines += [f"  {task} is {note}" for task, note in generated.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
     return lines
 
 
-def _overall_row(setting: Setting, before: MeanRate, after: Mapping[Setting, MeanRate] | None) -> str:
+def _overall_row(setting: Setting, before: MeanRate, after: Mapping[Setting, MeanRate] | None, width: int) -> str:
     """With the interval of the difference: it is what a run of several tasks is judged by."""
-    row = _row(setting, before, after)
+    row = _row(setting, before, after, width)
     if after is None:
         return row
     low, high = difference(before, after[setting])
     return f"{row} [{low:+.3f}, {high:+.3f}]"
 
 
-def _row(setting: Setting, before: Rate | MeanRate, after: Mapping[Setting, Rate] | Mapping[Setting, MeanRate] | None) -> str:
+def _row(setting: Setting, before: Rate | MeanRate, after: Mapping[Setting, Rate] | Mapping[Setting, MeanRate] | None, width: int) -> str:
+    """width: of the tasks' names."""
     task, split, condition = setting
-    row = f"  {task} {split:<6} {SETTINGS[condition]:<25} {before.episodes:>4} episodes   {before}"
+    row = f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {before.episodes:>4} episodes   {before}"
     if after is None:
         return row
     return f"{row} → {after[setting]}   {after[setting].value - before.value:+.3f}"

@@ -109,6 +109,13 @@ def test_several_tasks_have_a_row_together() -> None:
     assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
 
 
+def test_rows_stand_together_by_task_and_in_line() -> None:
+    maze: Setting = ("maze", "new", "free")
+    rates = {NEW: Rate(1, 2), maze: Rate(1, 2), ("room", "new", "online"): Rate(1, 2)}
+    rows = success_lines(1.0, Evaluation(rates, {}, 0))[1:]
+    assert [row[:14] for row in rows] == ["  room    new ", "  room    new ", "  maze    new ", "  overall new "]
+
+
 def test_what_experience_came_to() -> None:
     """gaps: mean 1/4, standard deviation √(0.125 / 3) = 0.204124, half 1.96 · 0.204124 / √4 = 0.200042."""
     assert REPORT.lines() == [
