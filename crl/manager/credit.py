@@ -6,28 +6,23 @@ of r̃ (eq. 8) over those it was found for where the actor judges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from crl.algo.experience import training_weight
 from crl.manager.records import Generation, PendingUnit
 from crl.types import TokenTrace
 
-Baseline = Literal["batch", "task"]
-
 
 @dataclass(frozen=True, slots=True)
 class CreditSettings:
     """cooldown, alpha: δ (actor steps) and α of CRL eq. 7. malformed_reward: what a generation without any op earns; None =
-    such generations are not trained on. baseline: what a reward is compared with, the mean of the batch (CRL eq. 3) or of its task's
-    units in the batch."""
+    such generations are not trained on."""
 
     cooldown: int = 2
     alpha: float = 0.5
     malformed_reward: float | None = None
-    baseline: Baseline = "batch"
 
     def __post_init__(self) -> None:
         if self.cooldown < 0 or self.alpha < 0:
@@ -38,7 +33,7 @@ class CreditSettings:
 class ExtractorSample:
     """A training sample: a generation with the mask on one op's tokens, or on those before its first op.
 
-    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1], with verdicts up to 2; weight: w of eq. 7; advantage: w·(r̄ − baseline).
+    id: what `mark_trained` takes; reward: r̄ ∈ [−1, 1], with verdicts up to 2; weight: w of eq. 7; advantage: w·(r̄ − baseline of the batch).
     """
 
     id: str
@@ -90,40 +85,28 @@ def batch_samples(
     advantages would not sum to 0 as soon as the weights differ. What is trained again, at a lower weight, is mostly what helped;
     so their sum would be negative, and every batch would push down what all answers have in common: that they are answers.
 
-    With `settings.baseline` "task" the mean is over the units of the same task, else over the batch: an easy task's lessons all seem to
-    help, a hard one's none. What made no entry, such as an answer without an op, is compared with the whole batch.
-
     The tokens before the first op have as r̄ the mean over those ops of their generation that are in this batch.
     """
     weights = [unit.weight(step, settings) for unit in batch]
-    rewards = [(unit.pending.task, weight, unit.pending.reward) for unit, weight in zip(batch, weights, strict=True)]
-    baselines: dict[str | None, float] = {None: _mean((weight, reward) for _, weight, reward in rewards)}
-    if settings.baseline == "task":
-        for task in {task for task, _, _ in rewards if task is not None}:
-            baselines[task] = _mean((weight, reward) for of, weight, reward in rewards if of == task)
-
-    def sample(name: str, unit: PendingUnit, span: tuple[int, int], reward: float, weight: float) -> ExtractorSample:
-        advantage = weight * (reward - baselines.get(unit.task, baselines[None]))
-        return ExtractorSample(name, unit.generation, masked_trace(generations[unit.generation], span), reward, weight, advantage)
-
+    baseline = sum(w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)) / sum(weights)
     samples = []
     by_generation: dict[str, list[Ready]] = {}
     for unit, weight in zip(batch, weights, strict=True):
         pending = unit.pending
         by_generation.setdefault(pending.generation, []).append(unit)
-        samples.append(sample(str(pending.unit), pending, pending.span, pending.reward, weight))
+        trace = masked_trace(generations[pending.generation], pending.span)
+        samples.append(_sample(str(pending.unit), pending.generation, trace, pending.reward, weight, baseline))
     for name, units in by_generation.items():
-        first, head = units[0].pending, generations[name].head
-        if head and not first.malformed:
+        generation = generations[name]
+        if generation.head and not units[0].pending.malformed:
             reward = fmean(unit.pending.reward for unit in units)
-            samples.append(sample(f"{name}@head", first, (0, head), reward, units[0].weight(step, settings)))
+            trace = masked_trace(generation, (0, generation.head))
+            samples.append(_sample(f"{name}@head", name, trace, reward, units[0].weight(step, settings), baseline))
     return samples
 
 
-def _mean(weighted: Iterable[tuple[float, float]]) -> float:
-    """Of (weight, value)."""
-    pairs = list(weighted)
-    return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
+def _sample(name: str, generation: str, trace: TokenTrace, reward: float, weight: float, baseline: float) -> ExtractorSample:
+    return ExtractorSample(name, generation, trace, reward, weight, weight * (reward - baseline))
 
 
 def masked_trace(generation: Generation, span: tuple[int, int]) -> TokenTrace:

@@ -268,7 +268,7 @@ class Credit(NamedTuple):
 class PendingUnit:
     """A credit unit with rewards that were not trained on yet. Version 0 is a generation without any op.
 
-    span: its tokens in the generation; count, total: pending episodes and Σ of their rewards; task: its entry's, None where it made none.
+    span: its tokens in the generation; count, total: pending episodes and Σ of their rewards.
     """
 
     unit: UnitKey
@@ -276,7 +276,6 @@ class PendingUnit:
     span: tuple[int, int]
     count: int
     total: float
-    task: str | None = None
 
     @property
     def malformed(self) -> bool:

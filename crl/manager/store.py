@@ -389,13 +389,12 @@ class Store:
 
     async def ready(self) -> list[Ready]:
         """Units with pending reward, in order of becoming ready."""
-        sql = """SELECT units.*, c_train, t_last, task FROM units JOIN generations ON id = generation LEFT JOIN entries USING (uid)
-            WHERE ready IS NOT NULL ORDER BY ready"""
+        sql = "SELECT units.*, c_train, t_last FROM units JOIN generations ON id = generation WHERE ready IS NOT NULL ORDER BY ready"
         return [
             Ready(
                 PendingUnit(
                     UnitKey(row["uid"], row["version"]), row["generation"], (row["start"], row["stop"]),
-                    row["pending_count"], row["pending_sum"], row["task"],
+                    row["pending_count"], row["pending_sum"],
                 ),
                 row["c_train"],
                 row["t_last"],

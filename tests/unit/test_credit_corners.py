@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from credited import ANSWERS, BETTER, E0, GOES_EAST, GOES_WEST, KEPT, W0, distil, lose, opened, taken, train, west_and_east, win
 from doors import renderer
-from extractors import Scribe, hit, request, search, task
+from extractors import Scribe, hit, request, search
 
 from crl.manager import ExperienceManager, ExtractorSample
 from crl.manager.reading import reading
@@ -53,25 +53,6 @@ async def ever(made: ExperienceManager, use: ExperienceUse) -> tuple[int, float]
     sql = "SELECT credited, credit FROM units WHERE uid = ? AND version = ?"
     ((credited, credit),) = await made._store._database.rows(sql, (use.uid, use.version))
     return credited, credit
-
-
-# ── what a reward is compared with ──────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_with_several_tasks_each_lesson_is_compared_with_its_own_tasks(tmp_path):
-    """The room is won and the maze lost, whatever they are told: with a mean of all, every lesson of the one would seem to help."""
-    made = await opened(tmp_path, baseline="task", cooldown=0)
-    maze = task("maze")
-    notes = ("west", "east", "west", "east")
-    await distil(made, *(request(group=i, note=note, of=maze if i > 1 else None) for i, note in enumerate(notes)))
-    west, east, in_maze, in_maze_too = (hit(f"run/0/{i}/0#0").use for i in range(4))
-    await win(made, west, "run/1/0/0")
-    await lose(made, east, "run/1/1/0")
-    await lose(made, in_maze, "run/1/2/0")
-    await lose(made, in_maze_too, "run/1/3/0")
-    earned = await taken(made, 4, 1)
-    assert [sample.advantage for name, sample in earned.items() if not name.endswith("@head")] == [1.0, -1.0, 0.0, 0.0]
-    await made.aclose()
 
 
 # ── old generations ─────────────────────────────────────────────────────────────────────────────────────────────────

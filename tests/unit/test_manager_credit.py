@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -20,11 +19,6 @@ def ready(
     return Ready(PendingUnit(UnitKey(uid, 1), generation or uid, span, count, total), c_train, t_last)
 
 
-def of(task: str, uid: str, total: float, **units) -> Ready:
-    unit = ready(uid, total, **units)
-    return replace(unit, pending=replace(unit.pending, task=task))
-
-
 def malformed(uid: str) -> Ready:
     return Ready(PendingUnit(UnitKey(uid, 0), uid, (0, 6), 1, -1.0), 0, None)
 
@@ -39,9 +33,9 @@ def names(batch: list[Ready] | None) -> list[str] | None:
     return None if batch is None else [str(unit.pending.unit) for unit in batch]
 
 
-def samples(*batch: Ready, head: int = 2, step: int = 10, settings: CreditSettings = SETTINGS):
+def samples(*batch: Ready, head: int = 2, step: int = 10):
     generations = {unit.pending.generation: generation(unit.pending.generation, head) for unit in batch}
-    return batch_samples(batch, generations, step, settings)
+    return batch_samples(batch, generations, step, SETTINGS)
 
 
 # ── which units ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,16 +89,6 @@ def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_i
 
 def test_a_batch_of_equal_rewards_teaches_nothing():
     assert [s.advantage for s in samples(ready("a", 1.0), ready("b", 3.0, 3))] == [0.0] * 4
-
-
-def test_rewards_are_compared_within_their_task_or_within_the_batch():
-    batch = [of("room", "a", 1.0), of("room", "b", 1.0, c_train=3, t_last=2), of("room", "c", -1.0), of("shop", "d", -1.0), malformed("x")]
-    # weights 1, 0.5, 1, 1, 1; of the room (1 + 0.5 − 1) / 2.5 = 0.2, of the shop −1, of the batch (1 + 0.5 − 1 − 1 − 1) / 4.5 = −1 / 3
-    within = samples(*batch, head=0, settings=replace(SETTINGS, baseline="task"))
-    assert [s.advantage for s in within] == pytest.approx([0.8, 0.4, -1.2, 0.0, -2 / 3]), "an answer without an op has no task"
-    assert [s.advantage for s in samples(*batch, head=0)] == pytest.approx([4 / 3, 2 / 3, -2 / 3, -2 / 3, -2 / 3])
-    (head,) = [s for s in samples(*batch, settings=replace(SETTINGS, baseline="task")) if s.id == "d@head"]
-    assert head.advantage == 0.0
 
 
 def test_a_generation_without_an_op_is_one_sample_over_all_its_tokens():
