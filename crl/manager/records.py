@@ -251,7 +251,8 @@ class RolledBack:
 
 class Credit(NamedTuple):
     """What one episode says of one unit. outcome: r = ±1 of the episode that it guided, for the record of what helped; None after a
-    reject, where it guided nothing. reward: what its generation is trained on, which depends on the verdict too (CRL eq. 8)."""
+    reject, where it guided nothing. reward: what its generation is trained on, which depends on the verdict too (CRL eq. 8)
+    and on what was expected."""
 
     unit: UnitKey
     verdict: Verdict | None
@@ -259,9 +260,11 @@ class Credit(NamedTuple):
     reward: float
 
     @classmethod
-    def of(cls, use: ExperienceUse, success: bool) -> Credit:
-        outcome = None if use.verdict == "reject" else 1.0 if success else -1.0
-        return cls(UnitKey.earning(use), use.verdict, outcome, experience_reward(use.verdict, success))
+    def of(cls, use: ExperienceUse, success: bool, expected: float = 0.0) -> Credit:
+        """expected: r of such an episode without experience, which is taken off the reward of what guided it."""
+        guided = use.verdict != "reject"
+        reward = experience_reward(use.verdict, success) - (expected if guided else 0.0)
+        return cls(UnitKey.earning(use), use.verdict, (1.0 if success else -1.0) if guided else None, reward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -386,6 +386,7 @@ async def _experience(
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,
+        against_free=config.extractor.baseline == "group",
     )  # fmt: skip
     return side, RunBank(manager, engine, parts, partial(_engine, config, role))
 

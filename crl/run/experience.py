@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from statistics import fmean
 
 from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample
 from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
@@ -121,13 +123,14 @@ class Uncounted:
 
 class ExperienceSide:
     """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained;
-    merge_every: actor steps between two merges, 0 = none."""
+    merge_every: actor steps between two merges, 0 = none; against_free: see `learn`."""
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
         cache: CachedEmbedder, monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
+        against_free: bool = False,
     ) -> None:  # fmt: skip
-        self._cache, self._merge_every = cache, merge_every
+        self._cache, self._merge_every, self._against_free = cache, merge_every, against_free
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
         self._engine, self._busy = engine, engine.busy
@@ -154,7 +157,7 @@ class ExperienceSide:
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
         """Credits what guided these episodes and queues them for distillation: durable when it returns."""
-        await learn(self.manager, self._run, batch, self._distiller.select(batch))
+        await learn(self.manager, self._run, batch, self._distiller.select(batch), against_free=self._against_free)
         self._credited.set()
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
@@ -208,11 +211,31 @@ class ExperienceSide:
         return state
 
 
-async def learn(bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory]) -> None:
-    """Credits what was found for the episodes `played` and queues those `distilled`. run: the name that marks them in the bank."""
+async def learn(
+    bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory], *, against_free: bool = False
+) -> None:
+    """Credits what was found for the episodes `played` and queues those `distilled`. run: the name that marks them in the bank;
+    against_free: compared with what the group came to without experience."""
+    expected = without_experience(played) if against_free else {}
     credited = [t for t in played if t.error is None and (t.used or t.rejected)]
-    await asyncio.gather(*(bank.credit([*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id) for t in credited))
+    await asyncio.gather(
+        *(
+            bank.credit(
+                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), 0.0)
+            )
+            for t in credited
+        )
+    )
     await asyncio.gather(*(bank.submit(DistilRequest.of(run, t)) for t in distilled))
+
+
+def without_experience(played: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
+    """Mean r = ±1 of the free members of each group (step, group) that has some."""
+    rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for t in played:
+        if t.condition == "free" and t.error is None:
+            rewards[t.step, t.group].append(1.0 if t.success else -1.0)
+    return {group: fmean(some) for group, some in rewards.items()}
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:

@@ -404,6 +404,19 @@ async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_hel
         assert [use.reward for use in bank.uses(W0.use.uid)] == [1.0, -1.0, -1.0]
 
 
+async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_alone(tmp_path):
+    """Of W0 two episodes, won where half the others of the group were, and lost where none was: (1 − 0 − 1 + 1) / 2; accepted by a critic
+    2 − 0.5; a reject takes no part in what the episode came to."""
+    made = await west_and_east(tmp_path, cooldown=0)
+    await made.credit([W0.use], True, episode="a", expected=0.0)
+    await made.credit([W0.use], False, episode="b", expected=-1.0)
+    await made.credit([replace(E0.use, verdict="accept")], True, episode="c", expected=0.5)
+    await made.credit([replace(E0.use, verdict="reject")], True, episode="d", expected=0.5)
+    assert rewards(await taken(made, 2, 5)) == {"run/0/0/0#0@1": 0.5, "run/0/1/0#0@1": 0.75}
+    assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 0.0), (1, 1.0))
+    await made.aclose()
+
+
 async def test_what_was_only_rejected_is_trained_on_and_has_no_record(tmp_path):
     made = await west_and_east(tmp_path, cooldown=0)
     before = await made.snapshot()
