@@ -107,13 +107,15 @@ def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def decided() -> Iterator[None]:
-    """Every other group of the training succeeds, whatever is played: there is something to learn from what lessons were worth."""
+def decided(*, whole_groups: bool = False) -> Iterator[None]:
+    """Who is guided succeeds in every other group of the training, whatever is played, and the others nowhere: there is something to
+    learn from what lessons were worth. whole_groups: the others succeed in the same groups, where lessons are worth nothing."""
     play = EpisodeRunner.play
 
     async def judged(runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
         played = await play(runner, key, task, plan)
-        return replace(played, success=key.group % 2 == 0) if key.purpose == "train" else played
+        succeeds = key.group % 2 == 0 and (whole_groups or plan.condition == "guided")
+        return replace(played, success=succeeds) if key.purpose == "train" else played
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(EpisodeRunner, "play", judged)
@@ -172,6 +174,16 @@ def test_the_extractor_learns_from_what_its_lessons_were_worth(mode: tuple[str, 
     assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], "and moves away from it all the same"
     assert not any("actor/reference_kl" in line for line in metrics(run, "train")), "off by default"
     assert not equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
+
+
+def test_where_groups_fare_as_well_without_their_lessons_the_extractor_learns_nothing(tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", 5
+    with decided(whole_groups=True):
+        train(run, *DETERMINISTIC, "extractor.cooldown=0", "extractor.malformed_reward=0", "eval.probe_every=0", *NO_EVAL, steps=steps)
+    trained = metrics(run, "extractor")
+    assert trained
+    assert {line["extractor/reward"] for line in trained} == {0.0}
+    assert equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
 
 
 async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(tmp_path: Path, tiny_extractor: Path) -> None:
