@@ -147,7 +147,7 @@ def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
 def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
     """Nothing is trained here, so every reward is still pending."""
     run = tmp_path / "run"
-    judged_run(run, *DETERMINISTIC, "extractor.train=false", steps=3)
+    judged_run(run, *DETERMINISTIC, "extractor.train=false", "extractor.baseline=batch", steps=3)
     expected: defaultdict[str, list[float]] = defaultdict(list)
     for t in episodes(run):
         for use in t["used"]:
