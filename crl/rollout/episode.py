@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from crl.errors import RolloutError
 from crl.protocols import ContextProvider, Environment, EnvironmentPool, Hit, Question, Retriever, RewardShaper, SearchRequest
+from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer, Conversation
@@ -114,6 +115,7 @@ class EpisodeRunner:
     temperature: float
     seed: int
     judge: Judge = field(default_factory=Unasked)
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     def join(self, key: EpisodeKey) -> None:
         """`play` will be called for it."""
@@ -146,6 +148,7 @@ class EpisodeRunner:
         environment = await self.pool.acquire(task)
         try:
             observation, hit = await self._begin(key, task, plan, environment, record)
+            await self.turnstile.passed()
             limits = self.limits[task.name] if plan.condition == "guided" else replace(self.limits[task.name], asks=0)
             conversation.add(self.context.opening(task, observation, hit, asks=limits.asks))
             await self._converse(key, task, limits, environment, conversation, record)
@@ -196,6 +199,7 @@ class EpisodeRunner:
             sampling = Sampling(min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature)
             draw = derive_seed(self.seed, "sampling", key.session, record.played + record.asked)
             completion = await self.sampler.generate(prompt, sampling, session=key.session, rng=draw)
+            await self.turnstile.passed()
             record.truncated |= completion.finish == "length"
             response = self.context.parse(task, conversation.sampled(completion, trained=not late))
             if response.query is not None and record.asked < limits.asks and not late:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from doors import HIT, RULES, TASK, Doors, House, Shelf, house, renderer, runner, script, scripted, until
@@ -13,7 +14,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.envs.host import ThreadHost
 from crl.errors import EngineError, RolloutError
 from crl.methods.parts.rollouts import ChatContext
-from crl.protocols import SearchRequest
+from crl.protocols import Response, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
 from crl.types import Completion, RolloutPlan, Sampling, Segment, TokenTrace, Trajectory
 
@@ -328,11 +329,11 @@ async def test_the_context_limit_ends_the_episode_as_truncated() -> None:
 
 
 async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
-    limit = await context_for(1, "coin", "open") + len(renderer().encode("open")) - 1
-    trajectory, _, (game,) = await played("coin", "open", max_context=limit)
+    limit = await context_for(1, "coin", "polish") + len(renderer().encode("polish")) - 1
+    trajectory, _, (game,) = await played("coin", "polish", max_context=limit)
     assert game.actions[0] == "coin"
-    assert "open".startswith(game.actions[1])
-    assert game.actions[1] != "open"
+    assert "polish".startswith(game.actions[1])
+    assert game.actions[1] != "polish"
     assert (trajectory.truncated, trajectory.turns) == (True, 2)
     assert [len(trace.ids) for trace in trajectory.traces] == [limit]
 
@@ -520,3 +521,31 @@ async def test_a_cancelled_episode_gives_everything_back() -> None:
             await playing
         assert lent(home.host) == 0
         assert sampler.left == [KEY.session]
+
+
+async def test_episodes_compute_one_at_a_time() -> None:
+    """However many are answered at once, the event loop has a round between any two of them."""
+    rounds, computed = 0, []
+
+    class Watched(ChatContext):
+        def opening(self, *args: Any, **options: Any) -> Sequence[Segment]:
+            computed.append(rounds)
+            return super().opening(*args, **options)
+
+        def parse(self, *args: Any) -> Response:
+            computed.append(rounds)
+            return super().parse(*args)
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    async with house() as home:
+        one = runner(scripted("wait"), home.host, context=Watched({"doors": RULES}))
+        counting = asyncio.create_task(count())
+        await asyncio.gather(*(one.play(replace(KEY, member=member), TASK, FREE) for member in range(16)))
+        counting.cancel()
+    assert len(computed) == 16 * (1 + 3)
+    assert len(set(computed)) == len(computed)
