@@ -129,11 +129,11 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
             if size:
                 with _refusable(f"tasks.{name}.eval.{split}", size):
                     tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
-                    sets[name, split] = tuple(replace(t, name=name) for t in tasks)
+                sets[name, split] = _as_asked(tasks, size, "eval_tasks", name, task)
     return sets
 
 
-def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> list[Task]:
+def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> tuple[Task, ...]:
     """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
     stream = _stream(task)
 
@@ -143,7 +143,8 @@ def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int
     with _refusable("split", split):
         first(1)
     with _refusable("episodes", n):
-        return [replace(t, name=name) for t in first(n)]
+        tasks = first(n)
+    return _as_asked(tasks, n, "task_source" if split == "train" else "eval_tasks", name, task)
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
@@ -154,7 +155,7 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
         if task.eval.online and spec.revisit:
             with _refusable(f"tasks.{name}.eval.online", task.eval.online):
                 places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(task))
-            found[name] = OnlineTask([replace(t, name=name) for t in places], spec.revisit, spec.advisor)
+            found[name] = OnlineTask(_as_asked(places, task.eval.online, "eval_tasks", name, task), spec.revisit, spec.advisor)
     return found
 
 
@@ -162,11 +163,22 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
     """The places of the advice probe of every task that has an advisor."""
     found = {}
     for name, spec in specs.items():
-        size = config.tasks[name].eval.probe
-        if size and spec.advisor:
+        task = config.tasks[name]
+        if (size := task.eval.probe) and spec.advisor:
             with _refusable(f"tasks.{name}.eval.probe", size):
-                found[name] = ProbeTask([replace(t, name=name) for t in spec.probe_tasks(size)], spec.advisor)
+                places = spec.probe_tasks(size)
+            found[name] = ProbeTask(_as_asked(places, size, "probe_tasks", name, task), spec.advisor)
     return found
+
+
+def _as_asked(tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig) -> tuple[Task, ...]:
+    """What an environment was asked for, under the task's name in the run. Raises `ConfigError` when they are not n."""
+    if len(tasks) != n:
+        reason = f"its {by} gave {len(tasks):,} tasks where {n:,} were asked for"
+        raise ConfigError(
+            f"tasks.{name}.env", task.env, reason, "Mend it: as many as asked for, or a ValueError that says how many there are"
+        )
+    return tuple(replace(t, name=name) for t in tasks)
 
 
 def _stream(task: TaskConfig) -> StreamSettings:
