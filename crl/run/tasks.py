@@ -113,7 +113,7 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
     """The run's stream of training tasks. Raises `ConfigError` for a stream that an environment cannot offer."""
     sources: dict[str, TaskSource] = {}
     for name, spec in specs.items():
-        stream = _stream(config.tasks[name])
+        stream = _stream(name, config.tasks[name])
         with _refusable(f"tasks.{name}.stream", asdict(stream)):
             sources[name] = spec.task_source(config.run.seed, stream)
     return Mixture(sources)
@@ -128,14 +128,14 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
         for split, size in sizes.items():
             if size:
                 with _refusable(f"tasks.{name}.eval.{split}", size):
-                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
+                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(name, task))
                 sets[name, split] = _as_asked(tasks, size, "eval_tasks", name, task)
     return sets
 
 
 def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> tuple[Task, ...]:
     """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
-    stream = _stream(task)
+    stream = _stream(name, task)
 
     def first(n: int) -> Sequence[Task]:
         return spec.task_source(seed, stream).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, stream)
@@ -154,7 +154,7 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
         task = config.tasks[name]
         if task.eval.online and spec.revisit:
             with _refusable(f"tasks.{name}.eval.online", task.eval.online):
-                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(task))
+                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(name, task))
             found[name] = OnlineTask(_as_asked(places, task.eval.online, "eval_tasks", name, task), spec.revisit, spec.advisor)
     return found
 
@@ -181,8 +181,10 @@ def _as_asked(tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfi
     return tuple(replace(t, name=name) for t in tasks)
 
 
-def _stream(task: TaskConfig) -> StreamSettings:
-    return StreamSettings(**task.stream.model_dump())
+def _stream(name: str, task: TaskConfig) -> StreamSettings:
+    settings = task.stream.model_dump()
+    with _refusable(f"tasks.{name}.stream", settings):
+        return StreamSettings(**settings)
 
 
 @contextmanager
