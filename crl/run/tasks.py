@@ -68,6 +68,18 @@ def require_told(config: RunConfig) -> None:
             raise ConfigError(f"prompts.{name}", str(path), "no model of this run is told it", remedy)
 
 
+def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+    """Raises `ConfigError` for an evaluation that an environment declares nothing for."""
+    for name, spec in specs.items():
+        sizes = config.tasks[name].eval
+        if sizes.online and not spec.revisit:
+            reason = f"changes nothing, since {spec.name} has no places that persist (its EnvSpec has no revisit)"
+            raise ConfigError(f"tasks.{name}.eval.online", sizes.online, reason, "Set it to 0, or declare a revisit")
+        if sizes.probe and not spec.advisor:
+            reason = f"changes nothing, since nobody knows the right advice in {spec.name} (its EnvSpec has no advisor)"
+            raise ConfigError(f"tasks.{name}.eval.probe", sizes.probe, reason, "Set it to 0, or declare an advisor")
+
+
 def _teller(config: RunConfig, prompt: str) -> str:
     """What would make a run tell it: another method, then the switch that is off, then models that read."""
     if prompt != "actor" and not config.with_experience:
@@ -117,6 +129,11 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
         with _refusable(f"tasks.{name}.stream", asdict(stream)):
             sources[name] = spec.task_source(config.run.seed, stream)
     return Mixture(sources)
+
+
+def placed(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
+    """The tasks whose train stream is of named places; the others' has no settings. Raises `ConfigError` as `train_stream` does."""
+    return {task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params}
 
 
 def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:
