@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
@@ -33,13 +34,14 @@ WORKERS = spec("processes")
 TASK = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
 
 
-def refusal(*tasks: str) -> str:
+def refusal(*tasks: str, sets: Sequence[str] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        specs(load(list(tasks)))
+        specs(load(tasks, sets=sets))
     return str(caught.value)
 
 
 def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN) -> str:
+    folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(source)
     (folder / "own.toml").write_text(TASK.format(attribute))
     return str(folder / "own.toml")
@@ -85,6 +87,16 @@ def test_its_file_is_found_from_any_directory_and_saved_absolute(tmp_path: Path,
     assert registry.get_spec(config.tasks["own"].env) is spec, "the file runs once a process"
 
 
+def test_its_file_may_be_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = own_task(tmp_path / "tasks")
+    (tmp_path / "tasks" / "own.py").rename(tmp_path / "mine.py")
+    for path, sets in (("~/mine.py", ()), ("gone.py", ("tasks.own.env=~/mine.py:SPEC",))):
+        (tmp_path / "tasks" / "own.toml").write_text(TASK.format("SPEC").replace("own.py", path))
+        assert specs(load([own], sets=sets))["own"].name == "own"
+    assert "~stranger/mine.py:SPEC': there is no such file." in refusal(own, sets=["tasks.own.env=~stranger/mine.py:SPEC"])
+
+
 def test_two_files_of_one_name_are_two_environments(tmp_path: Path):
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -99,8 +111,8 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
     text = refusal(own_task(tmp_path, "WORKERS"))
     assert "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package" in text
-    (tmp_path / "b").mkdir()
     assert "its module cannot be imported (ZeroDivisionError: " in refusal(own_task(tmp_path / "b", source="1 / 0"))
+    assert "its module cannot be imported (SystemExit: no key)" in refusal(own_task(tmp_path / "c", source="exit('no key')"))
     (tmp_path / "b" / "own.py").unlink()
     text = refusal(str(tmp_path / "b" / "own.toml"))
     assert f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file" in text
