@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from crl.envs.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 from crl.manager.database import check_bank
-from crl.protocols import EnvironmentPool, TaskSource
+from crl.protocols import TaskSource
 from crl.run.evaluate import EvalSet
 from crl.run.online import OnlineTask
 from crl.run.probe import ProbeTask
@@ -106,12 +106,14 @@ def require_embedder(config: RunConfig) -> None:
         embedders.require_embedder(config.embedder)
 
 
-def environment_pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
-    """What lends the run's games to its episodes; closed with `stack`."""
+def environment_pool(
+    config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack, note: Callable[[str], object] = lambda text: None
+) -> Hosts:
+    """What lends the run's games to its episodes; closed with `stack`. note: told of every worker that is replaced."""
     hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
     rollout = config.rollout
     threads = ThreadHost(_hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline)
-    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline)
+    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline, note=note)
     hosts = Hosts({name: threads if spec.hosting == "threads" else processes for name, (spec, _) in hosted.items()})
     stack.push_async_callback(hosts.aclose)
     return hosts
