@@ -152,7 +152,7 @@ def task_settings(path: Path, profile: Profile, changes: Mapping[str, Any] = Map
     """
     own = {"name": path.stem, **read_toml(path, "tasks")}
     if isinstance(env := own.get("env"), str) and env.rpartition(":")[0].endswith(".py"):
-        own["env"] = str(path.resolve().parent / env)
+        own["env"] = str(path.resolve().parent / os.path.expanduser(env))
     data, _ = merge([Layer("", own), Layer("", changes)])
     compact = data.pop("compact", {})
     key = f"tasks.{data['name']}"

@@ -7,6 +7,7 @@ field are its annotation; checks between sections stand at the end, in `RunConfi
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
 """Saved absolute: a saved run must find it from any working directory."""
-Environment = Annotated[str, AfterValidator(lambda name: str(Path(name).expanduser().resolve()) if ".py:" in name else name)]
+Environment = Annotated[str, AfterValidator(lambda name: str(Path(os.path.expanduser(name)).resolve()) if ".py:" in name else name)]
 """The same, where it is named by its file."""
 Device = Literal["auto", "cpu", "cuda"]
 

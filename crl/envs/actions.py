@@ -31,7 +31,7 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | 
 _OPENING = re.compile(r"<answer>", re.IGNORECASE)
 _LEADING, _TRAILING = "\"'`*- ", "\"'`*.,;:!? "
 _CALL = re.compile(r"\s*(\w+)\s*\[(.*)\]\s*")
-_BETWEEN_CALLS = re.compile(r"(?<=\])[\s\"'`*,;]*(?=\w+\s*\[)")
+_BETWEEN_CALLS = re.compile(rf"(?<=\])[\s{re.escape(_LEADING + _TRAILING)}]*(?=\w+\s*\[)")
 
 
 def parse_choice(text: str, actions: Sequence[str], aliases: Mapping[str, str] | None = None) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from crl.protocols import TaskSource
 from crl.types import Segment, Split, StepResult, Task
@@ -115,9 +115,9 @@ class Data:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EnvSpec:
-    """What an environment declares.
+    """What an environment declares. Raises `ValueError` for what cannot be; a spec equals itself alone.
 
     `name` is also the `name` of its tasks. `turns` is the usual turn limit (the rollout counts, not the game).
     `reward_range` bounds an episode's reward. `actions` is the closed action set, empty when actions are free text;
@@ -153,6 +153,14 @@ class EnvSpec:
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
     extra: str = ""
     data: Callable[[], Data] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosting not in get_args(Hosting):
+            raise ValueError(f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, not {self.hosting!r}")
+        if not isinstance(self.actions, tuple) or not all(isinstance(action, str) for action in self.actions):
+            raise ValueError(f"{self.name}: actions must be a tuple of texts, empty when they are free text, not {self.actions!r}")
+        if self.turns < 1:
+            raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
 
 
 def refusal(rendering: Rendering, actions: Sequence[str]) -> str:

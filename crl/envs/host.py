@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from crl.envs.base import EnvSpec, Game, Rendering
 from crl.envs.scratch import scratch_folder
@@ -106,12 +106,24 @@ class ThreadHost:
             await self.crew.run(lambda: left.pop().close(), abandoned=lambda: [game.close() for game in left])
 
 
+class Host(EnvironmentPool, Protocol):
+    """failures: calls that failed; replaced: threads, or workers, that were given up."""
+
+    failures: int
+    replaced: int
+
+
 class Hosts:
     """An `EnvironmentPool` of several: each task's environments are lent by its own host. hosts: by the task's name."""
 
-    def __init__(self, hosts: Mapping[str, EnvironmentPool]) -> None:
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
         self._hosts = dict(hosts)
-        self._lenders: dict[Environment, EnvironmentPool] = {}
+        self._lenders: dict[Environment, Host] = {}
+
+    def figures(self) -> dict[str, float]:
+        """env/failures and env/replaced, of all hosts since they began."""
+        hosts = set(self._hosts.values())
+        return {"env/failures": sum(host.failures for host in hosts), "env/replaced": sum(host.replaced for host in hosts)}
 
     async def acquire(self, task: Task) -> Environment:
         host = self._hosts[task.name]

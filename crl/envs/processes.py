@@ -6,7 +6,7 @@ deadline costs the episodes that have their game there; the next episode gets a 
 
 Workers are fresh interpreters, not forks of multiprocessing's server: they inherit neither this process's memory nor its main module,
 and no helper process stands between that could outlive it or die first. They form sessions of their own, so Ctrl-C reaches this
-process alone, and end when it ends, however it does.
+process alone, and end when it ends, however it does. What their games start ends with them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class ProcessHost:
     the making of a game, for which a worker may have to start and to import the environment, at least `STARTING`. `scratch`: where this
     process's folder of temporary game files goes (default: the system's); stale ones there are swept now.
 
-    `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up.
+    `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up, of each of which
+    `note` is told.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ProcessHost:
         processes: int = 4,
         deadline: float = 60.0,
         scratch: Path | None = None,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "processes"})
         if misplaced:
@@ -71,6 +74,7 @@ class ProcessHost:
         self.replaced = 0
         self._tasks = dict(tasks)
         self.deadline = deadline
+        self._note = note
         self._limit, self._scratch = processes, scratch_folder(scratch)
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
@@ -127,8 +131,10 @@ class ProcessHost:
             self._workers.append(least)
         return least
 
-    def _count_lost(self) -> None:
-        self.replaced += not self._closed
+    def _count_lost(self, end: str) -> None:
+        if not self._closed:
+            self.replaced += 1
+            self._note(f"environments: {end.removeprefix('its ')}; another takes its place, {self.replaced} replaced so far")
 
 
 class ProcessEnvironment:
@@ -196,15 +202,16 @@ class _Job:
 
 
 class _Worker:
-    """One worker process. `lent` counts its lent games; `free` holds those given back. lost: called when it died or was given up."""
+    """One worker process. `lent` counts its lent games; `free` holds those given back. lost: told how it died or why it was given up."""
 
-    def __init__(self, folder: Path, lost: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, lost: Callable[[str], None]) -> None:
         self.lent = 0
         self.free: defaultdict[_Key, list[int]] = defaultdict(list)
         self._folder, self._lost = folder, lost
         self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._process: asyncio.subprocess.Process | None = None
         self._end = ""
+        self._ended = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(), name=f"crl-{folder.name}")
 
     @property
@@ -241,8 +248,10 @@ class _Worker:
                     break
         except OSError as error:
             self._end = f"its worker could not be started: {describe(error)}"
-        if self._end or (self._process and self._process.returncode is not None):
-            self._lost()
+        if not self._end and self._process and self._process.returncode is not None:
+            self._end = self._fate(self._process)
+        if self._end:
+            self._lost(self._end)
         await self._bury()
 
     async def _play(self, process: asyncio.subprocess.Process, job: _Job) -> bool:
@@ -251,12 +260,13 @@ class _Worker:
             return True
         try:
             async with asyncio.timeout(job.deadline):
-                job.answer(await _exchange(process, job.frame))
+                job.answer(await _exchange(process, self._ended, job.frame))
             return True
         except TimeoutError:
             self._end = f"its worker overran the deadline of {job.deadline:g} s"
         except (EOFError, OSError):
-            self._end = f"its worker {_fate(await process.wait())}{self._last_words()}"
+            await self._see_end()
+            self._end = self._fate(process)
         except Exception as error:  # the game's own classes are in it: a reply that cannot be read here can raise anything
             self._end = f"its worker's reply cannot be read: {describe(error)}"
         job.answer((None, self._end))
@@ -264,12 +274,33 @@ class _Worker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what can be imported here, can be there
+        loop = asyncio.get_running_loop()
         with (self._folder / "log").open("wb") as log:
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "crl.envs.worker",
+            self._transport, protocol = await loop.subprocess_exec(
+                lambda: _Pipes(loop, self._ended), sys.executable, "-P", "-m", "crl.envs.worker",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)}, start_new_session=True,
             )  # fmt: skip
+        return asyncio.subprocess.Process(self._transport, protocol, loop)
+
+    async def _see_end(self) -> None:
+        """Returns when the process has ended, which it is made to when it takes its time."""
+        try:
+            await asyncio.wait_for(self._ended.wait(), _FAREWELL)
+        except TimeoutError:
+            self._kill()
+            await self._ended.wait()
+
+    def _kill(self) -> None:
+        """Ends the process, if it has not, and whatever its games have started."""
+        assert self._process is not None
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _fate(self, process: asyncio.subprocess.Process) -> str:
+        code = process.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"its worker {how}{self._last_words()}"
 
     def _last_words(self) -> str:
         try:
@@ -287,26 +318,45 @@ class _Worker:
             if job := self._jobs.get_nowait():
                 job.answer((None, self._end))
         if process is not None:
-            if lost and process.returncode is None:
-                process.kill()
+            if lost:
+                self._kill()
             process.stdin.close()  # type: ignore[union-attr]
-            try:
-                await asyncio.wait_for(process.wait(), _FAREWELL)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+            await self._see_end()
+            self._kill()
+            self._transport.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> _Reply:
+class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
+    """A process's pipes, which a child of it can hold open. ended: set when the process itself has ended; `Process.wait` may wait for
+    the pipes too."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        super().__init__(limit=1 << 16, loop=loop)
+        self._ended = ended
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self._ended.set()
+
+
+async def _exchange(process: asyncio.subprocess.Process, ended: asyncio.Event, frame: bytes) -> _Reply:
     """Raises `EOFError` or `OSError` when the process is gone."""
+    replying, ending = asyncio.create_task(_asked(process, frame)), asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({replying, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not replying.done():
+            raise EOFError
+        return replying.result()
+    finally:
+        replying.cancel()
+        ending.cancel()
+
+
+async def _asked(process: asyncio.subprocess.Process, frame: bytes) -> _Reply:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(frame)
     await process.stdin.drain()
     (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     return pickle.loads(await process.stdout.readexactly(length))
-
-
-def _fate(returncode: int) -> str:
-    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with exit code {returncode}"

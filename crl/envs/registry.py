@@ -68,7 +68,7 @@ def _module(source: str, name: str, key: str) -> ModuleType:
         raise ConfigError(key, name, "there is no such file", "In a task's file its path starts at that file's folder")
     try:
         return _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
         if isinstance(error, ModuleNotFoundError) and error.name and f"{source}.".startswith(f"{error.name}."):
             raise ConfigError(key, name, f"there is no module {source!r}", "Check its name and PYTHONPATH, or name its file") from error
         reason = f"its module cannot be imported ({type(error).__name__}: {error})"

@@ -1,10 +1,13 @@
-"""Log lines for a terminal, or for a pipe: one readable line for each line of metrics.jsonl."""
+"""Log lines for a terminal, or for a pipe: for each line of metrics.jsonl a readable one, or a small table where it is about several
+tasks."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TextIO
 
 from crl.types import Experience, Trajectory
@@ -65,37 +68,89 @@ SECONDS = {
     "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
     "eval": ("time/eval",),
     "extractor": ("time/train", "time/sync"),
+    "probe": ("time/probe",),
 }
 """The parts of a line's duration: they follow one another."""
 
 EVAL_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
 """(task, split, condition) of a success rate."""
 
+TRAIN_SUCCESS = re.compile(r"rollout/([^/]+)/success")
+"""(task,) of a success rate, where there are several."""
+
+PROBE = re.compile(r"probe/([^/]+)/(none|right|wrong|right_minus_none)")
+"""(task, advice) of a success rate, and of what right advice adds."""
+
+Table = Mapping[str, Mapping[str, str]]
+"""Cells by task and column."""
+
 
 def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = None) -> str:
     """A metrics line for people. steps: the run's length, shown beside the step."""
     of = f"/{steps}" if steps is not None else ""
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
-    if kind in COLUMNS:
+    parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
+    seconds = [f"{sum(parts):.1f} s"] if parts else []
+    if kind in TABLES:
+        table = TABLES[kind](figures)
+        if len(table) > 1:
+            return _aligned(head, table, seconds)
+        cells = [f"{task}/{column} {cell}" for task, row in table.items() for column, cell in row.items()]
+    elif kind in COLUMNS:
         left_out = {name for name in UNLESS_ZERO if not figures.get(name)} | (set() if figures.keys() >= CONDITIONS else CONDITIONS)
-        cells = [f"{label} {_number(figures[name], form)}" for label, name, form in COLUMNS[kind] if name in figures.keys() - left_out]
+        cells = [f"{label} {_cell(figures, name, form)}" for label, name, form in COLUMNS[kind] if name in figures.keys() - left_out]
         cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
-    elif kind == "eval":
-        cells = [_success(match, figures) for name in figures if (match := EVAL_SUCCESS.fullmatch(name))]
     else:
         cells = [f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}" for name, value in figures.items()]
-    parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
-    return "  ".join([head, *cells, *([f"{sum(parts):.1f} s"] if parts else [])])
+    return "  ".join([head, *cells, *seconds])
 
 
-def _success(match: re.Match[str], figures: Figures) -> str:
-    """One eval set's success rate, with its interval when the figures hold one."""
-    task, split, condition = match.groups()
-    name = match.group()
-    cell = f"{task}/{split}{'' if condition == 'free' else ' ' + condition} {_number(figures[name], '.3f')}"
-    if f"{name}/low" not in figures:
+def _cell(figures: Figures, name: str, form: str) -> str:
+    """A figure; the success rate with that of each of several tasks."""
+    cell = _number(figures[name], form)
+    if name != "rollout/success":
         return cell
-    return f"{cell} [{_number(figures[f'{name}/low'], '.3f')}, {_number(figures[f'{name}/high'], '.3f')}]"
+    tasks = [f"{match[1]} {_number(figures[other], form)}" for other in figures if (match := TRAIN_SUCCESS.fullmatch(other))]
+    return f"{cell} ({', '.join(tasks)})" if tasks else cell
+
+
+def _evaluated(figures: Figures) -> Table:
+    """Success rates with their intervals, where the figures hold some."""
+    table: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name in figures:
+        if match := EVAL_SUCCESS.fullmatch(name):
+            task, split, condition = match.groups()
+            cell = _number(figures[name], ".3f")
+            if f"{name}/low" in figures:
+                cell += f" [{_number(figures[f'{name}/low'], '.3f')}, {_number(figures[f'{name}/high'], '.3f')}]"
+            table[task][split if condition == "free" else f"{split} {condition}"] = cell
+    return table
+
+
+def _probed(figures: Figures) -> Table:
+    """Success without advice, with right and with wrong advice, and what right advice adds ± half a 95 % interval."""
+    table: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, value in figures.items():
+        if match := PROBE.fullmatch(name):
+            task, advice = match.groups()
+            if advice == "right_minus_none":
+                half = _number(figures.get(f"{name}/half_width"), ".3f")
+                table[task]["right − none"] = f"{_number(value, '+.3f')} ± {half}"
+            else:
+                table[task][advice] = _number(value, ".3f")
+    return table
+
+
+TABLES: Mapping[str, Callable[[Figures], Table]] = {"eval": _evaluated, "probe": _probed}
+
+
+def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
+    """A row a task under the names of the columns; what a task has no figure for is a dash."""
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    rows = [[head, *columns], *([f"  {task}", *(row.get(column, "–") for column in columns)] for task, row in table.items())]
+    rows[0] += tail
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _number(value: float | int | str | None, form: str) -> str:

@@ -86,7 +86,7 @@ async def training(
         if adviser:
             method = replace(method, distiller=None, extractor=None)
         learner = _learner(config, actor, method.actor.loss, stack)
-        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
+        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
         experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
         retriever = experience.retriever if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
@@ -109,6 +109,7 @@ async def training(
             ),
             source=source,
             collector=Collector(runner, source, method.planner, gate, group_size=size, steps=config.run.steps),
+            environments=pool,
             engine=engine,
             learner=learner,
             evaluator=evaluator,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
 
 from crl.envs.base import Advisor, Verdict
 from crl.manager import Distilled
@@ -56,23 +55,22 @@ class Diagnostics:
         answers = sum(self._lessons.values(), Counter())
         self.lessons.append((answers["correct"], answers["all"]))
         figures = _by_task("retrieval", self._retrieval, _retrieval_figures)
-        figures |= _by_task("lessons", self._lessons, _lesson_figures) | self._kind_figures(batch)
+        figures |= _by_task("lessons", self._lessons, _lesson_figures)
+        figures |= _by_task("guided", self._guided(batch), _kind_figures)
         self._lessons.clear()
         self._retrieval.clear()
         return figures
 
-    def _kind_figures(self, batch: Sequence[Trajectory]) -> dict[str, float]:
-        """guided/KIND/success and …/episodes, by the kind of lesson that guided."""
-        successes: defaultdict[str, list[bool]] = defaultdict(list)
+    def _guided(self, batch: Sequence[Trajectory]) -> dict[str, Counter[str]]:
+        """By task: episodes, and those won, by the kind of lesson that guided."""
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for t in batch:
             advisor = self._advisors.get(t.task.name)
             if advisor and t.error is None:
                 for text in t.shown:
-                    successes[advisor.judge(t.task, text).kind].append(t.success)
-        figures: dict[str, float] = {}
-        for kind, won in sorted(successes.items()):
-            figures |= {f"guided/{kind}/success": fmean(won), f"guided/{kind}/episodes": len(won)}
-        return figures
+                    kind = advisor.judge(t.task, text).kind
+                    counts[t.task.name] += Counter({f"{kind}/episodes": 1, f"{kind}/won": int(t.success)})
+        return counts
 
 
 def _by_task(prefix: str, counts: Mapping[str, Counter[str]], figures: Callable[[str, Counter[str]], dict[str, float]]) -> dict[str, float]:
@@ -98,6 +96,15 @@ def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     figures |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
     if counts["informed"]:
         figures[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
+    return figures
+
+
+def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
+    """PREFIX/KIND/success and …/episodes."""
+    figures: dict[str, float] = {}
+    for name in sorted(name for name in counts if name.endswith("/episodes")):
+        kind, episodes = name.removesuffix("/episodes"), counts[name]
+        figures |= {f"{prefix}/{kind}/success": counts[f"{kind}/won"] / episodes, f"{prefix}/{name}": episodes}
     return figures
 
 

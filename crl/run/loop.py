@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
+from crl.envs.host import Hosts
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint, saved_states
@@ -60,6 +61,7 @@ class Loop:
     schedule: Schedule
     source: TaskSource
     collector: Collector
+    environments: Hosts
     engine: Engine
     learner: Learner
     evaluator: Evaluator
@@ -142,7 +144,7 @@ class Loop:
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
         figures |= self._step_figures(stats, batch, clock) | {"perf/rollout_busy_s": self.engine.busy - busy}
-        self.monitor.log(step + 1, "train", figures)
+        self.monitor.log(step + 1, "train", figures | self.environments.figures())
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)

@@ -29,7 +29,7 @@ from crl.run.evaluate import Evaluation
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import generated, require_bank, require_embedder, require_told, specs
+from crl.run.tasks import generated, require_bank, require_embedder, require_measures, require_told, specs
 
 INTERRUPTED = 130
 
@@ -45,6 +45,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     require_told(config)
     require_bank(config)
     require_embedder(config)
+    require_measures(config, specs(config))
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:

@@ -17,7 +17,7 @@ def plan(config: RunConfig) -> str:
     """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of prompts, model, tasks and bank."""
     hashes(config.prompts.files)
     specs = tasks.specs(config)
-    tasks.train_stream(config, specs)
+    tasks.require_measures(config, specs)
     tasks.eval_sets(config, specs)
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
@@ -118,16 +118,17 @@ def _embedder(section: EmbedderSection) -> str:
 
 def _tasks(config: RunConfig) -> str:
     profile = model_profile(resolve_model(config.actor.model))
-    generated = tasks.generated(tasks.specs(config))
+    specs = tasks.specs(config)
+    generated, placed = tasks.generated(specs), tasks.placed(config, specs)
     lines = []
     for name, task in config.tasks.items():
         why = f"the actor's model declares the {profile} profile" if task.rendering == profile else "set by hand"
-        stream = task.stream
+        stream, visits = task.stream, _count(task.stream.visits, "visit")
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
             f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
             + (f"; an unfinished episode goes on for {_count(task.overtime, 'turn')}, for the extractor alone" if task.overtime else ""),
-            f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {_count(stream.visits, 'visit')}",
+            *([f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {visits}"] if name in placed else []),
             *([f"  {generated[name]}"] if name in generated else []),
         ]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from crl.run.loop import Loop
 
 BEST = 5
-"""Experiences of the bank that are shown."""
+"""Experiences of the bank that are shown, or a few more so that every task has as many."""
 
 SETTINGS = {
     "free": "without experience",
@@ -91,8 +92,10 @@ class ExperienceReport:
             lines.append(f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places")
         for task, rate in self.lessons.items():
             untrained = self.untrained_lessons.get(task)
-            static = f"; by the extractor it started with, of the same episodes: {untrained}" if untrained else ""
-            lines.append(f"  {task}: right lessons among the extractor's answers: {rate}{static}")
+            static = ""
+            if untrained:
+                static = f"; among the {untrained.episodes} of the extractor it started with, of the same episodes: {untrained}"
+            lines.append(f"  {task}: right lessons among the extractor's {rate.episodes} answers: {rate}{static}")
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
         lines.append(
@@ -108,6 +111,13 @@ def _helped(experience: Experience) -> str:
     return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"  # credit sums r = ±1
 
 
+def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
+    """The first `BEST`, in equal shares of every task's. best: all that there are, the best first."""
+    tasks = dict.fromkeys(experience.task for experience in best)
+    share = math.ceil(BEST / max(1, len(tasks)))
+    return [experience for task in tasks for experience in [e for e in best if e.task == task][:share]]
+
+
 async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
     """None for a run without experience."""
     side = loop.experience
@@ -119,10 +129,11 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
     if start and end and loop.completed:
         for key in [name for name in start if name.endswith("/right_minus_none")]:
             gains[key.split("/")[1]] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
+    stats = await side.manager.stats()
     return ExperienceReport(
         bank=bank,
-        stats=await side.manager.stats(),
-        best=side.manager.best(BEST),
+        stats=stats,
+        best=best_of_each_task(side.manager.best(stats["bank/size"])),
         gaps=[gap for gaps in side.diagnostics.gaps[loop.completed // 2 :] for gap in gaps],
         gains=gains,
         lift=after.lift if after else {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from crl.envs.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 from crl.manager.database import check_bank
-from crl.protocols import EnvironmentPool, TaskSource
+from crl.protocols import TaskSource
 from crl.run.evaluate import EvalSet
 from crl.run.online import OnlineTask
 from crl.run.probe import ProbeTask
@@ -68,6 +68,18 @@ def require_told(config: RunConfig) -> None:
             raise ConfigError(f"prompts.{name}", str(path), "no model of this run is told it", remedy)
 
 
+def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+    """Raises `ConfigError` for an evaluation that an environment declares nothing for."""
+    for name, spec in specs.items():
+        sizes = config.tasks[name].eval
+        if sizes.online and not spec.revisit:
+            reason = f"changes nothing, since {spec.name} has no places that persist (its EnvSpec has no revisit)"
+            raise ConfigError(f"tasks.{name}.eval.online", sizes.online, reason, "Set it to 0, or declare a revisit")
+        if sizes.probe and not spec.advisor:
+            reason = f"changes nothing, since nobody knows the right advice in {spec.name} (its EnvSpec has no advisor)"
+            raise ConfigError(f"tasks.{name}.eval.probe", sizes.probe, reason, "Set it to 0, or declare an advisor")
+
+
 def _teller(config: RunConfig, prompt: str) -> str:
     """What would make a run tell it: another method, then the switch that is off, then models that read."""
     if prompt != "actor" and not config.with_experience:
@@ -94,12 +106,14 @@ def require_embedder(config: RunConfig) -> None:
         embedders.require_embedder(config.embedder)
 
 
-def environment_pool(config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack) -> EnvironmentPool:
-    """What lends the run's games to its episodes; closed with `stack`."""
+def environment_pool(
+    config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack, note: Callable[[str], object] = lambda text: None
+) -> Hosts:
+    """What lends the run's games to its episodes; closed with `stack`. note: told of every worker that is replaced."""
     hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
     rollout = config.rollout
     threads = ThreadHost(_hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline)
-    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline)
+    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline, note=note)
     hosts = Hosts({name: threads if spec.hosting == "threads" else processes for name, (spec, _) in hosted.items()})
     stack.push_async_callback(hosts.aclose)
     return hosts
@@ -113,10 +127,15 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
     """The run's stream of training tasks. Raises `ConfigError` for a stream that an environment cannot offer."""
     sources: dict[str, TaskSource] = {}
     for name, spec in specs.items():
-        stream = _stream(config.tasks[name])
+        stream = _stream(name, config.tasks[name])
         with _refusable(f"tasks.{name}.stream", asdict(stream)):
             sources[name] = spec.task_source(config.run.seed, stream)
     return Mixture(sources)
+
+
+def placed(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
+    """The tasks whose train stream is of named places; the others' has no settings. Raises `ConfigError` as `train_stream` does."""
+    return {task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params}
 
 
 def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:
@@ -128,14 +147,14 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
         for split, size in sizes.items():
             if size:
                 with _refusable(f"tasks.{name}.eval.{split}", size):
-                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(task))
-                    sets[name, split] = tuple(replace(t, name=name) for t in tasks)
+                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(name, task))
+                sets[name, split] = _as_asked(tasks, size, "eval_tasks", name, task)
     return sets
 
 
-def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> list[Task]:
+def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> tuple[Task, ...]:
     """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
-    stream = _stream(task)
+    stream = _stream(name, task)
 
     def first(n: int) -> Sequence[Task]:
         return spec.task_source(seed, stream).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, stream)
@@ -143,7 +162,8 @@ def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int
     with _refusable("split", split):
         first(1)
     with _refusable("episodes", n):
-        return [replace(t, name=name) for t in first(n)]
+        tasks = first(n)
+    return _as_asked(tasks, n, "task_source" if split == "train" else "eval_tasks", name, task)
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
@@ -153,8 +173,8 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
         task = config.tasks[name]
         if task.eval.online and spec.revisit:
             with _refusable(f"tasks.{name}.eval.online", task.eval.online):
-                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(task))
-            found[name] = OnlineTask([replace(t, name=name) for t in places], spec.revisit, spec.advisor)
+                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(name, task))
+            found[name] = OnlineTask(_as_asked(places, task.eval.online, "eval_tasks", name, task), spec.revisit, spec.advisor)
     return found
 
 
@@ -162,15 +182,28 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
     """The places of the advice probe of every task that has an advisor."""
     found = {}
     for name, spec in specs.items():
-        size = config.tasks[name].eval.probe
-        if size and spec.advisor:
+        task = config.tasks[name]
+        if (size := task.eval.probe) and spec.advisor:
             with _refusable(f"tasks.{name}.eval.probe", size):
-                found[name] = ProbeTask([replace(t, name=name) for t in spec.probe_tasks(size)], spec.advisor)
+                places = spec.probe_tasks(size)
+            found[name] = ProbeTask(_as_asked(places, size, "probe_tasks", name, task), spec.advisor)
     return found
 
 
-def _stream(task: TaskConfig) -> StreamSettings:
-    return StreamSettings(**task.stream.model_dump())
+def _as_asked(tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig) -> tuple[Task, ...]:
+    """What an environment was asked for, under the task's name in the run. Raises `ConfigError` when they are not n."""
+    if len(tasks) != n:
+        reason = f"its {by} gave {len(tasks):,} tasks where {n:,} were asked for"
+        raise ConfigError(
+            f"tasks.{name}.env", task.env, reason, "Mend it: as many as asked for, or a ValueError that says how many there are"
+        )
+    return tuple(replace(t, name=name) for t in tasks)
+
+
+def _stream(name: str, task: TaskConfig) -> StreamSettings:
+    settings = task.stream.model_dump()
+    with _refusable(f"tasks.{name}.stream", settings):
+        return StreamSettings(**settings)
 
 
 @contextmanager

@@ -152,8 +152,8 @@ def test_what_a_run_leaves(either: Path) -> None:
     text = (either / "log.txt").read_text()
     assert "guided − free in the same groups" in text
     assert "what right advice adds on the probe" in text
-    assert "right lessons among the extractor's answers" in text
-    assert "by the extractor it started with, of the same episodes" in text
+    assert "right lessons among the extractor's 8 answers" in text
+    assert "among the 8 of the extractor it started with, of the same episodes" in text
 
 
 def test_the_bundled_models_work_together(either: Path) -> None:

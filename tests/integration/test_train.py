@@ -342,6 +342,8 @@ def test_errors_are_never_trained_on(tmp_path: Path) -> None:
     for line in metrics(tmp_path / "run", "train"):
         assert 0 < line["rollout/errors"] < 8
         assert (line["rollout/groups_with_signal"], line["actor/updates"]) == (0, 0)
+        assert line["env/failures"] >= line["rollout/errors"]
+        assert line["env/replaced"] == 0
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,11 @@ PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
         ("First search[tea], then click[buy now]", None),  # not one action
         ("search[tea], then click[buy now]", None),
         ("search[tea] click[buy now]", ("click", "buy now")),  # nothing but actions: the last of them
+        ("search[tea]. click[buy now]", ("click", "buy now")),
+        ("search[tea]! - click[buy now].", ("click", "buy now")),
+        ("search[tea]. Click[buy now]? search[cup]", ("search", "cup")),
+        ("search[tea [green]. cup[2]]", ("search", "tea [green]. cup[2]")),
+        ("search[tea]. Then click[buy now]", None),
         ("**search[tea]**, click[sell].", ("search", "tea")),
         ("search[tea]click[a[b]]", ("click", "a[b]")),
         ("search[tea [green] cup[2]]", ("search", "tea [green] cup[2]")),

@@ -471,6 +471,26 @@ def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: 
             assert any(" in/on " in words for words in played.observations), "the older grammar's words"
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "FileNotFoundError: "),
+        ('{"solvable": true, "pddl_dom', "JSONDecodeError: Unterminated string"),
+        ('["solvable"]', "TypeError: list indices"),
+        ('{"pddl_domain": "", "pddl_problem": ""}', "KeyError: 'grammar'"),
+        ('{"pddl_domain": "", "pddl_problem": 3, "grammar": ""}', "pddl_problem is no text"),
+    ],
+)
+def test_a_file_that_is_no_game_is_named(official: Path, players: dict[Rendering, alfworld.Game], content: str | None, reason: str) -> None:
+    (task,) = AlfworldStream(0, SETTINGS).draw(1)
+    path = official / str(task.params["game"])
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
+        players["full"].reset(task)
+
+
 def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"):

@@ -230,6 +230,38 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     assert any("an unfinished episode goes on for 4 turns, for the extractor alone" in line for line in lines)
 
 
+PLACES = "  32 places, 8 permanent, the others for 5 visits"
+
+
+def test_the_plan_counts_places_where_there_are_some(model: str, tmp_path: Path):
+    (tmp_path / "model" / "crl.json").unlink()
+    sets = [model, "method=grpo"]
+    lines = plan(load(["room", "alfworld"], sets=sets)).splitlines()
+    own = {
+        name: lines[lines.index(f"{name}  full rendering: the actor's model declares the full profile") :] for name in ("room", "alfworld")
+    }
+    assert own["room"][2] == PLACES
+    assert own["alfworld"][1] == "  40 turns of at most 2,048 tokens, context full"
+    assert "places" not in own["alfworld"][2], "1,466 games in turn"
+
+
+@pytest.mark.parametrize("command", ["train", "dry run"])
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("online", "changes nothing, since alfworld has no places that persist (its EnvSpec has no revisit). Set it to 0, or declare"),
+        ("probe", "changes nothing, since nobody knows the right advice in alfworld (its EnvSpec has no advisor). Set it to 0, or declare"),
+    ],
+)
+def test_evaluations_that_an_environment_declares_nothing_for_are_refused(model: str, tmp_path: Path, size: str, said: str, command: str):
+    (tmp_path / "model" / "crl.json").unlink()
+    dry = ("--dry-run",) if command == "dry run" else ()
+    sets = [word for setting in (model, f"tasks.alfworld.eval.{size}=2") for word in ("--set", setting)]
+    result = crl("train", "--tasks", "alfworld", "--method", "grpo", "--run-dir", str(tmp_path / "run"), *sets, *dry)
+    assert f"tasks.alfworld.eval.{size} = 2: {said}" in one_line_error(result)
+    assert not (tmp_path / "run").exists()
+
+
 async def bank_of_one_entry(path: Path) -> None:
     database = await Database.open(path)
     database.connection.execute("INSERT INTO entries VALUES (1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')")

@@ -168,3 +168,17 @@ def test_success_by_what_guided() -> None:
     assert diagnostics.take(batch) == {
         "guided/right/success": 0.5, "guided/right/episodes": 2, "guided/wrong/success": 0.0, "guided/wrong/episodes": 1,
     }  # fmt: skip
+
+
+def test_success_by_what_guided_is_told_of_each_of_several_tasks() -> None:
+    diagnostics = Diagnostics({"doors": Judge(), "maze": Judge()})
+    batch = [
+        played(0, "guided", True, told="right"), played(0, "guided", True, told="wrong"),
+        played(1, "guided", False, told="right", of="maze"), played(1, "guided", False, told="right", of="maze"),
+    ]  # fmt: skip
+    assert diagnostics.take(batch) == {
+        "guided/right/success": pytest.approx(1 / 3), "guided/right/episodes": 3, "guided/wrong/success": 1.0, "guided/wrong/episodes": 1,
+        "guided/doors/right/success": 1.0, "guided/doors/right/episodes": 1,
+        "guided/doors/wrong/success": 1.0, "guided/doors/wrong/episodes": 1,
+        "guided/maze/right/success": 0.0, "guided/maze/right/episodes": 2,
+    }  # fmt: skip

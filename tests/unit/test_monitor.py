@@ -205,6 +205,52 @@ def test_an_eval_line():
     assert line == "eval   0/80  room/known 0.250 [0.200, 0.300]  room/new guided 0.500  3.0 s"
 
 
+SEVERAL = {
+    "eval/room/known/success/free": 0.336, "eval/room/known/success/free/low": 0.281, "eval/room/known/success/free/high": 0.396,
+    "eval/room/known/episodes/free": 256,
+    "eval/room/new/success/free": 0.418,
+    "eval/shop/new/success/free": 0.07,
+    "eval/shop/new/success/online": None, "eval/shop/new/success/online/visit1": 0.1,
+    "eval/overall/new/success/free": 0.244, "eval/overall/new/success/free/low": 0.2, "eval/overall/new/success/free/high": 0.3,
+    "eval/room/lessons/correct": 0.145, "eval/errors": 0, "time/eval": 173.125,
+}  # fmt: skip
+
+
+def test_an_eval_of_several_tasks_is_a_table():
+    assert render_line(0, "eval", SEVERAL, steps=100).splitlines() == [
+        "eval    0/100  known                 new                   new online  173.1 s",
+        "  room         0.336 [0.281, 0.396]  0.418                 –",
+        "  shop         –                     0.070                 –",
+        "  overall      –                     0.244 [0.200, 0.300]  –",
+    ]
+    long = {name.replace("shop", "a-shop-of-1000-products"): value for name, value in SEVERAL.items()}
+    head, *_, shop, _ = render_line(0, "eval", long).splitlines()
+    assert head.startswith("eval  0                    known  ")
+    assert shop == "  a-shop-of-1000-products  –                     0.070                 –"
+
+
+def test_a_probe_line():
+    room = {"none": 0.3125, "right": 0.859375, "wrong": None, "right_minus_none": 0.5469, "right_minus_none/half_width": 0.09441}
+    figures = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
+    line = "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  room/right − none +0.547 ± 0.094  4.2 s"
+    assert render_line(0, "probe", figures, steps=100) == line
+    figures |= {f"probe/maze/{name}": value for name, value in {**room, "wrong": 0.25}.items()}
+    assert render_line(20, "probe", figures, steps=100).splitlines() == [
+        "probe  20/100  none   right  wrong  right − none    4.2 s",
+        "  room         0.312  0.859  –      +0.547 ± 0.094",
+        "  maze         0.312  0.859  0.250  +0.547 ± 0.094",
+    ]
+
+
+def test_a_train_line_tells_of_each_of_several_tasks():
+    rates = {
+        "rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25,
+        "rollout/maze/success": 0.125, "rollout/maze/success/guided": 0.0, "rollout/room/success": 0.875, "actor/loss": 0.0,
+    }  # fmt: skip
+    line = "train 1  success 0.500 (maze 0.125, room 0.875)  guided 0.750  free 0.250  loss +0.0000"
+    assert render_line(1, "train", rates) == line
+
+
 def test_a_train_line_tells_guided_from_free_where_there_are_both():
     rates = {"rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25}
     assert render_line(1, "train", rates) == "train 1  success 0.500  guided 0.750  free 0.250"
@@ -231,8 +277,6 @@ def test_lines_about_experience_are_short():
     assert render_line(7, "extractor", update, steps=80) == "extractor  7/80  reward +0.250  loss –  updates 4  1.5 s"
     bank = {"bank/size": 12, "bank/size/room": 12, "ops/add": 3.0, "queue/pending": 2, "queue/dead": 0, "perf/search_p95_ms": 1.234}
     assert render_line(7, "bank", bank) == "bank  7  size 12  add 3  pending 2  dead 0  p95 ms 1.2"
-    probe = {"probe/room/none": 0.25, "probe/room/right": 0.5, "probe/room/wrong": None}
-    assert render_line(7, "probe", probe) == "probe 7  room/none 0.25  room/right 0.5  room/wrong –"
 
 
 def test_any_other_line_shows_its_figures():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 
@@ -32,13 +34,14 @@ WORKERS = spec("processes")
 TASK = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
 
 
-def refusal(*tasks: str) -> str:
+def refusal(*tasks: str, sets: Sequence[str] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        specs(load(list(tasks)))
+        specs(load(tasks, sets=sets))
     return str(caught.value)
 
 
 def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN) -> str:
+    folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(source)
     (folder / "own.toml").write_text(TASK.format(attribute))
     return str(folder / "own.toml")
@@ -84,6 +87,16 @@ def test_its_file_is_found_from_any_directory_and_saved_absolute(tmp_path: Path,
     assert registry.get_spec(config.tasks["own"].env) is spec, "the file runs once a process"
 
 
+def test_its_file_may_be_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = own_task(tmp_path / "tasks")
+    (tmp_path / "tasks" / "own.py").rename(tmp_path / "mine.py")
+    for path, sets in (("~/mine.py", ()), ("gone.py", ("tasks.own.env=~/mine.py:SPEC",))):
+        (tmp_path / "tasks" / "own.toml").write_text(TASK.format("SPEC").replace("own.py", path))
+        assert specs(load([own], sets=sets))["own"].name == "own"
+    assert "~stranger/mine.py:SPEC': there is no such file." in refusal(own, sets=["tasks.own.env=~stranger/mine.py:SPEC"])
+
+
 def test_two_files_of_one_name_are_two_environments(tmp_path: Path):
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -98,11 +111,52 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
     text = refusal(own_task(tmp_path, "WORKERS"))
     assert "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package" in text
-    (tmp_path / "b").mkdir()
     assert "its module cannot be imported (ZeroDivisionError: " in refusal(own_task(tmp_path / "b", source="1 / 0"))
+    assert "its module cannot be imported (SystemExit: no key)" in refusal(own_task(tmp_path / "c", source="exit('no key')"))
     (tmp_path / "b" / "own.py").unlink()
     text = refusal(str(tmp_path / "b" / "own.toml"))
     assert f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("actions=['up', 'down']", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not ['up', 'down']"),
+        ("actions='up'", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not 'up'"),
+        ("actions=(1, 2)", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not (1, 2)"),
+        ("hosting='fork'", "ValueError: own: hosting must be threads or processes, not 'fork'"),
+        ("hosting=['threads']", "ValueError: own: hosting must be threads or processes, not ['threads']"),
+        ("turns=0", "ValueError: own: turns must be at least 1, not 0"),
+    ],
+)
+def test_what_an_environment_cannot_declare(tmp_path: Path, change: str, words: str):
+    source = f"{OWN}from dataclasses import replace\nSPEC = replace(SPEC, {change})\n"
+    assert f"its module cannot be imported ({words}). " in refusal(own_task(tmp_path, source=source))
+
+
+def test_environments_are_told_apart_whatever_they_hold():
+    spec = replace(registry.get_spec("room"), reward_range=[0.0, 1.0])  # type: ignore[arg-type]
+    assert len({spec, replace(spec), spec}) == 2
+
+
+MISCOUNTING = """
+from dataclasses import replace
+from crl.envs.room import SPEC as ROOM
+SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "key", "n"),
+    [("eval_tasks", "known", 9), ("eval_tasks", "new", 8), ("eval_tasks", "online", 7), ("probe_tasks", "probe", 6)],
+)
+def test_an_environment_that_gives_another_number_of_tasks(tmp_path: Path, function: str, key: str, n: int):
+    own = own_task(tmp_path, source=MISCOUNTING.format(function, function))
+    sizes = dict.fromkeys(("known", "new", "online", "probe"), 0) | {key: n}
+    with pytest.raises(ConfigError) as caught:
+        plan(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
+    said = f"its {function} gave {n - 1} tasks where {n} were asked for. Mend it: as many as asked for, or a ValueError that says how many"
+    assert str(caught.value).startswith(f"tasks.own.env = '{tmp_path / 'own.py'}:SPEC': {said}")
 
 
 def test_a_file_that_failed_is_read_again_once_it_is_mended(tmp_path: Path):

@@ -155,6 +155,14 @@ def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_stream_that_cannot_be_is_one_line(tmp_path: Path):
+    (tmp_path / "hall.toml").write_text(catalog.task_file("room").read_text().replace("permanent = 8 ", "permanent = 33 "))
+    result = crl("play", str(tmp_path / "hall.toml"), "--scripted")
+    assert result.exit_code == 2
+    said = "needs places >= 1 and 0 <= permanent <= places, not 32 and 33. Choose another value."
+    assert result.stderr == f"error: tasks.hall.stream = {{'places': 32, 'permanent': 33, 'visits': 5}}: {said}\n"
+
+
 def test_ctrl_c_at_the_prompt_ends_it_politely(monkeypatch: pytest.MonkeyPatch):
     def interrupted(prompt: str) -> str:
         raise KeyboardInterrupt

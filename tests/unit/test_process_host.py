@@ -92,13 +92,11 @@ async def test_games_are_spread_over_workers_and_stay_where_they_are() -> None:
         assert sorted(Counter(homes).values()) == [2, 2, 3]
         assert os.getpid() not in homes
         assert [await process_of(environment) for environment in environments] == homes
+        games = {environment.game: home for environment, home in zip(environments, homes, strict=True)}
         for environment in environments:
             await host.release(environment)
         again = [await begun(host) for _ in range(7)]
-        assert {environment.game for environment in again} == {*range(environments[0].game or 0, 100)} & {
-            environment.game for environment in again
-        }
-        assert Counter([await process_of(environment) for environment in again]).keys() == set(homes)
+        assert {environment.game: await process_of(environment) for environment in again} == games, "none was made anew"
 
 
 async def test_games_in_one_worker_do_not_mix() -> None:
@@ -172,6 +170,56 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: s
         fresh = [await begun(host) for _ in range(2)]
         assert not {await process_of(environment) for environment in fresh} & {homes[0]}
         assert (await kept[1].step("hm")).valid is False
+
+
+@pytest.mark.parametrize("kind", ["fork", "daemon"])
+async def test_a_worker_whose_game_has_forked_is_missed_at_once_and_its_children_end_too(kind: str) -> None:
+    async with hosting(processes=1) as host:
+        environment = await begun(host)
+        child = int((await environment.step(kind)).text)
+        begin = time.monotonic()
+        try:
+            with pytest.raises(RolloutError, match=r"its worker was killed by SIGKILL$"):
+                await environment.step("die")
+            assert time.monotonic() - begin < 30, "not at the deadline, though the child holds the pipes"
+            await host.release(environment)
+            assert (await (await begun(host)).step("hm")).valid is False
+            assert wait_for_end(child, 30) == (kind == "fork"), "what has left its group is let go"
+        finally:
+            if kind == "daemon":
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_closing_ends_what_games_have_forked(hangs: bool) -> None:
+    host = ProcessHost({"toy": (SPEC, "full")}, processes=1)
+    environment = await begun(host)
+    child = int((await environment.step("fork")).text)
+    assert is_running(child)
+    hung = asyncio.create_task(environment.step("hang")) if hangs else None
+    await asyncio.sleep(0.1)
+    await host.aclose()
+    assert wait_for_end(child, 30)
+    if hung:
+        with pytest.raises(RolloutError):
+            await hung
+
+
+async def test_every_replaced_worker_is_noted() -> None:
+    notes: list[str] = []
+    host = ProcessHost({"toy": (SPEC, "full")}, processes=1, note=notes.append)
+    for misdeed in ("quit", "die"):
+        environment = await begun(host)
+        with pytest.raises(RolloutError):
+            await environment.step(misdeed)
+        await host.release(environment)
+    await begun(host)
+    assert Hosts({"toy": host}).figures() == {"env/failures": 2, "env/replaced": 2}
+    await host.aclose()
+    assert notes == [
+        "environments: worker ended with exit code 7: the floor is lava; another takes its place, 1 replaced so far",
+        "environments: worker was killed by SIGKILL; another takes its place, 2 replaced so far",
+    ]
 
 
 async def test_a_worker_that_dies_while_nobody_plays_costs_no_episode() -> None:

@@ -7,16 +7,19 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 
+from crl.config.catalog import task_file
+from crl.config.load import task_settings
 from crl.envs import places
-from crl.envs.base import Rendering, StreamSettings, play
+from crl.envs.base import Rendering, ScriptedPlayer, StreamSettings, play
 from crl.envs.host import ThreadHost
 from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.game import RoomGame, true_exit
+from crl.envs.room.player import RoomPlayer
 from crl.envs.scratch import scratch_folder
 from crl.types import Task
 
@@ -220,6 +223,45 @@ def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame
             checked += 1
     assert checked > 20
     assert len({true_exit(task.params["lgen"]) for task in NEW}) > 20  # type: ignore[arg-type]
+
+
+class Told(RoomPlayer):
+    """Knows where the stairs are."""
+
+    def __init__(self, rng: random.Random, exit_at: tuple[int, int]) -> None:
+        super().__init__(rng)
+        self._exit = exit_at
+
+    def observe(self, observation: str) -> None:
+        super().observe(observation)
+        self.stairs = {self._exit}
+
+
+class RandomPlayer:
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def begin(self, goal: str, observation: str) -> None: ...
+
+    def observe(self, observation: str) -> None: ...
+
+    def act(self) -> str:
+        return self._rng.choice(ACTIONS)
+
+
+@pytest.mark.parametrize("tasks", [NEW, PLACES.eval_tasks("known", 256, 0, SETTINGS)], ids=["new", "known"])
+def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(games: dict[Rendering, RoomGame], tasks: Sequence[Task]) -> None:
+    """Monsters stand in the way of the others. Who explores finds them about every second time, who walks at random at most one time in
+    ten; 256 episodes leave room for two standard errors."""
+    turns = task_settings(task_file("room"), "compact")["turns"]
+
+    def wins(player: Callable[[Task, random.Random], ScriptedPlayer]) -> float:
+        played = (play(games["compact"], task, player(task, random.Random(i)), turns) for i, task in enumerate(tasks))
+        return sum(episode.success for episode in played) / len(tasks)
+
+    assert wins(lambda task, rng: Told(rng, true_exit(int(task.params["lgen"])))) >= 0.9
+    assert 0.4 <= wins(lambda _, rng: SPEC.scripted_player(rng)) <= 0.65
+    assert wins(lambda _, rng: RandomPlayer(rng)) <= 0.1375
 
 
 def test_a_game_keeps_its_files_in_the_scratch_folder() -> None:

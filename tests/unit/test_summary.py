@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.figures import Mean
-from crl.run.summary import ExperienceReport, Summary, experience_report, success_lines
+from crl.run.summary import ExperienceReport, Summary, best_of_each_task, experience_report, success_lines
 from crl.types import Experience
 
 SETTINGS: list[Setting] = [
@@ -94,7 +96,7 @@ REPORT = ExperienceReport(
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
     lift={"room": Mean(0.125, 0.05, 64)},
     lessons={"room": Rate(192, 256)},
-    untrained_lessons={"room": Rate(64, 256)},
+    untrained_lessons={"room": Rate(32, 128)},
     trained=12,
 )
 
@@ -124,12 +126,35 @@ def test_what_experience_came_to() -> None:
         "  guided − free in the same groups, second half of the run: +0.250 ± 0.200 over 4 groups",
         "  room: what right advice adds on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
         "  room: what a bank built online adds in new places: +0.125 ± 0.050 over 64 places",
-        "  room: right lessons among the extractor's answers: 0.750 [0.694, 0.799]; "
-        "by the extractor it started with, of the same episodes: 0.250 [0.201, 0.306]",
+        "  room: right lessons among the extractor's 256 answers: 0.750 [0.694, 0.799]; "
+        "among the 128 of the extractor it started with, of the same episodes: 0.250 [0.183, 0.332]",
         "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
         "  the bank, 31 experiences: runs/one/bank.sqlite",
         "    helped in  10 of  12 episodes   Room: the dusty hut.  go east.",
     ]
+
+
+def experiences(*tasks: str) -> list[Experience]:
+    """The best first."""
+    return [Experience(f"e{i}", 1, "go east.", task, "g1", (0, 1), credited=9, credit=9.0 - i) for i, task in enumerate(tasks)]
+
+
+def test_the_best_experiences_of_every_task_are_shown() -> None:
+    def shown(*tasks: str) -> list[str]:
+        return [experience.uid for experience in best_of_each_task(experiences(*tasks))]
+
+    assert shown() == []
+    assert shown(*["room"] * 7) == ["e0", "e1", "e2", "e3", "e4"]
+    assert shown(*["room"] * 7, "shop", "room", "house", "shop", "shop") == ["e0", "e1", "e7", "e10", "e9"]
+    assert shown("a", "a", "b", "b", "c", "d", "e", "f") == ["e0", "e2", "e4", "e5", "e6", "e7"]
+
+
+async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = _loop(0, [], {})
+    monkeypatch.setattr(loop.experience.manager, "best", lambda n: experiences("room", "room", "shop")[:n])
+    report = await experience_report(loop, Path("bank.sqlite"))
+    assert report is not None
+    assert [experience.task for experience in report.best] == ["room", "room", "shop"]
 
 
 def test_what_is_not_known_is_not_said() -> None:
@@ -141,7 +166,7 @@ def test_what_is_not_known_is_not_said() -> None:
     ]
     one = replace(bare, gaps=[0.5], lessons={"room": Rate(1, 2)}).lines()
     assert one[2] == "  guided − free in the same groups, second half of the run: unknown over 1 groups"
-    assert one[3] == "  room: right lessons among the extractor's answers: 0.500 [0.095, 0.905]"
+    assert one[3] == "  room: right lessons among the extractor's 2 answers: 0.500 [0.095, 0.905]"
 
 
 def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from thefuzz import fuzz
@@ -118,8 +119,11 @@ def test_the_human_instructions_may_be_missing(tmp_path: Path) -> None:
         (ITEMS, "[{", "items_shuffle_1000.json is not JSON in UTF-8"),
         (ITEMS, "{}", "items_shuffle_1000.json should hold a list, not a dict"),
         (HUMAN, "[]", "items_human_ins.json should hold a dict, not a list"),
-        (ITEMS, '[{"asin": "B1"}]', "item 0 of items_shuffle_1000.json is not of the original's form (KeyError: "),
-        (ITEMS, "[3]", "item 0 of items_shuffle_1000.json is not of the original's form (TypeError: "),
+        (ITEMS, '[{"asin": "B1"}]', "item 0 of items_shuffle_1000.json is not of the original's form (name: Field required)"),
+        (ITEMS, "[3]", "item 0 of items_shuffle_1000.json is not of the original's form (Input should be a valid dictionary"),
+        (ITEMS, '[{"asin": 7}]', "item 0 of items_shuffle_1000.json is not of the original's form (asin: Input should be a valid string)"),
+        (INSTRUCTIONS, '{"B000000002": []}', "B000000002 of items_ins_v2_1000.json is not of the original's form (Input should be a valid"),
+        (HUMAN, '{"B000000002": {}}', "B000000002 of items_human_ins.json is not of the original's form (Input should be a valid list)"),
         (ITEMS, "[]", "has 0 instructions in all, too few"),
     ],
 )
@@ -134,6 +138,45 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_shop()
     assert str(refusal.value).startswith(f"WEBSHOP_DATA = {str(tmp_path)!r}: {reason}")
     assert "github.com/princeton-nlp/WebShop" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "reason"),
+    [
+        (ITEMS, (0, "name"), 3, "name: Input should be a valid string"),
+        (ITEMS, (0, "query"), None, "query: Input should be a valid string"),
+        (ITEMS, (0, "category"), ["fashion"], "category: Input should be a valid string"),
+        (ITEMS, (0, "full_description"), {}, "full_description: Input should be a valid string"),
+        (ITEMS, (0, "small_description"), [1], "small_description.list[str].0: Input should be a valid string"),
+        (ITEMS, (0, "customization_options"), ["red"], "customization_options: Input should be a valid dictionary"),
+        (ITEMS, (0, "customization_options", "Color"), "red", "customization_options.Color: Input should be a valid list"),
+        (
+            ITEMS,
+            (0, "customization_options", "Color", 1, "value"),
+            4,
+            "customization_options.Color.1.value: Input should be a valid string",
+        ),
+        (ITEMS, (0, "pricing"), 25.0, "pricing: Value error, a price tag is a text"),
+        (ITEMS, (0, "pricing"), "$1.2.3", "pricing: Value error, could not convert string to float: '1.2.3'"),
+        (INSTRUCTIONS, ("B000000001", "attributes"), "slim fit", "attributes: Input should be a valid list"),
+        (INSTRUCTIONS, ("B000000001", "instruction"), 5, "instruction: Input should be a valid string"),
+        (INSTRUCTIONS, ("B000000001", "instruction_attributes"), [["slim"]], "instruction_attributes.0: Input should be a valid string"),
+        (HUMAN, ("B000000001", 0, "instruction"), None, "0.instruction: Input should be a valid string"),
+        (HUMAN, ("B000000001", 1, "instruction_attributes"), "slim", "1.instruction_attributes: Input should be a valid list"),
+        (HUMAN, ("B000000001", 0, "instruction_options"), {"color": "navy"}, "0.instruction_options: Input should be a valid list"),
+    ],
+)
+def test_a_field_of_another_type_is_named(name: str, place: tuple[str | int, ...], value: object, reason: str) -> None:
+    files = read_files(FILES)
+    contents: dict[str, Any] = {ITEMS: files["items"], INSTRUCTIONS: files["instructions"], HUMAN: files["human"]}
+    row = contents[name]
+    for part in place[:-1]:
+        row = row[part]
+    row[place[-1]] = value
+    with pytest.raises(ConfigError) as refusal:
+        products(files, "FOLDER")
+    entry = f"item 0 of {ITEMS}" if name == ITEMS else f"B000000001 of {name}"
+    assert str(refusal.value).startswith(f"WEBSHOP_DATA = 'FOLDER': {entry} is not of the original's form ({reason}")
 
 
 def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,12 @@ class Guess:
                 time.sleep(600)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "fork" | "daemon":
+                if child := os.fork():
+                    return StepResult(f"{child}")
+                if action == "daemon":
+                    os.setsid()
+                time.sleep(600)
             case "vanish":
                 shutil.rmtree(tempfile.gettempdir())
                 os.kill(os.getpid(), signal.SIGKILL)

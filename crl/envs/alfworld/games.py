@@ -73,7 +73,7 @@ def game_of(task: Task) -> GameData:
         folder = data_folder()
         if folder is None:
             raise ConfigError(VARIABLE, None, f"is needed for {params['game']}", "Set it as where the run began")
-        return json.loads((folder / str(params["game"])).read_text("utf-8"))
+        return _read(folder / str(params["game"]))
     if "lgen" in params:
         layout = int(params["lgen"])
         _prove(small.house(layout, None))  # what else lies about is in nobody's way: no receptacle is ever full
@@ -81,6 +81,18 @@ def game_of(task: Task) -> GameData:
     house = floorplans.house(str(params["use"]), int(params["number"]))
     _prove(house)
     return game_data(house)
+
+
+def _read(path: Path) -> GameData:
+    """Raises `ValueError` for a file that is none of ALFWorld's games."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        missing = [name for name in ("pddl_domain", "pddl_problem", "grammar") if not isinstance(data[name], str)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no game of ALFWorld's: {type(error).__name__}: {error}") from error
+    if missing:
+        raise ValueError(f"{path} is no game of ALFWorld's: {missing[0]} is no text")
+    return data
 
 
 @lru_cache(maxsize=4096)

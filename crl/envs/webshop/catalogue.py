@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from crl.errors import ConfigError
 from crl.seeds import generator
@@ -17,11 +19,19 @@ VARIABLE = "WEBSHOP_DATA"
 ITEMS, INSTRUCTIONS, HUMAN = "items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json"
 DOWNLOAD = "See the WebShop project (github.com/princeton-nlp/WebShop) for the files"
 
+T = TypeVar("T")
+
 NO_PRICE = 100.0
 """What a product without a price tag costs, as in the original."""
 
 
-class HumanInstruction(TypedDict):
+class _Row(BaseModel):
+    """A part of a data file, whose other fields play no part here."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class HumanInstruction(_Row):
     """What a person wrote of a product that they were to describe."""
 
     instruction: str
@@ -55,11 +65,51 @@ class Product(TypedDict):
 
 
 class DataFiles(TypedDict):
-    """The contents of the three files: a list of items, and instructions by ASIN."""
+    """The contents of the three files, whose entries are not checked yet: a list of items, and instructions by ASIN."""
 
-    items: list[dict[str, Any]]
-    instructions: dict[str, dict[str, Any]]
-    human: dict[str, list[dict[str, Any]]]
+    items: list[Any]
+    instructions: dict[str, Any]
+    human: dict[str, Any]
+
+
+_EmptyIsNone = BeforeValidator(lambda value: value or None)
+"""As to the original, an empty text, list or object says no more than null."""
+
+
+def _prices(tag: object) -> list[float]:
+    """The one or two prices of a tag: "$25.00 to $1,035.00" → [25.0, 1035.0]."""
+    if not isinstance(tag, str | None):
+        raise ValueError("a price tag is a text")
+    return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [NO_PRICE]
+
+
+class _Option(_Row):
+    value: str
+
+
+class _Asin(_Row):
+    asin: str
+
+
+class _Item(_Asin):
+    """An entry of `ITEMS`."""
+
+    name: str
+    query: str
+    category: str
+    product_category: str
+    full_description: str | None
+    small_description: Annotated[list[str] | str | None, _EmptyIsNone]
+    customization_options: Annotated[dict[str, Annotated[list[_Option] | None, _EmptyIsNone]] | None, _EmptyIsNone]
+    pricing: Annotated[list[float], BeforeValidator(_prices)] = [NO_PRICE]
+
+
+class _Told(_Row):
+    """An entry of `INSTRUCTIONS`."""
+
+    attributes: Annotated[list[str] | None, _EmptyIsNone] = None
+    instruction: str | None = None
+    instruction_attributes: Annotated[list[str] | None, _EmptyIsNone] = None
 
 
 def read_files(folder: Path) -> DataFiles:
@@ -87,56 +137,54 @@ def products(files: DataFiles, source: str = "the generated catalogue") -> tuple
     source: where the files are from, for messages. Raises `ConfigError` for an item that is not of the original's form.
     """
     sold: dict[str, Product] = {}
-    for number, item in enumerate(files["items"]):
-        try:
-            asin = item["asin"]
-            if asin != "nan" and len(asin) <= 10 and asin not in sold:
-                sold[asin] = _product(item, files["instructions"].get(asin, {}), files["human"].get(asin, []))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"item {number} of {ITEMS} is not of the original's form ({type(error).__name__}: {error})"
-            raise ConfigError(VARIABLE, source, reason, DOWNLOAD) from error
+    for number, entry in enumerate(files["items"]):
+        where = f"item {number} of {ITEMS}"
+        asin = _checked(_Asin, entry, where, source).asin
+        if asin != "nan" and len(asin) <= 10 and asin not in sold:
+            told = _checked(_Told, files["instructions"].get(asin, {}), f"{asin} of {INSTRUCTIONS}", source)
+            human = _checked(list[HumanInstruction], files["human"].get(asin, []), f"{asin} of {HUMAN}", source)
+            sold[asin] = _product(_checked(_Item, entry, where, source), told, human)
     return tuple(sold.values())
 
 
-def _product(item: Mapping[str, Any], told: Mapping[str, Any], human: Sequence[Mapping[str, Any]]) -> Product:
-    points = item["small_description"] or []
-    pricing = _pricing(item.get("pricing"))
+def _checked(form: type[T], entry: object, where: str, source: str) -> T:
+    """The entry in its form; the `ConfigError` of another names the field."""
+    try:
+        return TypeAdapter(form).validate_python(entry)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        found = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        reason = f"{where} is not of the original's form ({found})"
+        raise ConfigError(VARIABLE, source, reason, DOWNLOAD) from error
+
+
+def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product:
+    points = item.small_description or []
     return {
-        "asin": item["asin"],
-        "name": item["name"],
-        "query": item["query"].lower().strip(),
-        "category": item["category"],
-        "product_category": item["product_category"],
-        "Title": item["name"],
-        "Description": item["full_description"] or "",
+        "asin": item.asin,
+        "name": item.name,
+        "query": item.query.lower().strip(),
+        "category": item.category,
+        "product_category": item.product_category,
+        "Title": item.name,
+        "Description": item.full_description or "",
         "BulletPoints": points if isinstance(points, list) else [points],
         "Rating": "N.A.",  # the reviews are another file, which the small variant does without
-        "Attributes": told.get("attributes") or [],
-        "options": _options(item["customization_options"] or {}),
-        "pricing": pricing,
-        "price": generator(0, "webshop/price", item["asin"]).uniform(pricing[0], pricing[-1]),
-        "instruction_text": told.get("instruction"),
-        "instruction_attributes": told.get("instruction_attributes") or [],
-        "instructions": [_human(instruction) for instruction in human],
+        "Attributes": told.attributes or [],
+        "options": _options(item.customization_options or {}),
+        "pricing": item.pricing,
+        "price": generator(0, "webshop/price", item.asin).uniform(item.pricing[0], item.pricing[-1]),
+        "instruction_text": told.instruction,
+        "instruction_attributes": told.instruction_attributes or [],
+        "instructions": human,
     }
 
 
-def _human(told: Mapping[str, Any]) -> HumanInstruction:
+def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[str]]:
     return {
-        "instruction": told["instruction"],
-        "instruction_attributes": told["instruction_attributes"],
-        "instruction_options": told["instruction_options"],
-    }
-
-
-def _pricing(tag: str | None) -> list[float]:
-    """The one or two prices of a tag: "$25.00 to $1,035.00" → [25.0, 1035.0]."""
-    return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [NO_PRICE]
-
-
-def _options(offered: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict[str, list[str]]:
-    return {
-        name.lower(): [value["value"].strip().replace("/", " | ").lower() for value in values] for name, values in offered.items() if values
+        name.lower(): [option.value.strip().replace("/", " | ").lower() for option in options]
+        for name, options in offered.items()
+        if options
     }
 
 

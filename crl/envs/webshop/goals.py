@@ -68,9 +68,9 @@ def _worded(text: str, options: dict[str, str]) -> str:
 
 def _human(product: Product) -> Iterator[Need]:
     for number, told in enumerate(product["instructions"]):
-        if told["instruction_attributes"]:
-            text = told["instruction"].strip(".")
-            goal = _goal(product, text, told["instruction_attributes"], told["instruction_options"], _limit(product, number))
+        if told.instruction_attributes:
+            text = told.instruction.strip(".")
+            goal = _goal(product, text, told.instruction_attributes, told.instruction_options, _limit(product, number))
             yield Need(text, (goal,), 1.0)
 
 
