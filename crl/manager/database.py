@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -211,7 +212,7 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
             reason = _unreadable(db) or (_unguiding(db) if guiding else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
-            reason = f"it was not closed, and what is in {log.name} beside it can only be read where its directory is writable"
+            reason = f"it was not closed, and what is in {log.name} beside it can only be read where both and their directory are writable"
             raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
         if _code(error).startswith("SQLITE_CORRUPT"):
             remedy = f"Restore a copy, or {remedy[0].lower()}{remedy[1:]}"
@@ -291,10 +292,13 @@ def connect_to_read(path: Path) -> Connection:
 
     SQLite makes files beside the bank, and removes them for a connection that may write. So this one may, unless there is a log, which it
     would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
-    it reads without.
+    it reads without. So it does where the bank is not ours to write: what it made it could not remove, and the owner not use.
     """
     logged = _logged(path)
-    db = _connect(path, "ro" if logged else "rw")
+    if os.access(path, os.W_OK):
+        db = _connect(path, "ro" if logged else "rw")
+    else:
+        db = _connect(path, "ro&readonly_shm=1" if logged else "ro&immutable=1")
     try:
         db.execute("PRAGMA application_id")
     except BaseException as error:

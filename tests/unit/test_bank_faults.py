@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from banks import bank, finished_run, uids
@@ -179,11 +180,54 @@ def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
     assert "Go north." in whole[0][1]
     (copy / "bank.sqlite-shm").unlink()
     said = (
-        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where its "
-        "directory is writable. Copy both files to such a directory and use that copy.\n"
+        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where both and "
+        "their directory are writable. Copy both files to such a directory and use that copy.\n"
     )
     assert commands(READ_ONLY, copy, *looking) == [(2, "", said)] * 3
     assert "Go north." in bank("ls", copy).stdout
+
+
+# ── somebody else's bank ────────────────────────────────────────────────────────────────────────────────────────────
+
+LOOKS = """
+import json, os, sys
+from pathlib import Path
+from crl.config import load
+from crl.errors import ConfigError
+from crl.manager.reading import reading
+if not os.geteuid():
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+path = Path(sys.argv[1])
+try:
+    with reading(path) as bank:
+        print(json.dumps([[entry.text for entry in bank.entries()], sorted(os.listdir(path.parent))]))
+except ConfigError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) -> None:
+    """In a directory where it could: what it made it could not remove, and the owner not use."""
+
+    def looked() -> Any:
+        return json.loads(subprocess.run([sys.executable, "-c", LOOKS, path], env=ENVIRONMENT, check=True, capture_output=True).stdout)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        path = Path(shutil.copy(run / "bank.sqlite", folder))
+        path.chmod(0o644)
+        subprocess.run([sys.executable, "-c", KILLED, path], check=True)
+        log, index = (path.with_name(f"bank.sqlite-{name}") for name in ("wal", "shm"))
+        for file in (path, log, index):
+            file.chmod(0o444)
+        texts, files = looked()
+        assert ("Go north." in texts, files) == (True, ["bank.sqlite", "bank.sqlite-shm", "bank.sqlite-wal"])
+        index.unlink()
+        assert "and what is in bank.sqlite-wal beside it can only be read where both and their directory are writable" in looked()
+        log.unlink()
+        texts, files = looked()
+        assert ("Go north." in texts, files) == (False, ["bank.sqlite"])
+        assert os.listdir(folder) == ["bank.sqlite"]
 
 
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
