@@ -65,7 +65,7 @@ the episodes that it guided
      1  run/1/0/1        1      -1
      2  run/2/0/0        2      +1
 
-written by run/1/0/0: extractor version 0, 44 tokens, finish stop
+written by run/1/0/0: extractor version 0, 39 tokens, finish stop
 never trained on
 prompt
   <|im_start|>user
@@ -262,7 +262,7 @@ the episode that it guided
   step  episode    version  reward
      1  run/1/4/0        1      +1
 
-written by run/train/1/4/0/1: extractor version 0, 34 tokens, finish stop
+written by run/train/1/4/0/1: extractor version 0, 32 tokens, finish stop
 never trained on
 prompt
   <|im_start|>user
