@@ -7,9 +7,11 @@ all of it: the statements of a transaction follow one another without a way thro
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import sqlite3
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -205,7 +207,7 @@ class Database:
 def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> None:
     """Raises `ConfigError` when the file at `path` is no bank that this crl reads, and where it shall be `guiding`, when it has no active
     entry. The file is only read. key: the setting that names it; remedy: what to give in its place."""
-    if reason := several_names(path):
+    if reason := _out_of_reach(path) or several_names(path):
         raise ConfigError(key, str(path), reason, remedy)
     try:
         with closing(connect_to_read(path)) as db:
@@ -220,6 +222,19 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
         raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
     if reason:
         raise ConfigError(key, str(path), reason, remedy)
+
+
+def _out_of_reach(path: Path) -> str:
+    """Why there is nothing to be read; empty where there is. (Opening it to find out would end SQLite's locks on it.)"""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return "there is no such file"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if not regular:
+        return "it is no file"
+    return "" if os.access(path, os.R_OK) else f"it cannot be read ({os.strerror(errno.EACCES)})"
 
 
 def _unreadable(db: Connection) -> str:

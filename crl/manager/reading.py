@@ -202,10 +202,7 @@ class Comparison:
 
 def require_bank(path: Path) -> None:
     """Raises `ConfigError` where there is no bank that this crl reads."""
-    remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl"
-    if not path.is_file():
-        raise ConfigError("bank", str(path), "there is no such file", remedy)
-    check_bank(path, "bank", remedy)
+    check_bank(path, "bank", "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl")
 
 
 @contextmanager
