@@ -344,6 +344,20 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
     assert text == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
 
 
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\n", "\tsk-secret", "sk-secret…", "sk-secret\udcff", "sk-sécret"])
+async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(serve, monkeypatch: pytest.MonkeyPatch, key: str):
+    monkeypatch.setenv("WORDS_KEY", key)
+    endpoint = serve(embeddings)
+    text = await refused(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    assert text == (
+        "embedder.key_env = 'WORDS_KEY': what that variable holds cannot be sent: of its characters some are no printable ASCII, "
+        "such as the end of a line. Export the key alone."
+    )
+    assert endpoint.asked == []
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        require_embedder(EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY"))
+
+
 async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path):
     assert "is neither hash nor a URL, and no directory. Use hash, " in await refused(model=str(tmp_path / "none"))
     assert "holds no config.json" in await refused(model=str(tmp_path))
