@@ -22,7 +22,7 @@ from sqlite3 import Connection
 from typing import Any, TypeVar
 
 from crl.errors import ConfigError, StoreError
-from crl.manager.schema import APPLICATION_ID, DAMAGED, SCHEMA_VERSION, prepare
+from crl.manager.schema import APPLICATION_ID, DAMAGED, RESTORE, SCHEMA_VERSION, prepare
 from crl.manager.writer import WriterClaim, beside, several_names
 
 T = TypeVar("T")
@@ -217,7 +217,7 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
             reason = f"it was not closed, and what is in {log.name} beside it can only be read where both and their directory are writable"
             raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
         if _code(error).startswith("SQLITE_CORRUPT"):
-            remedy = f"Restore a copy, or {remedy[0].lower()}{remedy[1:]}"
+            remedy = f"{RESTORE[0].upper()}{RESTORE[1:]}, or {remedy[0].lower()}{remedy[1:]}"
             raise ConfigError(key, str(path), f"it is damaged ({error})", remedy) from error
         raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
     if reason:
@@ -391,7 +391,7 @@ def _code(error: Exception) -> str:
 
 
 REMEDIES = {
-    "SQLITE_NOTADB": "It is not a bank, or it is damaged: restore a copy or choose another path.",
+    "SQLITE_NOTADB": f"It is not a bank, or it is damaged: {RESTORE} or choose another path.",
     "SQLITE_CORRUPT": DAMAGED,
     "SQLITE_ERROR": DAMAGED,  # the statements are always the same: it is the tables that are others
     "SQLITE_READONLY": "Make the file and its directory writable.",

@@ -672,7 +672,8 @@ def test_a_damaged_page_is_one_line(copy: Path):
 def test_a_bank_that_was_cut_off_is_damaged(copy: Path, share: float):
     whole = copy.read_bytes()
     copy.write_bytes(whole[: int(share * len(whole))])
-    assert "it is damaged (database disk image is malformed). Restore a copy, or give a run directory" in refused("ls", copy)
+    whole_copy = "Restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+    assert f"it is damaged (database disk image is malformed). {whole_copy}, or give a run directory" in refused("ls", copy)
 
 
 def test_without_torch(run: Path):
