@@ -37,6 +37,19 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
         assert ("ratio" in row) == (row["what"] == "known")
 
 
+def test_updates_are_applied_under_every_number_of_waiting_episodes(rows):
+    updates = {row["waiting"]: row["updates/s"] for row in rows if row["load"] == "writes" and row["what"] == "known"}
+    assert min(updates[waiting] for waiting in (1, 20)) > 0
+
+
+def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+        benchmark.write_plot(benchmark.plot, rows, tmp_path / "results.json")
+    assert capsys.readouterr().out == "no plot: matplotlib is not installed\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_loads_are_compared_with_the_idle_bank(benchmark, rows):
     lines = benchmark.under_load(rows).splitlines()
     assert [line.split()[0] for line in lines] == ["p95", "50"] * 3
