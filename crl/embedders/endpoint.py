@@ -28,6 +28,9 @@ SHOWN = 300
 class EndpointEmbedder:
     """`crl.protocols.Embedder` by POST {url}/embeddings. `dim` and `name` are known once `connect` has returned.
 
+    `name` is what the bank knows its vectors by: the model's name and their dimension, and not the URL, since a model gives the same
+    vectors wherever it is served. Two endpoints that call different models the same are not told apart.
+
     model: its name there; key: sent as a bearer token, and never written anywhere, empty = none; batch: texts of one request. One that is
     refused for now (429, 5xx), or breaks, is sent again, ATTEMPTS times in all, with a pause of `backoff` seconds after the first and
     twice as long after each further one. Raises `EngineError`, with what the endpoint said.
