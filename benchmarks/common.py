@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, "commit": commit, **results}, indent=1) + "\n", "utf-8")
+
+
+def write_plot(plot: Callable[[Sequence[Mapping[str, Any]], Path], None], rows: Sequence[Mapping[str, Any]], results: Path) -> None:
+    """Draws the rows beside the results; says so where there is nothing to draw with."""
+    try:
+        plot(rows, results.with_suffix(".png"))
+    except ImportError:
+        print("no plot: matplotlib is not installed")
 
 
 def processor() -> str:

@@ -36,7 +36,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `crl train` is measured elsewhere
 
 import numpy as np
-from common import half_interval, mean_and_interval, write_results
+from common import half_interval, mean_and_interval, write_plot, write_results
 from latency_model import MOVES, LatencyModel, Walks
 
 from crl.config import load, resolve_model
@@ -398,10 +398,7 @@ def main() -> None:
                 print_row(one)
     if arguments.out:
         write_results(arguments.out, {"repetitions": repetitions, "turns": turns, "rows": rows})
-        try:
-            plot(rows, arguments.out.with_suffix(".png"))
-        except ImportError:
-            print("no plot: matplotlib is not installed")
+        write_plot(plot, rows, arguments.out)
 
 
 if __name__ == "__main__":

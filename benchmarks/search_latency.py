@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -40,7 +41,7 @@ from typing import Any, Literal, get_args
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the manager's BLAS has one thread, and so have the floors
 
 import numpy as np
-from common import write_results
+from common import write_plot, write_results
 from numpy.typing import NDArray
 
 from crl.engines.scripted import ScriptedEngine
@@ -49,6 +50,7 @@ from crl.manager.embed import HashEmbedder
 from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
 from crl.manager.store import Store
 from crl.protocols import Embedder, Hit, SearchRequest
+from crl.run.main import frozen_heap
 from crl.types import Completion, ExperienceUse, Sampling, Segment, Task
 
 BANKS, QUICK_BANKS = (100, 1_000, 10_000, 100_000), (100, 1_000)
@@ -359,11 +361,11 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
         await embeddings.learn([goal(place) for place in range(math.ceil(size / LESSONS))])
         async with opened(Path(folder) / "bank.sqlite", embeddings) as manager:
             await asyncio.gather(*manager._searcher._builds)
-            for waiting in waitings:
-                for load in get_args(Load):
+            for waiting, load in itertools.product(waitings, get_args(Load)):
+                with frozen_heap():  # as in a run
                     measured = await measure(manager, embeddings, keys, episodes, waiting, load, seconds)
-                    rows += [{"bank": size, "waiting": waiting, "load": load, "what": what, **row} for what, row in measured.items()]
-                    print_rows(rows[-len(measured) :])
+                rows += [{"bank": size, "waiting": waiting, "load": load, "what": what, **row} for what, row in measured.items()]
+                print_rows(rows[-len(measured) :])
         rows += await ray_latency(keys, embeddings, waitings, seconds)
     return rows
 
@@ -487,7 +489,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print("\nno rows of ray: it is not installed (pip install '.[benchmarks]')")
     if arguments.out:
         write_results(arguments.out, {"seconds": seconds, "rows": rows})
-        plot(rows, arguments.out.with_suffix(".png"))
+        write_plot(plot, rows, arguments.out)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
@@ -25,7 +26,8 @@ Row = TypeVar("Row")
 
 app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a bank.sqlite file.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", readable=False, help="A run directory, or a bank.sqlite file.")]
+"""Whether it can be read is for the command to say, in its own words."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
 TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")]
@@ -189,8 +191,8 @@ def dead(
 @app.command()
 @command
 def diff(
-    run: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory, or a bank.sqlite file.")],
-    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_A", readable=False, help="A run directory, or a bank.sqlite file.")],
+    other: Annotated[Path, typer.Argument(metavar="RUN_B", readable=False, help="Another one.")],
     limit: Limit = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -297,7 +299,7 @@ def prune(
 def _file(run: Path) -> Path:
     from crl.monitor.run_dir import RunDir
 
-    return RunDir(run).bank if run.is_dir() else run
+    return RunDir(run).bank if os.path.isdir(run) else run  # Path.is_dir raises where it may not look
 
 
 def _width() -> int | None:

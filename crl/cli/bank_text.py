@@ -25,7 +25,7 @@ from crl.manager.reading import (
 )
 
 LAST = 10
-"""Episodes, and questions, that `show` lists."""
+"""Episodes, questions and versions that `show` lists."""
 
 PERIODS = 8
 """Parts of an entry's history that `show` tells apart at most."""
@@ -169,10 +169,12 @@ class Story(Written):
         yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)" if entry.credited else "never credited"
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
-        yield from _titled("lineage, the newest first", _versions(self.lineage, short))
+        title = _first("lineage, the newest first", min(LAST, len(self.lineage)), len(self.lineage))
+        yield from _titled(title, _versions(self.lineage[:LAST], short))
         if self.absent:
             yield f"  came from what is not in this bank: {', '.join(map(line, self.absent))}"
-        yield from _titled("what came of it", _versions(self.offspring, short))
+        title = f"{_last('versions', len(self.offspring))} that came of it" if len(self.offspring) > LAST else "what came of it"
+        yield from _titled(title, _versions(self.offspring[-LAST:], short))
         yield from _titled("credit over time (of all versions)", history(self.uses))
         yield from _titled(f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:]))
         yield from _titled(f"{_last('questions', len(self.refinements))} that it answered", _refinements(self.refinements[-LAST:]))

@@ -4,6 +4,7 @@ imported."""
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
         raise ConfigError(
             key, name, f"is not a {key.removesuffix('s')} that crl knows", f"{did_you_mean(name, known)}; or give the path of a .toml file"
         )
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise ConfigError(key, name, "there is no such file", f"Give an existing .toml file or one of: {', '.join(known)}")
     return path

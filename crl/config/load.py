@@ -36,6 +36,8 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     """
     settings_of_preset = read_toml(preset_file(preset), "preset")
     compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
+    if not isinstance(compact.data, dict):
+        raise ConfigError("compact", compact.data, "is not a table", f"Write [compact] and its settings in {compact.origin}")
     start = Layer(str(preset_file(preset)), settings_of_preset)
     chosen = [Layer(f"--{key.rpartition('.')[2]}", nested(key, value)) for key, value in (options or {}).items()]
     chosen += [parse_set(text) for text in sets]
@@ -52,8 +54,6 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     for role, model in models.items():
         if model.path and not model.bundled:
             put(tree, f"{role}.model", str(model.path))  # a saved run must find it from any working directory
-    if isinstance(init := tree.get("bank", {}).get("init"), str) and init:
-        put(tree, "bank.init", str(Path(init).expanduser().resolve()))
     config = validated(RunConfig, tree, origins=origins)
     require_method(config.method)
     _refuse_ignored(config, chosen if preset in presets() else [start, *chosen])
@@ -207,7 +207,7 @@ def load_saved(run: Path) -> SavedRun:
         data.setdefault("extractor", {}).setdefault("merge_every", 0)  # a run of before there were merges had none
         if data.setdefault("bank", {}).get("cap") and data.get("retrieval", {}).get("choice") == "credit":
             data["bank"].setdefault("evict", "credit")  # it followed the choice
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error
     return SavedRun(validated(RunConfig, data, origins={"": str(path)}), prompts, recorded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +25,7 @@ def resolve_model(name: str, key: str = "actor.model") -> Path:
     """The directory of a bundled model, or `name` itself when it is a directory with a config.json. Raises `ConfigError`."""
     if name in bundled_models():
         return PACKAGE / "models" / name
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path.resolve()
     if path.is_dir():

@@ -29,7 +29,7 @@ RATE_WINDOW = 64
 OVERALL = "overall"
 """What all tasks together are called in figures, so no task is."""
 
-WITHOUT_EXPERIENCE = frozenset({"grpo"})
+WITHOUT_EXPERIENCE = ("grpo",)
 """Methods that have neither an extractor nor a bank."""
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
@@ -37,9 +37,17 @@ _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
-PromptFile = Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(Path(path).expanduser().resolve()))]
+
+
+def _absolute(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
+
+
+PromptFile = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
 """Saved absolute: a saved run must find it from any working directory."""
-Environment = Annotated[str, AfterValidator(lambda name: str(Path(os.path.expanduser(name)).resolve()) if ".py:" in name else name)]
+BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute(path))]
+"""The same; empty = none."""
+Environment = Annotated[str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)]
 """The same, where it is named by its file."""
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -180,7 +188,7 @@ class BankSection(Section):
     """whom an experience guides: episodes of its own task alone, or of any"""
     frozen: bool = False
     """keep the experiences of bank.init: nothing is distilled, the extractor is not trained; uses and credit are counted all the same"""
-    init: str = ""
+    init: BankFile = ""
     """start from a copy of this bank.sqlite of another run; empty = an empty bank"""
     cap: Count | None = None
     """active experiences of one goal; unset = any number"""
@@ -248,7 +256,7 @@ def _is_url(name: str) -> bool:
 
 
 def _embedder(name: str) -> str:
-    return name if name == "hash" or _is_url(name) else str(Path(name).expanduser().resolve())
+    return name if name == "hash" or _is_url(name) else _absolute(name)
 
 
 class EmbedderSection(Section):

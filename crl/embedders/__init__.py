@@ -55,6 +55,13 @@ def require_embedder(section: EmbedderSection) -> None:
 
 
 def _key(section: EmbedderSection) -> str:
-    if section.key_env and not os.environ.get(section.key_env):
+    """Raises `ConfigError`, which does not tell what the key is."""
+    if not section.key_env:
+        return ""
+    key = os.environ.get(section.key_env)
+    if not key:
         raise ConfigError("embedder.key_env", section.key_env, "the environment holds no such variable", "Export it, or leave it out")
-    return os.environ[section.key_env] if section.key_env else ""
+    if not (key.isascii() and key.isprintable()):
+        reason = "what that variable holds cannot be sent: of its characters some are no printable ASCII, such as the end of a line"
+        raise ConfigError("embedder.key_env", section.key_env, reason, "Export the key alone")
+    return key

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ SHOWN = 300
 
 class EndpointEmbedder:
     """`crl.protocols.Embedder` by POST {url}/embeddings. `dim` and `name` are known once `connect` has returned.
+
+    `name` is what the bank knows its vectors by: the model's name and their dimension, and not the URL, since a model gives the same
+    vectors wherever it is served. Two endpoints that call different models the same are not told apart.
 
     model: its name there; key: sent as a bearer token, and never written anywhere, empty = none; batch: texts of one request. One that is
     refused for now (429, 5xx), or breaks, is sent again, ATTEMPTS times in all, with a pause of `backoff` seconds after the first and
@@ -80,7 +83,7 @@ class EndpointEmbedder:
             with self._open(urllib.request.Request(self._url, body, headers), timeout=TIMEOUT) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
-            said = f"{error.code} {error.reason}: {self._quoted(error.read())}"
+            said = f"{error.code} {error.reason}: {self._quoted(_what_came(error))}"
             if error.code == 429 or error.code >= 500:
                 raise _Unavailable(said) from error
             raise self._error(said) from error
@@ -88,12 +91,15 @@ class EndpointEmbedder:
             raise _Unavailable(str(error.reason)) from error
         except (OSError, HTTPException) as error:  # while the answer is read
             raise _Unavailable(f"{type(error).__name__}: {error}") from error
+        except ValueError as error:  # of what the URL holds
+            raise self._error(f"it cannot be asked ({error})") from error
 
     def _vectors(self, answer: bytes, n: int) -> NDArray[np.float32]:
         try:
             rows: dict[int, Any] = {row["index"]: row["embedding"] for row in json.loads(answer)["data"]}
-            vectors = np.array([rows[i] for i in range(n)], np.float32)
-        except (ValueError, KeyError, TypeError) as error:
+            with np.errstate(over="ignore"):  # what is too large is refused below
+                vectors = np.array([rows[i] for i in range(n)], np.float32)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise self._error(f"the answer holds no embeddings of {n} texts: {self._quoted(answer)}") from error
         if vectors.ndim != 2 or not vectors.size or not np.isfinite(vectors).all():
             raise self._error(f"the answer's embeddings are no vectors of finite numbers: {self._quoted(answer)}")
@@ -105,6 +111,16 @@ class EndpointEmbedder:
 
     def _error(self, text: str) -> EngineError:
         return EngineError(f"embedder {self._url}: {text}")
+
+
+def _what_came(answer: urllib.error.HTTPError) -> bytes:
+    """Of its body: it may break off."""
+    try:
+        return answer.read()
+    except IncompleteRead as error:
+        return error.partial
+    except (OSError, HTTPException):
+        return b""
 
 
 class _Unavailable(Exception):

@@ -7,8 +7,11 @@ all of it: the statements of a transaction follow one another without a way thro
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import sqlite3
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from sqlite3 import Connection
 from typing import Any, TypeVar
 
 from crl.errors import ConfigError, StoreError
-from crl.manager.schema import APPLICATION_ID, DAMAGED, SCHEMA_VERSION, prepare
+from crl.manager.schema import APPLICATION_ID, DAMAGED, RESTORE, SCHEMA_VERSION, prepare
 from crl.manager.writer import WriterClaim, beside, several_names
 
 T = TypeVar("T")
@@ -204,21 +207,34 @@ class Database:
 def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> None:
     """Raises `ConfigError` when the file at `path` is no bank that this crl reads, and where it shall be `guiding`, when it has no active
     entry. The file is only read. key: the setting that names it; remedy: what to give in its place."""
-    if reason := several_names(path):
+    if reason := _out_of_reach(path) or several_names(path):
         raise ConfigError(key, str(path), reason, remedy)
     try:
         with closing(connect_to_read(path)) as db:
             reason = _unreadable(db) or (_unguiding(db) if guiding else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
-            reason = f"it was not closed, and what is in {log.name} beside it can only be read where its directory is writable"
+            reason = f"it was not closed, and what is in {log.name} beside it can only be read where both and their directory are writable"
             raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
         if _code(error).startswith("SQLITE_CORRUPT"):
-            remedy = f"Restore a copy, or {remedy[0].lower()}{remedy[1:]}"
+            remedy = f"{RESTORE[0].upper()}{RESTORE[1:]}, or {remedy[0].lower()}{remedy[1:]}"
             raise ConfigError(key, str(path), f"it is damaged ({error})", remedy) from error
         raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
     if reason:
         raise ConfigError(key, str(path), reason, remedy)
+
+
+def _out_of_reach(path: Path) -> str:
+    """Why there is nothing to be read; empty where there is. (Opening it to find out would end SQLite's locks on it.)"""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return "there is no such file"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if not regular:
+        return "it is no file"
+    return "" if os.access(path, os.R_OK) else f"it cannot be read ({os.strerror(errno.EACCES)})"
 
 
 def _unreadable(db: Connection) -> str:
@@ -291,10 +307,13 @@ def connect_to_read(path: Path) -> Connection:
 
     SQLite makes files beside the bank, and removes them for a connection that may write. So this one may, unless there is a log, which it
     would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
-    it reads without.
+    it reads without. So it does where the bank is not ours to write: what it made it could not remove, and the owner not use.
     """
     logged = _logged(path)
-    db = _connect(path, "ro" if logged else "rw")
+    if os.access(path, os.W_OK):
+        db = _connect(path, "ro" if logged else "rw")
+    else:
+        db = _connect(path, "ro&readonly_shm=1" if logged else "ro&immutable=1")
     try:
         db.execute("PRAGMA application_id")
     except BaseException as error:
@@ -372,7 +391,7 @@ def _code(error: Exception) -> str:
 
 
 REMEDIES = {
-    "SQLITE_NOTADB": "It is not a bank, or it is damaged: restore a copy or choose another path.",
+    "SQLITE_NOTADB": f"It is not a bank, or it is damaged: {RESTORE} or choose another path.",
     "SQLITE_CORRUPT": DAMAGED,
     "SQLITE_ERROR": DAMAGED,  # the statements are always the same: it is the tables that are others
     "SQLITE_READONLY": "Make the file and its directory writable.",

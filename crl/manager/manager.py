@@ -323,8 +323,9 @@ class ExperienceManager:
     async def merge(self) -> MergeStats | None:
         """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
 
-        Entries that no query can find together are merged apart: those of different tasks, and with goals in the keys those of
-        different goals. None: another merge is under way; nothing was done, and that is counted. Raises `EngineError`.
+        Merged apart are entries of different tasks, in a shared bank too, since what is made of them is of one task, and with goals in
+        the keys those of different goals, which different queries find. None: another merge is under way; nothing was done, and that
+        is counted. Raises `EngineError`.
         """
         if self._merging:
             self._merges_skipped += 1

@@ -202,10 +202,7 @@ class Comparison:
 
 def require_bank(path: Path) -> None:
     """Raises `ConfigError` where there is no bank that this crl reads."""
-    remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl"
-    if not path.is_file():
-        raise ConfigError("bank", str(path), "there is no such file", remedy)
-    check_bank(path, "bank", remedy)
+    check_bank(path, "bank", "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl")
 
 
 @contextmanager
@@ -279,13 +276,14 @@ class BankReader:
 
     def lineage(self, unit: UnitKey) -> list[VersionView]:
         """The version itself and all that it came from, the newest first."""
+        versions = {UnitKey(version.uid, version.version): version for version in self._versions()}
         found: dict[UnitKey, VersionView] = {}
         waiting = [unit]
         while waiting:
             key = waiting.pop()
-            for version in [] if key in found else self._versions("data ->> 'uid' = ? AND data ->> 'version' = ?", *key):
-                found[key] = version
-                waiting += [_unit(parent) for parent in version.parents]
+            if key in versions and key not in found:
+                found[key] = versions[key]
+                waiting += [_unit(parent) for parent in versions[key].parents]
         return sorted(found.values(), key=lambda version: -version.seq)
 
     def offspring(self, uid: str) -> list[VersionView]:
@@ -293,7 +291,7 @@ class BankReader:
         inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_AT} = ?)"
         return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
 
-    def _versions(self, where: str, *parameters: Any) -> list[VersionView]:
+    def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
         rows = self._rows(f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
         return [_version(row, json.loads(row["data"])) for row in rows]
 

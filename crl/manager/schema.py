@@ -14,7 +14,8 @@ from crl.manager.snapshots import keep_images
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
-DAMAGED = "The file is damaged: restore a copy or choose another path."
+RESTORE = "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+DAMAGED = f"The file is damaged: {RESTORE} or choose another path."
 
 
 def prepare(db: Connection, path: Path) -> None:

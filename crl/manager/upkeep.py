@@ -184,10 +184,10 @@ def _refused(path: Path, number: int, key: str, value: object, reason: str, reme
 
 def make_bank(path: Path, entries: Sequence[Entry]) -> None:
     """A new bank at `path` with these entries: all of it, or nothing. Raises `ConfigError` when it cannot be made there."""
-    for file in files_of(path):
-        if file.exists():
-            raise ConfigError("bank", str(file), "it exists, and is not written over", "Choose another path for the new bank")
     try:
+        for file in files_of(path):
+            if file.exists():
+                raise ConfigError("bank", str(file), "it exists, and is not written over", "Choose another path for the new bank")
         with TemporaryDirectory(prefix=".crl-import-", dir=path.parent) as folder:
             draft = Path(folder) / path.name
             asyncio.run(_fill(draft, entries))

@@ -94,8 +94,6 @@ def _teller(config: RunConfig, prompt: str) -> str:
 def require_bank(config: RunConfig) -> None:
     """Raises `ConfigError` for a bank that the run could not start from."""
     if config.with_experience and config.bank.init:
-        if not Path(config.bank.init).is_file():
-            raise ConfigError("bank.init", config.bank.init, "there is no such file", "Give the bank.sqlite of another run")
         remedy = "Give the bank.sqlite of another run, made by this version of crl"
         check_bank(Path(config.bank.init), "bank.init", remedy, guiding=config.bank.frozen)
 

@@ -4,8 +4,8 @@
                                                        life that goes back to the snapshot of an earlier one
     python manager_victim.py DIR storm KILLS SEED      killed at random instants, up to three times in a row
 
-Each under every rule of eviction. Prints as JSON how many lives were killed, in how many banks, what differed, and what a life leaves
-under each rule. Each life is a fork of this process, which opens no bank itself.
+Each under every rule of eviction, with `drain` to distil, and under one with `run`. Prints as JSON how many lives were killed, in how
+many banks, what differed, and what a life leaves of each. Each life is a fork of this process, which opens no bank itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,9 @@ from crl.manager.records import Evict
 from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
 
+Drain = Callable[[], Coroutine[Any, Any, None]]
+"""What distils all that was submitted."""
+
 ANSWERS = {
     "three": add("Go west.", "Then go north.", "Mind the trap."),
     "better": update("Go southwest."),
@@ -45,6 +48,8 @@ ANSWERS = {
     "none": "Hm.",
     "lost?": '[{"op": "refine", "text": "Two rooms north."}]',
 }
+
+RULES = len(get_args(Evict))
 
 MERGE = json.dumps([{"op": "merge", "targets": [1, 2], "text": "Go south, then west."}, {"op": "discard", "target": 3}])
 
@@ -95,21 +100,39 @@ SETTINGS = ManagerSettings(
 )  # fmt: skip
 
 
-async def life(path: Path, evict: Evict) -> None:
-    """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does."""
+async def life(path: Path, evict: Evict, running: bool) -> None:
+    """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does.
+
+    running: `manager.run()` distils, one request after the other, so that what is left does not depend on which answer comes first.
+    """
     renderer: Any = Characters()
-    prompts, settings = replace(PROMPTS, refine=write_refine), replace(SETTINGS, evict=evict)
+    prompts, settings = (
+        replace(PROMPTS, refine=write_refine),
+        replace(SETTINGS, evict=evict, concurrency=1 if running else SETTINGS.concurrency),
+    )
     manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, prompts, settings, seed=0)
+    drain = partial(run_until_settled, manager) if running else manager.drain
     manifest = path.with_name("manifest")
     if manifest.exists():
         await manager.rollback(checkpoint := int(manifest.read_text()))
     else:
-        await until_the_checkpoint(manager)
+        await until_the_checkpoint(manager, drain)
         draft = path.with_name("draft")
         draft.write_text(str(checkpoint := await manager.snapshot()))
         draft.rename(manifest)
-    await after_it(manager, checkpoint)
+    await after_it(manager, checkpoint, drain)
     await manager.aclose()
+
+
+async def run_until_settled(manager: ExperienceManager) -> None:
+    running = asyncio.create_task(manager.run())
+    while any([(await manager.stats())[f"queue/{state}"] for state in ("pending", "leased")]):
+        await asyncio.wait({running}, timeout=0.001)
+        if running.done():
+            running.result()
+    running.cancel()
+    await asyncio.wait({running})
+    await manager.flush()
 
 
 GUIDED, BETTER = hit("run/0/0/0#0"), hit("run/0/0/0#0", 2, "Go southwest.", "run/0/0/1")
@@ -118,7 +141,7 @@ STAIRS, SWIM = hit("run/1/0/0#1", text="Take the stairs."), hit("run/1/1/0#0", t
 SHORE = task(goal="Reach the shore.")
 
 
-async def until_the_checkpoint(manager: ExperienceManager) -> None:
+async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None:
     """What is repeated here changes nothing; a clock, and what may not be repeated, goes by the log."""
     if await has_done(manager, "retrieve"):
         manager.advance(1)
@@ -128,7 +151,7 @@ async def until_the_checkpoint(manager: ExperienceManager) -> None:
         manager.submit(request(member=2, note="broken")),
         manager.submit(request(member=3, note="hopeless")),
     )
-    await manager.drain()
+    await drain()
     await credit(manager, "run/0/1/0", True, GUIDED, (TRAP, "accept"))
     await credit(manager, "run/0/1/1", False, BETTER, (NORTH, "reject"))
     manager.advance(1)
@@ -141,10 +164,10 @@ async def until_the_checkpoint(manager: ExperienceManager) -> None:
 
     await manager.submit(request(1, 0, note="again"))
     await manager.submit(request(1, 1, note="elsewhere", of=SHORE))
-    await manager.drain()
+    await drain()
     for member, (note, voted_on) in enumerate([("down", STAIRS), ("down", STAIRS), ("up", SWIM), ("down", GUIDED)]):
         await manager.submit(request(1, 3, member, note=note, shown=(voted_on,)))
-    await manager.drain()
+    await drain()
     if not await has_done(manager, "train"):
         await train(manager)
     if not await has_done(manager, "chunk"):
@@ -152,7 +175,7 @@ async def until_the_checkpoint(manager: ExperienceManager) -> None:
     await manager.submit(request(1, 4, note="none"))  # open at the checkpoint
 
 
-async def after_it(manager: ExperienceManager, checkpoint: int) -> None:
+async def after_it(manager: ExperienceManager, checkpoint: int, drain: Drain) -> None:
     """A further operation has its place here and above, what the extractor says to it in `reply`; what it leaves is compared by
     `left_behind`."""
     manager.advance(2)
@@ -161,12 +184,12 @@ async def after_it(manager: ExperienceManager, checkpoint: int) -> None:
     for member, note in enumerate(["late", "hopeless", "three"]):
         await manager.submit(request(2, member=member, note=note, shown=(GUIDED,)))
     await manager.snapshot()
-    await manager.drain()
+    await drain()
     refined = await manager.refine(question(3, "lost?"), GUIDED)
     await credit(manager, "run/2/1/0", False, GUIDED, (refined, "refine"))
     await manager.snapshot(kept=[checkpoint])
     await manager.submit(request(2, 3, note="down", shown=(hit("run/2/0/2#0"),)))
-    await manager.drain()
+    await drain()
     await manager.merge()
     (found,) = await manager.search([search(group=2)])
     assert found
@@ -211,7 +234,7 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
         return {name: sorted(map(repr, db.execute(sql))) for name, sql in queries.items()}
 
 
-def live(path: Path, evict: Evict, *, before: int | None = None, after: float | None = None) -> bool:
+def live(path: Path, evict: Evict, running: bool, *, before: int | None = None, after: float | None = None) -> bool:
     """One life in a process of its own, killed before a statement or after so many seconds; True when it came to its end."""
     child = os.fork()
     if child == 0:
@@ -219,7 +242,7 @@ def live(path: Path, evict: Evict, *, before: int | None = None, after: float | 
         try:
             if before is not None:
                 arm(before)
-            asyncio.run(life(path, evict))
+            asyncio.run(life(path, evict, running))
             code = 0
         finally:
             os._exit(code)
@@ -254,13 +277,14 @@ def arm(kill_before: int) -> None:
 class Watch:
     """Counts kills and compares what is left, under one rule of eviction."""
 
-    def __init__(self, folder: Path, evict: Evict) -> None:
+    def __init__(self, folder: Path, evict: Evict, running: bool) -> None:
         self._folder = folder
-        self._evict: Evict = evict
+        self.evict: Evict = evict
+        self._running = running
         self.killed = self.banks = 0
         self.different: list[Any] = []
         begin = time.monotonic()
-        live(path := self.fresh("whole"), evict)
+        live(path := self.fresh("whole"), evict, running)
         self.seconds = time.monotonic() - begin
         self.expected = left_behind(path)
 
@@ -274,16 +298,16 @@ class Watch:
         return self._folder / name / "bank.sqlite"
 
     def kill(self, path: Path, **when: Any) -> bool:
-        killed = not live(path, self._evict, **when)
+        killed = not live(path, self.evict, self._running, **when)
         self.killed += killed
         return killed
 
     def finish(self, path: Path, name: Any) -> None:
         """The last life of a bank runs to its end."""
-        live(path, self._evict)
+        live(path, self.evict, self._running)
         self.banks += 1
         if left_behind(path) != self.expected:
-            self.different.append((self._evict, name))
+            self.different.append((self.evict, self._running, name))
 
 
 def statements(watches: Sequence[Watch], stride: int) -> None:
@@ -295,7 +319,7 @@ def statements(watches: Sequence[Watch], stride: int) -> None:
         return before - stride
 
     for i, watch in enumerate(watches):
-        first = 1 + i * stride // len(watches)  # their lives are alike: each is killed where the others are not
+        first = 1 + i % RULES * stride // RULES  # their lives are alike: each is killed where the others are not
         last = kill_before_each(watch, first, watch.fresh, "at first")
         watch.kill(late := watch.fresh("late"), before=last - 5)
         kill_before_each(watch, first, partial(watch.fresh, start=late.parent), "going back")
@@ -313,14 +337,13 @@ def storm(watches: Sequence[Watch], kills: int, seed: int) -> None:
 
 
 def main(folder: str, how: str, *numbers: str) -> None:
-    rules: tuple[Evict, ...] = get_args(Evict)
-    watches = [Watch(Path(folder), evict) for evict in rules]
+    watches = [Watch(Path(folder), evict, running=False) for evict in get_args(Evict)] + [Watch(Path(folder), "credit", running=True)]
     {"statements": statements, "storm": storm}[how](watches, *map(int, numbers))
     report = {
         "killed": sum(watch.killed for watch in watches),
         "banks": sum(watch.banks for watch in watches),
         "different": [one for watch in watches for one in watch.different],
-        "left": {evict: watch.expected for evict, watch in zip(rules, watches, strict=True)},
+        "left": [(watch.evict, watch.expected) for watch in watches],
     }
     print(json.dumps(report))
 

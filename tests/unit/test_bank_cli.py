@@ -24,6 +24,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.manager import ExperienceManager
 from crl.manager.embed import HashEmbedder
 from crl.manager.reading import UseView, reading, short_uids
+from crl.manager.records import UnitKey
 from crl.manager.schema import SCHEMA_VERSION
 from crl.protocols import Hit, Question
 from crl.types import Segment
@@ -228,6 +229,30 @@ def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
     offspring = {uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()}
     assert offspring == {"a": ["a@1"], "a@1": ["a@1@2"], "A": ["ab"], "a@1@2": [], "ab": []}
     assert [parsed("show", new, name)["entry"]["uid"] for name in ("a@7", "a@1@1", "a@1@2@1")] == ["a", "a@1", "a@1@2"]
+
+
+def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_path: Path):
+    """Each experience came of the one before it, and all of them of the first."""
+    parents = {f"e{i:02}": [f"e{before:02}@1" for before in {0, i - 1} if 0 <= before < i] for i in range(12)}
+    said = [{"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of} for uid, of in parents.items()]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
+    lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
+
+    def uids_under(title: str, shown: list[str]) -> list[str]:
+        first = shown.index(title) + 2
+        return [line.split()[2] for line in shown[first : shown.index("", first)]]
+
+    last = lines("show", new, "e11")
+    assert uids_under("lineage, the newest first (the first 10 of 12)", last) == [f"e{i:02}@1" for i in range(11, 1, -1)]
+    assert "what came of it" not in last
+    first = lines("show", new, "e00")
+    assert uids_under("lineage, the newest first", first) == ["e00@1"]
+    assert uids_under("the last 10 of the 11 versions that came of it", first) == [f"e{i:02}@1" for i in range(2, 12)]
+    assert len(parsed("show", new, "e11")["lineage"]) == 12
+    with reading(new) as view:
+        view._db.set_trace_callback((statements := []).append)
+        assert len(view.lineage(UnitKey("e11", 1))) == 12
+    assert len(statements) == 1
 
 
 def write_refine(question: Question, found: Hit) -> list[Segment]:
@@ -647,7 +672,8 @@ def test_a_damaged_page_is_one_line(copy: Path):
 def test_a_bank_that_was_cut_off_is_damaged(copy: Path, share: float):
     whole = copy.read_bytes()
     copy.write_bytes(whole[: int(share * len(whole))])
-    assert "it is damaged (database disk image is malformed). Restore a copy, or give a run directory" in refused("ls", copy)
+    whole_copy = "Restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+    assert f"it is damaged (database disk image is malformed). {whole_copy}, or give a run directory" in refused("ls", copy)
 
 
 def test_without_torch(run: Path):

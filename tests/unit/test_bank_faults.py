@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from banks import bank, finished_run, uids
+from banks import bank, finished_run, refused, uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,11 +180,90 @@ def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
     assert "Go north." in whole[0][1]
     (copy / "bank.sqlite-shm").unlink()
     said = (
-        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where its "
-        "directory is writable. Copy both files to such a directory and use that copy.\n"
+        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where both and "
+        "their directory are writable. Copy both files to such a directory and use that copy.\n"
     )
     assert commands(READ_ONLY, copy, *looking) == [(2, "", said)] * 3
     assert "Go north." in bank("ls", copy).stdout
+
+
+# ── somebody else's bank ────────────────────────────────────────────────────────────────────────────────────────────
+
+AS_NOBODY = "if not os.geteuid(): os.setgroups([]), os.setgid(65534), os.setuid(65534)"
+"""After all imports: the modules may be root's alone."""
+
+LOOKS = f"""
+import json, os, sys
+from pathlib import Path
+from crl.config import load
+from crl.errors import ConfigError
+from crl.manager.reading import reading
+{AS_NOBODY}
+path = Path(sys.argv[1])
+try:
+    with reading(path) as bank:
+        print(json.dumps([[entry.text for entry in bank.entries()], sorted(os.listdir(path.parent))]))
+except ConfigError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) -> None:
+    """In a directory where it could: what it made it could not remove, and the owner not use."""
+
+    def looked() -> Any:
+        return json.loads(subprocess.run([sys.executable, "-c", LOOKS, path], env=ENVIRONMENT, check=True, capture_output=True).stdout)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        path = Path(shutil.copy(run / "bank.sqlite", folder))
+        path.chmod(0o644)
+        subprocess.run([sys.executable, "-c", KILLED, path], check=True)
+        log, index = (path.with_name(f"bank.sqlite-{name}") for name in ("wal", "shm"))
+        for file in (path, log, index):
+            file.chmod(0o444)
+        texts, files = looked()
+        assert ("Go north." in texts, files) == (True, ["bank.sqlite", "bank.sqlite-shm", "bank.sqlite-wal"])
+        index.unlink()
+        assert "and what is in bank.sqlite-wal beside it can only be read where both and their directory are writable" in looked()
+        log.unlink()
+        texts, files = looked()
+        assert ("Go north." in texts, files) == (False, ["bank.sqlite"])
+        assert os.listdir(folder) == ["bank.sqlite"]
+
+
+FAILS = f"""
+import json, os, sys
+from banks import bank, refused
+known, *paths = sys.argv[1:]
+COMMANDS = [["ls"], ["stats"], ["export"], ["dead", "--retry"], ["prune", "--max-entries", "9", "--yes"]]
+for name, *options in COMMANDS:
+    bank(name, known, *options), bank(name, "none", *options)
+{AS_NOBODY}
+print(json.dumps([[refused(name, path, *options) for name, *options in COMMANDS] for path in paths]))
+"""
+
+
+def test_what_cannot_be_read_is_named_with_the_reason(copy: Path, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        closed, locked, barred = Path(place, "closed.sqlite"), Path(place, "locked"), Path(place, "barred")
+        shutil.copy(copy / "bank.sqlite", closed)
+        shutil.copytree(copy, locked)
+        shutil.copytree(copy, barred)
+        for path in (closed, locked, barred / "bank.sqlite"):
+            path.chmod(0)
+        wanted = {path: "Permission denied" for path in (closed, locked, locked / "bank.sqlite", barred)}
+        wanted |= {closed.with_name("x" * 300): "File name too long", closed / "bank.sqlite": "Not a directory"}
+        said = json.loads(subprocess.check_output([sys.executable, "-c", FAILS, copy, *wanted], env=ENVIRONMENT))
+        locked.chmod(0o700)
+    remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl."
+    for (path, reason), errors in zip(wanted.items(), said, strict=True):
+        file = path / "bank.sqlite" if path in (locked, barred) else path
+        assert errors == [f"error: bank = '{file}': it cannot be read ({reason}). {remedy}\n"] * len(errors)
+    assert "'/dev/null': it is no file" in refused("ls", "/dev/null")
+    (lessons := tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
+    assert "cannot be made (File name too long)" in refused("import", tmp_path / ("x" * 300), lessons)
 
 
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────

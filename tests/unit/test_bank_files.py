@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -116,13 +117,18 @@ def trained(path: Path, folder: Path) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-DAMAGED = "The file is damaged: restore a copy or choose another path."
+DAMAGED = (
+    "The file is damaged: restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's) or choose "
+    "another path."
+)
 
 
 @pytest.mark.parametrize("version", [0, -1])
 async def test_a_version_that_no_crl_writes(run: Path, tmp_path: Path, version: int) -> None:
     path = changed(run, tmp_path, f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreError, match=rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. {DAMAGED}$"):
+    with pytest.raises(
+        StoreError, match=rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. {re.escape(DAMAGED)}$"
+    ):
         await Store.open(path)
     result = bank("ls", path)
     reason = f"its schema version {version} is one that no crl writes: the file is damaged"
@@ -186,6 +192,6 @@ async def test_rows_that_no_crl_wrote(run: Path, tmp_path: Path) -> None:
     path = changed(run, tmp_path, "UPDATE requests SET payload = '[]' WHERE payload IS NOT NULL", "UPDATE generations SET logprobs = X'00'")
     store = await Store.open(path)
     for reading_them in (store.lease(), store.generations(["run/0/0/0"])):
-        with pytest.raises(StoreError, match=rf"copy.sqlite: it cannot be read \(.*\. {DAMAGED}$"):
+        with pytest.raises(StoreError, match=rf"copy.sqlite: it cannot be read \(.*\. {re.escape(DAMAGED)}$"):
             await reading_them
     await store.aclose()

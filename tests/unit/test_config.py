@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,34 @@ def test_a_value_where_a_section_belongs_does_not_vanish(model: Path, tmp_path: 
     assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(model, "tasks.room.stream.x.y=1")
 
 
+KEYS = sorted({key.replace("NAME", "room") for key in dotted_keys()} - {"preset", "actor.model"})
+SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS} - {""})
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("3", "3"), ("word", "'word'"), ("[1]", "[1]"), ("true", "True"), ("[{ x = 1 }]", "[{'x': 1}]")]
+)
+def test_no_section_is_a_value(model: Path, value: str, shown: str):
+    for section in SECTIONS:
+        own = rf"is a section, not a value\. Set one of its keys: {section}\.|is a value, so there can be no {section}\."
+        assert re.match(rf"{section} = {re.escape(shown)}: ({own})", refusal(model, f"{section}={value}"))
+
+
+@pytest.mark.parametrize("value", ["{ x = 1 }", "[[1]]", "~nobody-has-this-name/x", '"a\\u0000b"'])
+def test_whatever_a_setting_is_set_to_is_read_or_refused(model: Path, value: str):
+    for key in KEYS:
+        with suppress(ConfigError):
+            resolved(model, f"{key}={value}")
+
+
+@pytest.mark.parametrize("text", ["compact = 3", "[[compact]]\nx = 1"])
+def test_what_a_preset_has_for_tiny_models_is_a_table(model: Path, tmp_path: Path, text: str):
+    (preset := tmp_path / "mine.toml").write_text(text)
+    said = refusal(model, preset=str(preset))
+    assert said.startswith("compact = ")
+    assert said.endswith(f"is not a table. Write [compact] and its settings in {preset}.")
+
+
 def test_tasks_are_named_once_and_chosen_by_their_option(model: Path):
     assert refusal(model, tasks=("room", "room")) == "tasks = 'room,room': room is there twice. Name each task once."
     assert "tasks = '': names no task. Give at least one" in refusal(model, tasks=("",))
@@ -392,7 +421,14 @@ def test_a_run_that_is_none_or_cannot_be_read(model: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_saved(tmp_path)
     dump(resolved(model), tmp_path / "config.json")
-    saved = json.loads((tmp_path / "config.json").read_text())
+    whole = (tmp_path / "config.json").read_text()
+    for key in ("extractor", "bank", "retrieval"):
+        saved = json.loads(whole)
+        saved["config"][key] = 3
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_saved(tmp_path)
+    saved = json.loads(whole)
     saved["config"]["actor"]["future"] = 1
     (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"actor\.future = 1: is not a setting \(from .*config\.json\)"):

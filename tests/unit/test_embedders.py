@@ -187,6 +187,10 @@ Answer = tuple[int, Any]
 """A status, and what is sent as JSON, or bytes as they are."""
 
 
+CUT_OFF = b"wait until"
+"""An answer that ends like this is announced to be longer."""
+
+
 class Endpoint:
     """An HTTP server on this machine. asked: what came, with headers; answer: of the n-th request, counted from 0."""
 
@@ -206,6 +210,8 @@ class Endpoint:
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", "/elsewhere")
+                if text.endswith(CUT_OFF):
+                    self.send_header("Content-Length", str(len(text) + 9))
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -281,6 +287,25 @@ async def test_what_is_refused_for_now_is_sent_again(serve, status: int):
     made.close()
 
 
+@pytest.mark.parametrize(("status", "said"), [(503, "503 Service Unavailable: wait until, "), (200, "IncompleteRead")])
+async def test_an_answer_that_breaks_off_is_asked_for_again(serve, status: int, said: str):
+    endpoint = serve(lambda n, body: embeddings(n, body) if n in (0, 2) else (status, CUT_OFF))
+    made = await connected(endpoint)
+    assert (await made.embed(["Go west."])).shape == (1, 3)
+    assert len(endpoint.asked) == 3
+    with pytest.raises(EngineError, match=rf"/v1/embeddings: {said}.*{ATTEMPTS} times in a row"):
+        await made.embed(["Go west."])
+    made.close()
+
+
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http://höst/v1/é", "http://" + "x" * 99 + ".y/v1"])
+async def test_a_url_that_cannot_be_asked(url: str):
+    made = EndpointEmbedder(url, "words", backoff=0.0)
+    with pytest.raises(EngineError, match=r"^embedder http://"):
+        await made.connect()
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -292,6 +317,12 @@ async def test_what_is_refused_for_now_is_sent_again(serve, status: int):
         ((200, {"data": [{"index": 0, "embedding": [1.0, 2.0]}]}), "vectors of 2 numbers came, not of 3 as at first"),
         ((200, b'{"data": [{"index": 0, "embedding": [1.0, NaN, 0.0]}]}'), "no vectors of finite numbers"),
         ((200, {"data": [{"index": 0, "embedding": "AACA"}]}), "holds no embeddings"),
+        ((200, {"data": [{"index": 0, "embedding": [1.0, 10**400, 0.0]}]}), "holds no embeddings"),
+        ((200, {"data": [{"index": 10**400, "embedding": [1.0, 2.0, 0.0]}]}), "holds no embeddings"),
+        ((200, b'{"data": [{"index": 0, "embedding": [1e39, 1e400, 0.0]}]}'), "no vectors of finite numbers"),
+        ((200, b'{"data": ' + b"[" * 100_000), "holds no embeddings"),
+        ((200, b'{"data": [{"index": 0, "embedding": ' + b"[" * 99 + b"]" * 99 + b"}]}"), "holds no embeddings"),
+        ((401, CUT_OFF), "401 Unauthorized: wait until$"),
     ],
 )
 async def test_what_will_not_go_well_fails_at_once_with_what_was_said(serve, answer: Answer, said: str):
@@ -342,6 +373,20 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
     assert text.endswith("Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up.")
     text = await refused(model=gone.url, name="words", key_env="NO_SUCH_KEY")
     assert text == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\n", "\tsk-secret", "sk-secret…", "sk-secret\udcff", "sk-sécret"])
+async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(serve, monkeypatch: pytest.MonkeyPatch, key: str):
+    monkeypatch.setenv("WORDS_KEY", key)
+    endpoint = serve(embeddings)
+    text = await refused(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    assert text == (
+        "embedder.key_env = 'WORDS_KEY': what that variable holds cannot be sent: of its characters some are no printable ASCII, "
+        "such as the end of a line. Export the key alone."
+    )
+    assert endpoint.asked == []
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        require_embedder(EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY"))
 
 
 async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path):

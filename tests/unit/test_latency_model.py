@@ -13,7 +13,7 @@ from crl.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from latency_model import LatencyModel  # pyright: ignore[reportMissingImports]
+from latency_model import PER_REQUEST, PREFILL, LatencyModel  # pyright: ignore[reportMissingImports]
 
 
 class Unclocked(LatencyModel):
@@ -41,6 +41,47 @@ async def test_a_request_that_was_cancelled_takes_no_time_of_the_others() -> Non
     decoding[0].cancel()
     await asyncio.wait([*decoding, *reading])
     assert (len(engine._read), engine._decoding) == (0, [])
+    await engine.aclose()
+
+
+def later(engine: LatencyModel, seconds: float) -> None:
+    """So much time has gone by."""
+    assert engine._tick
+    engine._tick.cancel()
+    engine._then -= seconds
+    engine._advance()
+
+
+async def test_the_time_spent_on_a_prompt_that_was_cancelled_reads_no_other_one() -> None:
+    engine = LatencyModel(renderer(), lambda session: ["north"], median=4)
+    long, short = (asyncio.create_task(engine._served(round(PREFILL * seconds), 10)) for seconds in (100, 5))
+    await asyncio.sleep(0)
+    later(engine, 50)
+    long.cancel()
+    await asyncio.wait([long])
+    later(engine, 3)
+    assert len(engine._read) == 1, "it takes 5 seconds"
+    later(engine, 3)
+    assert not engine._read
+    short.cancel()
+    await asyncio.wait([short])
+    await engine.aclose()
+
+
+async def test_of_those_that_are_left_the_shortest_ends_first() -> None:
+    engine = LatencyModel(renderer(), lambda session: ["north"], median=4)
+    first, last, next_one = tasks = [asyncio.create_task(engine._served(0, round(PER_REQUEST * seconds))) for seconds in (10, 50, 20)]
+    await asyncio.sleep(0)
+    later(engine, 0.0)
+    assert len(engine._decoding) == 3
+    first.cancel()
+    await asyncio.wait([first])
+    later(engine, 30)
+    await asyncio.sleep(0)
+    assert [task.done() for task in tasks] == [True, False, True]
+    assert next_one.exception() is None
+    last.cancel()
+    await asyncio.wait([last])
     await engine.aclose()
 
 

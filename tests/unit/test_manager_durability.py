@@ -581,7 +581,8 @@ STATES = ["done"] * 2 + ["dead"] * 2 + ["done"] * 8 + ["dead"] + ["done"] * 2
 
 def expect_nothing_lost(report: dict[str, Any]) -> None:
     assert report["different"] == []
-    for rule, left in report["left"].items():
+    assert [rule for rule, _ in report["left"]] == [*EVICTED, "credit"]
+    for rule, left in report["left"]:
         assert [ast.literal_eval(row)[1] for row in left["requests"]] == STATES
         log = [ast.literal_eval(row) for row in left["log"]]
         assert {kind for _, kind, *_ in log} == DONE, "every kind of operation is done"

@@ -9,6 +9,8 @@ from typing import get_args
 
 import pytest
 
+from crl.manager.embed import HashEmbedder
+
 
 @pytest.fixture(scope="module")
 def benchmark():
@@ -35,6 +37,25 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
         assert 0 < row["p50"] <= row["p95"] <= row["max"]
         assert row["searches/s"] > 0
         assert ("ratio" in row) == (row["what"] == "known")
+
+
+async def test_updates_are_applied_in_every_measurement(benchmark, tmp_path):
+    """In the second one, too, of entries that the first one updated: all that there are."""
+    embeddings = benchmark.Embeddings(HashEmbedder())
+    keys, episodes = await benchmark.fill(tmp_path / "bank.sqlite", 2, embeddings), benchmark.Episodes(2)
+    await embeddings.learn([benchmark.goal(0)])
+    async with benchmark.opened(tmp_path / "bank.sqlite", embeddings) as manager:
+        for waiting in (1, 20):
+            measured = await benchmark.measure(manager, embeddings, keys, episodes, waiting, "writes", 0.3)
+            assert measured["known"]["updates/s"] > 0
+
+
+def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+        benchmark.write_plot(benchmark.plot, rows, tmp_path / "results.json")
+    assert capsys.readouterr().out == "no plot: matplotlib is not installed\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_loads_are_compared_with_the_idle_bank(benchmark, rows):
