@@ -39,7 +39,8 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.delenv("ALFWORLD_DATA", raising=False)
+        patch.setenv("ALFWORLD_DATA", "")  # alfworld sets it when it is imported: to be undone, it must be known here
+        patch.delenv("ALFWORLD_DATA")
         yield
 
 
