@@ -77,9 +77,13 @@ def train(
     run_dir = run_dir or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
     require_free(run_dir)
     if dry_run:
+        from crl.run.gpu_plan import gpu_plan
         from crl.run.plan import plan
 
-        typer.echo(plan(config))
+        gpus = gpu_plan(config)
+        typer.echo(plan(config, gpus))
+        if gpus:
+            gpus.require_fit()
         return 0
     from crl.run.main import train as run
 
