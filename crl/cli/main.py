@@ -14,6 +14,7 @@ import typer
 import crl
 from crl.cli import bank, tasks
 from crl.cli.command import command
+from crl.cli.doctor import doctor
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -125,6 +126,7 @@ def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The direct
 
 app.command("tasks")(tasks.list_tasks)
 app.command("play")(tasks.play)
+app.command("doctor")(doctor)
 
 
 @app.command("make-models")

@@ -97,7 +97,8 @@ class OptimizerSection(Section):
 
 class ActorSection(Section):
     model: Annotated[str, Field(min_length=1)] = "tiny-actor"
-    """the actor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face cache"""
+    """the actor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face
+    cache"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """softmax temperature of sampling and training, above 0"""
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768

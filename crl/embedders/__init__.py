@@ -54,6 +54,11 @@ def require_embedder(section: EmbedderSection) -> None:
         read_recipe(Path(section.model))
 
 
+def encoder_folder(path: Path) -> Path:
+    """Where config.json and weights of the encoder in a directory are. Raises `ConfigError`."""
+    return read_recipe(path).folder
+
+
 def _key(section: EmbedderSection) -> str:
     if section.key_env and not os.environ.get(section.key_env):
         raise ConfigError("embedder.key_env", section.key_env, "the environment holds no such variable", "Export it, or leave it out")

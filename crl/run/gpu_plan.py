@@ -18,7 +18,7 @@ from crl.config.models import model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import KNOWN, ModelShape
 from crl.config.validate import validated
-from crl.embedders.recipe import read_recipe
+from crl.embedders import encoder_folder
 from crl.errors import ConfigError
 from crl.run.gpu_memory import GIB, Memory, embedder_memory, host_memory, learner_memory, torch_engine_memory, vllm_memory
 from crl.run.gpus import Gpu, visible_gpus
@@ -148,14 +148,14 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
 
 
 def _encoder_shape(model: str) -> ModelShape:
-    return model_shape(model if model in KNOWN else str(read_recipe(Path(model)).folder), "embedder.model")
+    return model_shape(model if model in KNOWN else str(encoder_folder(Path(model))), "embedder.model")
 
 
 def _needs(config: RunConfig, shapes: Mapping[str, ModelShape]) -> list[Need]:
     trained = {"actor": True, "extractor": config.extractor.train and not config.bank.frozen}
     needs = []
     for model in ("actor", "extractor") if config.with_experience else ("actor",):
-        if config.engine.device != "cpu":
+        if config.engine.kind == "vllm" or config.engine.device != "cpu":
             needs.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
             needs.append(_learner(config, model, shapes[model]))
