@@ -13,7 +13,17 @@ from crl.config.schema import LearnerSection
 from crl.config.shapes import KNOWN, ModelShape, read_shape
 from crl.errors import ConfigError
 from crl.run.gpu_memory import (
-    GIB, LOGITS_CHUNK, POOLING, PREFILL, PROCESS, SERVING, embedder_memory, host_memory, learner_memory, torch_engine_memory, vllm_memory,
+    GIB,
+    LOGITS_CHUNK,
+    POOLING,
+    PREFILL,
+    PROCESS,
+    SERVING,
+    embedder_memory,
+    host_memory,
+    learner_memory,
+    torch_engine_memory,
+    vllm_memory,
 )  # fmt: skip
 
 SMALL = ModelShape(1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2, vocabulary=100)
@@ -57,9 +67,9 @@ def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
         model_shape(str(tmp_path))
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    with pytest.raises(ConfigError, match="its sizes cannot be read .KeyError: 'num_attention_heads'"):
+    with pytest.raises(ConfigError, match="its sizes cannot be read"):
         model_shape(str(tmp_path))
-    with pytest.raises(ConfigError, match="Restore the config.json"):
+    with pytest.raises(ConfigError, match="Restore the config"):
         read_shape(tmp_path / "nowhere", 1, "actor.model")
 
 
@@ -114,7 +124,7 @@ def test_buckets_and_copies():
 
 
 def test_activations_by_hand():
-    """bf16, per token and layer: two norms of 4 + 2 + 2 bytes · 8; attention 2 bytes · (8 + 4 + 4 + 8); MLP 2 bytes · 4 · 32: 128 + 48 + 256."""
+    """bf16, per token and layer: norms 2 · (4 + 2 + 2) bytes · 8, attention 2 · (8 + 4 + 4 + 8), MLP 2 · 4 · 32: 128 + 48 + 256 bytes."""
     logits = 3 * 4 * LOGITS_CHUNK * 100
     whole = learner_memory(SMALL, deepspeed(), 1000).activations
     assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits

@@ -204,10 +204,10 @@ def test_models_that_nothing_makes_fit():
 
 
 def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="gpus = 8: this machine shows 0 GPUs. Choose at most 0, or look at crl doctor"):
+    with pytest.raises(ConfigError, match="gpus = 8: this machine shows 0 GPUs"):
         require_gpus(config())
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
-    with pytest.raises(ConfigError, match="would hold .* of 15.2 usable ones"):
+    with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
         require_gpus(config())
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(8)])
     require_gpus(config())
