@@ -1,8 +1,8 @@
 """What one GPU holds of a model that is trained or sampled from, in bytes: arithmetic on its sizes, so that a plan can be made anywhere.
 
-States: 16 bytes a parameter (Rajbhandari et al., ZeRO, 2020, §3.1), cut by ZeRO's stage. Activations: what the backward pass of a
-transformer keeps, counted as Korthikanti et al. do (2022, §4), for gated MLPs and an attention that keeps no scores. The constants are
-allowances, on the safe side; they were not measured.
+States are counted as by Rajbhandari et al. (ZeRO, 2020, §3.1), but with gradients that are added up in fp32. Activations: what the backward
+pass of a transformer keeps, counted as by Korthikanti et al. (2022, §4), for gated MLPs and an attention that keeps no scores. The constants
+are allowances, on the safe side; they were not measured.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROCESS = 1.0 * GIB
 SERVING = 3.0 * GIB
 """vLLM beside weights and cache: the forward pass of a full batch, CUDA graphs, the sampler's logits."""
 
-POOLING = 1.0 * GIB
+POOLING = 2.0 * GIB
 """The forward pass of an embedder's batch."""
 
-LOGITS_CHUNK = 1024
-"""Tokens whose logits are there at a time."""
+LOGITS = 1 << 26
+"""Logits that the training step computes at a time."""
 
 BUCKET = 500_000_000
 """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size), and of the one for gathering parameters again."""
@@ -52,29 +52,38 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Of the numbers that a learner on a GPU computes with, and the torch engine beside it."""
+    half = shape.half if learner.precision == "auto" else learner.precision == "bfloat16"
+    return 2 if half else 4
+
+
 def learner_memory(shape: ModelShape, learner: LearnerSection, tokens: int, *, reference: bool = False) -> Memory:
-    """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term."""
-    n, deepspeed, bf16 = shape.parameters, learner.kind == "deepspeed", learner.precision != "float32"
-    width = 2 if bf16 else 4
-    # DeepSpeed computes with bf16 weights and keeps fp32 ones with the optimizer; the local learner has fp32 ones and casts.
-    weights, gradients, optimizer = (2, 2, 12) if deepspeed and bf16 else (4, 4, 8)
-    ranks = learner.ranks if deepspeed else 1
+    """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term.
+
+    In 16 bits the optimizer has fp32 weights besides its two means. What is offloaded takes the gradients along.
+    """
+    n, width = shape.parameters, number_bytes(shape, learner)
+    deepspeed, zero = learner.kind == "deepspeed", learner.zero if learner.kind == "deepspeed" else 0
+    optimizer = 12 if width == 2 else 8
+    away = deepspeed and learner.offload
 
     def cut(stage: int) -> int:
-        return ranks if deepspeed and learner.zero >= stage else 1
+        return learner.ranks if zero >= stage else 1
 
     return Memory(
-        weights=n * (weights + (weights if reference else 0)) / cut(3),
-        gradients=n * gradients / cut(2),
-        optimizer=0.0 if deepspeed and learner.offload else n * optimizer / cut(1),
-        activations=_activations(shape, tokens, width, checkpointing=learner.activation_checkpointing) + _logits(shape),
-        other=PROCESS + (_buckets(n, learner.zero, width) if deepspeed else n * (4 + (2 if bf16 else 0))),  # published copy; casts
+        weights=n * width * (2 if reference else 1) / cut(3),
+        gradients=0.0 if away and zero >= 2 else n * 4 / cut(2),
+        optimizer=0.0 if away else n * optimizer / cut(1),
+        activations=_activations(shape, tokens, width, checkpointing=learner.activation_checkpointing) + _logits(shape, tokens),
+        other=PROCESS + (_buckets(n, zero, width) if deepspeed else n * width),  # the local learner publishes a copy
     )
 
 
 def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
-    """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, and gradients on their way to them."""
-    return 16.0 * shape.parameters if learner.kind == "deepspeed" and learner.offload else 0.0
+    """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, and the gradients for them."""
+    states = 16 if number_bytes(shape, learner) == 2 else 12
+    return float(states * shape.parameters) if learner.kind == "deepspeed" and learner.offload else 0.0
 
 
 def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int) -> Memory:
@@ -85,20 +94,25 @@ def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int) -> Memory:
     )  # fmt: skip
 
 
-def torch_engine_memory(shape: ModelShape, max_batch: int, tokens: int) -> Memory:
-    """Of the in-process engine, in float32: rows for all of a batch, whose length doubles as needed, and as much for kept prefixes."""
+def torch_engine_memory(shape: ModelShape, max_batch: int, tokens: int, width: int) -> Memory:
+    """Of the in-process engine: rows for all of a batch, whose length doubles as needed, and as much for kept prefixes.
+
+    width: bytes of its numbers.
+    """
     longest = max(128, 1 << (tokens - 1).bit_length())
     return Memory(
-        weights=4 * shape.parameters,
-        cache=2 * max_batch * longest * shape.kv_bytes(4),
-        activations=PREFILL * _layer(shape, 4) + 3 * 4 * max_batch * shape.vocabulary,
+        weights=width * shape.parameters,
+        cache=2 * max_batch * longest * shape.kv_bytes(width),
+        activations=PREFILL * _layer(shape, width) + 3 * 4 * max_batch * shape.vocabulary,
         other=PROCESS,
     )
 
 
-def embedder_memory(shape: ModelShape) -> Memory:
-    """In the numbers of its checkpoint, at most four bytes each for an encoder of this process, two for vLLM: two are counted."""
-    return Memory(weights=2 * shape.parameters, other=PROCESS + POOLING)
+def embedder_memory(shape: ModelShape, *, vllm: bool) -> Memory:
+    """In the numbers of its checkpoint; vLLM wants keys and values of the longest text that the model reads."""
+    width = 2 if shape.half else 4
+    cache = shape.max_context * shape.kv_bytes(width) if vllm else 0
+    return Memory(weights=width * shape.parameters, cache=cache, other=PROCESS + POOLING)
 
 
 def _layer(shape: ModelShape, width: int) -> int:
@@ -116,9 +130,9 @@ def _activations(shape: ModelShape, tokens: int, width: int, *, checkpointing: b
     return tokens * float(layers + 3 * width * shape.intermediate)
 
 
-def _logits(shape: ModelShape) -> float:
+def _logits(shape: ModelShape, tokens: int) -> float:
     """In fp32: logits, log-probs, their gradient."""
-    return 3.0 * 4 * LOGITS_CHUNK * shape.vocabulary
+    return 3.0 * 4 * min(LOGITS, tokens * shape.vocabulary)
 
 
 def _buckets(parameters: int, zero: int, width: int) -> float:

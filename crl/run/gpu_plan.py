@@ -20,7 +20,7 @@ from crl.config.shapes import KNOWN, ModelShape
 from crl.config.validate import validated
 from crl.embedders import encoder_folder
 from crl.errors import ConfigError
-from crl.run.gpu_memory import GIB, Memory, embedder_memory, host_memory, learner_memory, torch_engine_memory, vllm_memory
+from crl.run.gpu_memory import GIB, Memory, embedder_memory, host_memory, learner_memory, number_bytes, torch_engine_memory, vllm_memory
 from crl.run.gpus import Gpu, visible_gpus
 
 USABLE = 0.95
@@ -37,14 +37,16 @@ Role = Literal["actor engine", "actor learner", "extractor engine", "extractor l
 
 @dataclass(frozen=True)
 class Need:
-    """What a role asks for. gpus: how many; memory: on each of them, of a vLLM engine the least; grows: it takes what is left as well;
-    first: it is on the first GPU; key: the setting that says how many GPUs; what: for people."""
+    """What a role asks for. gpus: how many; memory: on each of them, of a vLLM engine the least; vllm: it is one; grows: it takes what is
+    left as well; first: it is on the first GPU; key: the setting that says how many GPUs; kv_bytes: of a token in its cache; host: bytes of
+    the machine's memory; what: for people."""
 
     role: Role
     gpus: int
     memory: Memory
     what: str
     key: str = "gpus"
+    vllm: bool = False
     grows: bool = False
     first: bool = False
     kv_bytes: float = 0.0
@@ -53,8 +55,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Placement:
-    """gpus: their numbers, from 0, in the order of the visible ones; memory: on each; fraction: a vLLM engine's share of a GPU's memory;
-    None where the GPUs' size is unknown, and for others."""
+    """gpus: their numbers, from 0, in the order of the visible ones, a replica's side by side; memory: on each; fraction: a vLLM engine's
+    share of a GPU's memory; None where the GPUs' size is unknown, and for others."""
 
     need: Need
     gpus: tuple[int, ...]
@@ -102,17 +104,24 @@ class GpuPlan:
 def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None) -> GpuPlan | None:
     """None for a run without GPUs. visible: this machine's GPUs. Raises `ConfigError` for a model whose size cannot be told.
 
-    A run of this process's parts alone, with no word about GPUs, takes them as they come: nothing of it is a problem.
+    A run of this process's parts alone, with no word about GPUs, takes them as they come: nothing of it is a problem, and with models
+    whose size cannot be told there is no plan.
     """
     visible = visible_gpus() if visible is None else visible
     count = len(visible) if config.gpus is None else config.gpus
     if not count:
         return None
-    shapes = _shapes(config)
+    unasked = config.gpus is None and config.engine.kind == "torch" and config.learner.kind == "local" and config.embedder.kind == "local"
+    try:
+        shapes = _shapes(config)
+    except ConfigError:
+        if unasked:
+            return None
+        raise
     sizes, source = _sizes(config, count, visible)
     needs = _needs(config, shapes)
     placements, problems = _place(config, needs, count, sizes)
-    if config.gpus is None and all(need.first for need in needs):
+    if unasked:
         problems = []
     alternatives = tuple(_alternatives(config, shapes, count, sizes)) if problems else ()
     return GpuPlan(count, sizes, source, tuple(placements), tuple(problems), alternatives)
@@ -163,7 +172,7 @@ def _needs(config: RunConfig, shapes: Mapping[str, ModelShape]) -> list[Need]:
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
         what = f"{_billions(shapes['embedder'])}, {'in this process' if local else 'vLLM pooling engine, small: where there is most room'}"
-        needs.append(Need("embedder", 1, embedder_memory(shapes["embedder"]), what, first=local))
+        needs.append(Need("embedder", 1, embedder_memory(shapes["embedder"], vllm=not local), what, vllm=not local, first=local))
     return needs
 
 
@@ -171,14 +180,14 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
     engine, tokens = config.engine, _section(config, model).max_context_tokens
     role: Role = "actor engine" if model == "actor" else "extractor engine"
     if engine.kind == "torch":
-        memory = torch_engine_memory(shape, engine.max_batch, tokens)
+        memory = torch_engine_memory(shape, engine.max_batch, tokens, number_bytes(shape, config.learner))
         what = f"{_billions(shape)}, torch, in this process: rows for {engine.max_batch} sequences of {tokens:,} tokens"
         return Need(role, 1, memory, what, first=True)
     width = engine.tensor_parallel
     memory, kv = vllm_memory(shape, width, tokens), shape.kv_bytes(2) / min(width, shape.kv_heads)
     what = f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
     gpus = engine.replicas * width
-    return Need(role, gpus, memory, what, key="engine.replicas", grows=True, kv_bytes=kv)
+    return Need(role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv)
 
 
 def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
@@ -186,14 +195,14 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
     role: Role = "actor learner" if model == "actor" else "extractor learner"
     tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
     memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
-    states = f"{_gib(16 * shape.parameters)} GiB of states"
+    states = f"{_gib((18 if number_bytes(shape, learner) == 2 else 16) * shape.parameters)} GiB of states"
     if learner.kind == "local":
         return Need(role, 1, memory, f"{_billions(shape)}, in this process: {states}; {tokens:,} tokens at a time", first=True)
-    away = ", the optimizer's in the machine's memory" if learner.offload else ""
+    away = f", {_gib(host)} of them in the machine's memory" if (host := host_memory(shape, learner)) else ""
     what = (
         f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: {states}{away}; {tokens:,} tokens at a time"
     )
-    return Need(role, learner.ranks, memory, what, key="learner.ranks", host=host_memory(shape, learner))
+    return Need(role, learner.ranks, memory, what, key="learner.ranks", host=host)
 
 
 def _section(config: RunConfig, model: str) -> Any:
@@ -250,10 +259,10 @@ def _sized(config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float
         return list(placed), problems
     grown = []
     for placement in placed:
-        if not placement.need.grows:
-            grown.append(placement)
-            continue
         size = min(sizes[gpu] for gpu in placement.gpus)
+        if not placement.need.grows:
+            grown.append(replace(placement, fraction=placement.memory.total / size if placement.need.vllm else None))
+            continue
         share = min(_share(config, placed, gpu, sizes[gpu]) for gpu in placement.gpus)
         fraction = config.engine.memory_fraction or min(LARGEST_FRACTION, (placement.memory.total + share) / size)
         more = fraction * size - placement.memory.total
@@ -297,14 +306,16 @@ def _alternatives(config: RunConfig, shapes: Mapping[str, ModelShape], count: in
             yield f"--set gpus={more}"
             break
     knobs = list(_knobs(config, count))
-    for options in (knobs, [*knobs, ("method", "grpo")]) if config.with_experience else (knobs,):
-        for n in range(1, len(options) + 1):
-            must = set(options) - set(knobs)
-            some = (changes for changes in itertools.combinations(options, n) if must <= set(changes))
-            fitting = (changes for changes in some if _fits(_changed(config, changes), shapes, count, sizes))
-            if found := list(itertools.islice(fitting, 1 if must else 2)):
-                yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
-                break
+
+    def fewest(must: tuple[tuple[str, Any], ...], most: int) -> Iterator[tuple[tuple[str, Any], ...]]:
+        sets = (some + must for n in range(most + 1 - len(must)) for some in itertools.combinations(knobs, n))
+        return (changes for changes in sets if _fits(_changed(config, changes), shapes, count, sizes))
+
+    found = list(itertools.islice(fewest((), len(knobs)), 2))
+    found = [changes for changes in found if len(changes) == len(found[0])]
+    if config.with_experience:
+        found += itertools.islice(fewest((("method", "grpo"),), len(found[0]) - 1 if found else len(knobs) + 1), 1)
+    yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
 
 
 def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
@@ -367,7 +378,7 @@ def describe(plan: GpuPlan) -> str:
     if idle := sorted(set(range(plan.count)) - used):
         lines.append(f"{'idle':<18} {_numbers(idle):<8} raise engine.replicas or learner.ranks to use them")
     if host := sum(placement.need.host for placement in plan.placements):
-        lines.append(f"{'machine':<18} {'':<8} {_gib(host)} GiB of its memory hold the optimizers' states")
+        lines.append(f"{'machine':<18} {'':<8} {_gib(host)} GiB of its memory hold what is offloaded")
     lines += ["", *_table(plan)]
     lines += [f"does not fit: {problem.key} = {problem.value}: {problem.reason}" for problem in plan.problems]
     lines += [f"would fit: {option}" for option in plan.alternatives]
