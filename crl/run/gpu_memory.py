@@ -1,8 +1,8 @@
 """What one GPU holds of a model that is trained or sampled from, in bytes: arithmetic on its sizes, so that a plan can be made anywhere.
 
 States are counted as by Rajbhandari et al. (ZeRO, 2020, §3.1), but with gradients that are added up in fp32. Activations: what the backward
-pass of a transformer keeps, counted as by Korthikanti et al. (2022, §4), for gated MLPs and an attention that keeps no scores. The constants
-are allowances, on the safe side; they were not measured.
+pass of a transformer keeps, counted as by Korthikanti et al. (2022, §4), for gated MLPs and an attention that keeps no scores.
+The constants are allowances, on the safe side; they were not measured.
 """
 
 from __future__ import annotations

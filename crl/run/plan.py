@@ -139,7 +139,7 @@ def _embedder(section: EmbedderSection) -> str:
         return f"{section.name} at {section.model}"
     if section.model == "hash":
         return section.model
-    return f"{section.model}, {'a vLLM pooling engine' if section.kind == 'vllm' else 'on ' + _device(section.device)}"
+    return f"{section.model} {'in a vLLM pooling engine' if section.kind == 'vllm' else 'on ' + _device(section.device)}"
 
 
 def _tasks(config: RunConfig) -> str:

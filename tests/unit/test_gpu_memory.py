@@ -15,6 +15,7 @@ from crl.config.shapes import KNOWN, ModelShape, read_shape
 from crl.errors import ConfigError
 from crl.run.gpu_memory import (
     GIB,
+    LOGITS,
     POOLING,
     PREFILL,
     PROCESS,
