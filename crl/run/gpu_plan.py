@@ -75,10 +75,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """count: of GPUs; sizes: bytes of each, None where nothing tells; source: where count and sizes come from; alternatives: settings that
-    would fit, where this does not."""
+    """count: of GPUs; asked: how many engines and learners ask for; sizes: bytes of each, None where nothing tells; source: where count and
+    sizes come from; alternatives: settings that would fit, where this does not."""
 
     count: int
+    asked: int
     sizes: tuple[float, ...] | None
     source: str
     placements: tuple[Placement, ...]
@@ -124,7 +125,7 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None) -> GpuPlan
     if unasked:
         problems = []
     alternatives = tuple(_alternatives(config, shapes, count, sizes)) if problems else ()
-    return GpuPlan(count, sizes, source, tuple(placements), tuple(problems), alternatives)
+    return GpuPlan(count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives)
 
 
 def require_gpus(config: RunConfig) -> None:
@@ -217,7 +218,7 @@ def _place(
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
     """In the order of `needs`. A role that asks for more GPUs than there are is a problem, and is not placed."""
     loads, chosen, problems = [0.0] * count, {}, []
-    crowded = sum(need.gpus for need in needs if need.role != "embedder") > count
+    crowded = _asked(needs) > count
 
     def place_in_line(need: Need) -> tuple[bool, bool, float]:
         return not need.first, need.role == "embedder", -need.memory.total if crowded else 0.0
@@ -236,6 +237,11 @@ def _place(
         placed, refused = _sized(config, placed, sizes)
         problems += refused
     return placed, problems + list(_shared_transfer(config, chosen))
+
+
+def _asked(needs: Sequence[Need]) -> int:
+    """The embedder always shares."""
+    return sum(need.gpus for need in needs if need.role != "embedder")
 
 
 def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
@@ -371,7 +377,7 @@ def _option(key: str, value: Any) -> str:
 def describe(plan: GpuPlan) -> str:
     """Roles with their GPUs and why, then a table of what each GPU holds."""
     size = f" of {_gib(min(plan.sizes))} GiB" if plan.sizes else ""
-    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}"]
+    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _rule(plan)]
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
         lines.append(f"{placement.need.role:<18} {_numbers(placement.gpus):<8} {placement.need.what}{_why(plan, placement)}")
@@ -385,13 +391,22 @@ def describe(plan: GpuPlan) -> str:
     return "\n".join(lines)
 
 
+def _rule(plan: GpuPlan) -> str:
+    if all(placement.need.first for placement in plan.placements):
+        return "all parts run in this process, on the first GPU"
+    asked = f"engines and learners ask for {plan.asked}"
+    if plan.asked <= plan.count:
+        return f"{asked}: each gets GPUs of its own"
+    return f"{asked}: the most needful are placed first, each where there is most room then, and share"
+
+
 def _why(plan: GpuPlan, placement: Placement) -> str:
     others = [other.need.role for other in plan.placements if other is not placement and set(other.gpus) & set(placement.gpus)]
     cache = ""
     if placement.fraction is not None and placement.need.kv_bytes:
         tokens = placement.memory.cache / placement.need.kv_bytes
         cache = f"; {placement.fraction:.2f} of a GPU, a cache of {tokens:,.0f} tokens each"
-    return f"{cache}; {'shares with ' + ', '.join(others) if others else 'of its own'}"
+    return f"{cache}; {'shares with ' + ', '.join(others) if others else 'alone there'}"
 
 
 def _table(plan: GpuPlan) -> list[str]:
