@@ -217,16 +217,14 @@ def _place(
     config: RunConfig, needs: Sequence[Need], count: int, sizes: tuple[float, ...] | None
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
     """In the order of `needs`. A role that asks for more GPUs than there are is a problem, and is not placed."""
-    loads, chosen, problems = [0.0] * count, {}, []
+    loads, chosen = [0.0] * count, {}
+    problems = [_too_many(config, need, count) for need in needs if need.gpus > count]
     crowded = _asked(needs) > count
 
     def place_in_line(need: Need) -> tuple[bool, bool, float]:
         return not need.first, need.role == "embedder", -need.memory.total if crowded else 0.0
 
-    for need in sorted(needs, key=place_in_line):
-        if need.gpus > count:
-            problems.append(_too_many(config, need, count))
-            continue
+    for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
         freest = sorted(range(count), key=lambda gpu: (loads[gpu], gpu))
         gpus = tuple(sorted(range(1) if need.first else freest[: need.gpus]))
         chosen[need.role] = gpus
