@@ -238,8 +238,8 @@ def _place(
 
 
 def _asked(needs: Sequence[Need]) -> int:
-    """The embedder always shares."""
-    return sum(need.gpus for need in needs if need.role != "embedder")
+    """By engines and learners, those of this process on one; the embedder always shares."""
+    return any(need.first for need in needs) + sum(need.gpus for need in needs if not need.first and need.role != "embedder")
 
 
 def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
