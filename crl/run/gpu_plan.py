@@ -29,6 +29,9 @@ USABLE = 0.95
 LARGEST_FRACTION = 0.9
 """Share of a GPU's memory that a vLLM engine is given at most."""
 
+FRACTIONS = (0.8, 0.5, 0.3)
+"""What is tried in the place of an engine.memory_fraction that does not fit."""
+
 MOST_GPUS = 64
 """Up to here it is tried how many GPUs would do."""
 
@@ -338,6 +341,8 @@ def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
         yield "learner.ranks", count
     if vllm and engine.replicas > 1:
         yield "engine.replicas", 1
+    if vllm and engine.memory_fraction:
+        yield from (("engine.memory_fraction", fraction) for fraction in FRACTIONS)
     if not vllm and engine.max_batch > 8:
         yield "engine.max_batch", 8
     if learner.micro_batch_tokens > 4096:

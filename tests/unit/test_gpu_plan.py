@@ -28,12 +28,12 @@ def no_gpus_and_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def config(*sets: str, preset: str = "node8", tasks: tuple[str, ...] = ("room", "webshop"), **options: str) -> RunConfig:
-    return load(tasks, preset=preset, sets=sets, options=options)
+def config(*sets: str, preset: str = "node8", tasks: tuple[str, ...] = ("room", "webshop"), method: str | None = None) -> RunConfig:
+    return load(tasks, preset=preset, sets=sets, options={"method": method} if method else {})
 
 
-def planned(*sets: str, visible: list[Gpu] | None = None, **kwargs) -> GpuPlan:
-    plan = gpu_plan(config(*sets, **kwargs), visible or [])
+def planned(*sets: str, preset: str = "node8", method: str | None = None, visible: list[Gpu] | None = None) -> GpuPlan:
+    plan = gpu_plan(config(*sets, preset=preset, method=method), visible or [])
     assert plan is not None
     return plan
 
@@ -157,6 +157,7 @@ def refusal(plan: GpuPlan) -> ConfigError:
         ("node8", ["gpus=1"]),
         ("node8", ["gpu_memory=24"]),
         ("node8", ["learner.offload=false"]),
+        ("node8", ["engine.memory_fraction=0.2"]),
         ("gpu1", ["gpu_memory=24"]),
     ],
 )
@@ -166,10 +167,9 @@ def test_what_is_said_to_fit_fits(preset: str, sets: list[str]):
     assert plan.alternatives
     for option in plan.alternatives:
         words = shlex.split(option)
-        given = dict(zip(words[::2], words[1::2], strict=True))
-        more = [value for name, value in zip(words[::2], words[1::2], strict=True) if name == "--set"]
-        options = {"method": given["--method"]} if "--method" in given else {}
-        assert planned(*sets, *more, preset=preset, **options).problems == ()
+        given = list(zip(words[::2], words[1::2], strict=True))
+        more = [value for name, value in given if name == "--set"]
+        assert planned(*sets, *more, preset=preset, method=dict(given).get("--method")).problems == ()
 
 
 def test_two_gpus_are_too_few():
@@ -190,6 +190,7 @@ def test_a_fraction_that_holds_no_whole_sequence():
     error = refusal(planned("engine.memory_fraction=0.2"))
     assert (error.key, error.value) == ("engine.memory_fraction", 0.2)
     assert error.reason == "the actor engine needs 19.9 of 80.0 GiB with room for one whole sequence"
+    assert error.remedy == "What would fit: --set engine.memory_fraction=0.8; or --set engine.memory_fraction=0.5"
     assert planned("engine.memory_fraction=0.5")["actor engine"].memory.total == pytest.approx(40 * GIB)
 
 
