@@ -179,6 +179,8 @@ HEAVY = ("torch", "transformers", "vllm")
         "import crl.run.context",
         "import crl.run.play",
         "import crl.cli.tasks",
+        "import crl.run.gpu_plan",
+        "import crl.run.doctor",
         "import crl.algo",
         "from crl.algo import critic_reward, diversity_score, training_weight",
         "from crl.algo import micro_batches, optimizer_minibatches",

@@ -14,6 +14,7 @@ import typer
 import crl
 from crl.cli import bank, tasks
 from crl.cli.command import command
+from crl.cli.doctor import doctor
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -77,9 +78,13 @@ def train(
     run_dir = run_dir or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
     require_free(run_dir)
     if dry_run:
+        from crl.run.gpu_plan import gpu_plan
         from crl.run.plan import plan
 
-        typer.echo(plan(config))
+        gpus = gpu_plan(config)
+        typer.echo(plan(config, gpus))
+        if gpus:
+            gpus.require_fit()
         return 0
     from crl.run.main import train as run
 
@@ -121,6 +126,7 @@ def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The direct
 
 app.command("tasks")(tasks.list_tasks)
 app.command("play")(tasks.play)
+app.command("doctor")(doctor)
 
 
 @app.command("make-models")

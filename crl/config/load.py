@@ -18,7 +18,7 @@ from typing import Any
 import crl
 from crl.config.catalog import did_you_mean, mixture, preset_file, presets, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
-from crl.config.models import Profile, bundled_models, model_profile, resolve_model
+from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
 from crl.config.validate import validated
 from crl.errors import ConfigError
@@ -32,7 +32,8 @@ VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack")
 def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> RunConfig:
     """The resolved config of a run. `tasks`: names or paths of TOML files; `options`: values by dotted key; `sets`: key=value.
 
-    The model must exist, since its profile decides whether the `[compact]` tables of the preset and of the tasks apply.
+    A model's profile decides whether the `[compact]` tables of the preset and of the tasks apply, so it must exist; of those that
+    presets name the profile is known.
     """
     settings_of_preset = read_toml(preset_file(preset), "preset")
     compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
@@ -54,15 +55,26 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     for role, model in models.items():
         if model.path and not model.bundled:
             put(tree, f"{role}.model", str(model.path))  # a saved run must find it from any working directory
+    embedder = _text(tree, "embedder", "model")
+    if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
+        put(tree, "embedder.model", str(cached))
     config = validated(RunConfig, tree, origins=origins)
     require_method(config.method)
     _refuse_ignored(config, chosen if preset in presets() else [start, *chosen])
     return config
 
 
+def _text(tree: Tree, section: str, name: str) -> str:
+    """A setting that is a text; empty where it is not there, or is something that the schema will refuse."""
+    table = tree.get(section)
+    value = table.get(name) if isinstance(table, dict) else None
+    return value if isinstance(value, str) else ""
+
+
 @dataclass(frozen=True)
 class _Model:
-    """A role's model: its directory, None when the setting is no name at all (which the schema will refuse), and its profile."""
+    """A role's model: its directory, None when it is not downloaded or the setting is no name at all (which the schema will refuse), and
+    its profile."""
 
     path: Path | None
     profile: Profile
@@ -109,8 +121,7 @@ def _model(settings: Tree, role: str) -> _Model:
     if not isinstance(name, str):
         return _Model(None, "full", bundled=False)
     key = f"{role}.model"
-    path = resolve_model(name, key)
-    return _Model(path, model_profile(path, key), name in bundled_models())
+    return _Model(find_model(name, key), profile_of(name, key), name in bundled_models())
 
 
 def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:

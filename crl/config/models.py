@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
+from crl.config.shapes import KNOWN, ModelShape, read_shape
 from crl.errors import ConfigError
 
 Profile = Literal["full", "compact"]
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def bundled_models() -> list[str]:
@@ -22,7 +26,14 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str, key: str = "actor.model") -> Path:
-    """The directory of a bundled model, or `name` itself when it is a directory with a config.json. Raises `ConfigError`."""
+    """The directory of a bundled model, of one in the Hugging Face cache, or `name` itself when it is one. Raises `ConfigError`."""
+    if (path := find_model(name, key)) is None:
+        raise not_downloaded(name, key)
+    return path
+
+
+def find_model(name: str, key: str = "actor.model") -> Path | None:
+    """The same; None for a model of a preset that is not downloaded: a plan can be made of it, and no run."""
     if name in bundled_models():
         return PACKAGE / "models" / name
     path = Path(os.path.expanduser(name))
@@ -30,8 +41,41 @@ def resolve_model(name: str, key: str = "actor.model") -> Path:
         return path.resolve()
     if path.is_dir():
         raise ConfigError(key, name, "that directory holds no config.json", "Give a directory in Hugging Face format")
-    remedy = f"{did_you_mean(name, bundled_models())}; or give a directory in Hugging Face format (crl downloads nothing)"
+    if (cached := cached_model(name)) or name in KNOWN:
+        return cached
+    hub = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
+    remedy = f"{did_you_mean(name, [*bundled_models(), *KNOWN])}; or give a directory in Hugging Face format (crl downloads nothing){hub}"
     raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
+
+
+def cached_model(name: str) -> Path | None:
+    """Where the Hugging Face cache has a model of the hub; None when it has not, or `name` is no such model's."""
+    if not _HUB_NAME.fullmatch(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def not_downloaded(name: str, key: str) -> ConfigError:
+    return ConfigError(key, name, "is not downloaded (and crl downloads nothing)", f"Run hf download {name}, or give a directory")
+
+
+def profile_of(name: str, key: str = "actor.model") -> Profile:
+    """The profile of a model by its name; full for one that is not downloaded. Raises `ConfigError`."""
+    path = find_model(name, key)
+    return model_profile(path, key) if path else "full"
+
+
+def model_shape(name: str, key: str = "actor.model") -> ModelShape:
+    """Its sizes: from its directory, else as published. Raises `ConfigError`, also for a directory without safetensors files."""
+    path = find_model(name, key)
+    if path is None:
+        return KNOWN[name]
+    if (size := model_size(path, key)) is None:
+        raise ConfigError(key, name, "it holds no safetensors files, so its memory cannot be planned", "Give a model in safetensors format")
+    return read_shape(path, size.parameters, key)
 
 
 def model_profile(path: Path, key: str = "actor.model") -> Profile:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from crl.config.shapes import KNOWN
 from crl.errors import ConfigError
 
 SEQUENCE_CLIP = 3e-4
@@ -105,7 +106,8 @@ class OptimizerSection(Section):
 
 class ActorSection(Section):
     model: Annotated[str, Field(min_length=1)] = "tiny-actor"
-    """the actor: a bundled model's name, or a directory with a Hugging Face causal LM and its tokenizer"""
+    """the actor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face
+    cache"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """softmax temperature of sampling and training, above 0"""
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
@@ -144,7 +146,8 @@ class ExtractorSection(Section):
     """The model that distils episodes into experience (a method without experience ignores it)."""
 
     model: Annotated[str, Field(min_length=1)] = "tiny-extractor"
-    """the extractor: a bundled model's name, or a directory with a Hugging Face causal LM and its tokenizer"""
+    """the extractor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face
+    cache"""
     train: bool = True
     """train the extractor on what its experiences did; false = a static extractor, which distils all the same"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -256,7 +259,7 @@ def _is_url(name: str) -> bool:
 
 
 def _embedder(name: str) -> str:
-    return name if name == "hash" or _is_url(name) else _absolute(name)
+    return name if name == "hash" or name in KNOWN or _is_url(name) else _absolute(name)
 
 
 class EmbedderSection(Section):
@@ -266,8 +269,10 @@ class EmbedderSection(Section):
     """
 
     model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
-    """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder; or the URL of
-    an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
+    """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder, or its name in
+    the Hugging Face cache; or the URL of an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
+    kind: Literal["local", "vllm"] = "local"
+    """what computes an encoder's vectors: this process, or a vLLM pooling engine"""
     name: str = ""
     """the model's name at the endpoint"""
     key_env: str = ""
@@ -308,25 +313,43 @@ class ComplementarySection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["torch"] = "torch"
-    """inference engine: torch = in-process continuous batching"""
+    kind: Literal["torch", "vllm"] = "torch"
+    """inference engine: torch = in-process continuous batching; vllm = vLLM engines on GPUs of their own"""
     device: Device = "auto"
     """device of the engines; auto = cuda when present, else cpu"""
     threads: Count = 1
     """CPU threads of the engine's compute (tiny matrices are slower on two)"""
     max_batch: Count = 256
     """requests decoded together"""
+    tensor_parallel: Count = 1
+    """GPUs that share one vLLM engine's weights"""
+    replicas: Count = 1
+    """vLLM engines of one model"""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """share of a GPU's memory that one vLLM engine takes, weights included; unset = what the GPU plan leaves it"""
+    transfer: Literal["file", "nccl"] = "file"
+    """how weights come from the learner: file = through shared memory; nccl = from GPU to GPU, which must then be different ones"""
 
 
 class LearnerSection(Section):
-    kind: Literal["local"] = "local"
-    """training engine: local = a worker thread of this process"""
+    kind: Literal["local", "deepspeed"] = "local"
+    """training engine: local = a worker thread of this process; deepspeed = one process per rank, with ZeRO"""
     device: Device = "auto"
     """device of the learner; auto = cuda when present, else cpu"""
     threads: Count = 1
     """CPU threads of the learner's compute"""
     micro_batch_tokens: Count = 8192
     """padded tokens of one forward and backward pass; gradients do not depend on it"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """numbers that forward and backward passes compute with; auto = bfloat16 on a GPU, float32 on the CPU"""
+    activation_checkpointing: bool = False
+    """keep each layer's input alone and compute the rest again in the backward pass: less memory for a third more compute"""
+    ranks: Count = 1
+    """DeepSpeed processes of one model, each on a GPU where there are GPUs"""
+    zero: Annotated[int, Field(ge=0, le=3)] = 2
+    """what DeepSpeed's ranks share out instead of each holding all: 1 = the optimizer's states, 2 = gradients too, 3 = weights too"""
+    offload: bool = False
+    """keep the optimizer's states of DeepSpeed in the machine's memory"""
 
 
 class EvalSection(Section):
@@ -435,6 +458,10 @@ class RunConfig(Section):
     """training method: a module of crl/methods"""
     preset: str = "cpu"
     """the preset that the values started from (chosen by --preset)"""
+    gpus: Count | None = None
+    """GPUs of the run; unset = all that are visible"""
+    gpu_memory: Annotated[float, Field(gt=0)] | None = None
+    """GiB of one GPU, for a plan on a machine that has not got them; where they are visible, theirs counts"""
     run: RunSection = RunSection()
     """length, seed and rhythm of the run"""
     rollout: RolloutSection = RolloutSection()

@@ -54,6 +54,11 @@ def require_embedder(section: EmbedderSection) -> None:
         read_recipe(Path(section.model))
 
 
+def encoder_folder(path: Path) -> Path:
+    """Where config.json and weights of the encoder in a directory are. Raises `ConfigError`."""
+    return read_recipe(path).folder
+
+
 def _key(section: EmbedderSection) -> str:
     """Raises `ConfigError`, which does not tell what the key is."""
     if not section.key_env:

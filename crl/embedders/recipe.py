@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from crl.config.models import not_downloaded
+from crl.config.shapes import KNOWN
 from crl.errors import ConfigError
 
 KEY = "embedder.model"
@@ -34,6 +36,8 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Without modules.json: mean pooling. Raises `ConfigError` for a directory without a model, and for modules that are not served."""
     if not path.is_dir():
+        if str(path) in KNOWN:
+            raise not_downloaded(str(path), KEY)
         remedy = "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face format (crl downloads nothing)"
         raise ConfigError(KEY, str(path), "is neither hash nor a URL, and no directory", remedy)
     modules = _read(path / "modules.json") or []

@@ -26,10 +26,11 @@ from crl.protocols import Monitor
 from crl.run.assemble import evaluation, training
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
+from crl.run.gpu_plan import require_gpus
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import generated, require_bank, require_embedder, require_measures, require_told, specs
+from crl.run.tasks import generated, require_bank, require_embedder, require_measures, require_models, require_told, specs
 
 INTERRUPTED = 130
 
@@ -42,6 +43,8 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     """
     begin = time.monotonic()
     prompts = hashes(config.prompts.files)
+    require_models(config)
+    require_gpus(config)
     require_told(config)
     require_bank(config)
     require_embedder(config)

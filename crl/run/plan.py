@@ -6,15 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from crl.config.models import bundled_models, model_profile, model_size, resolve_model
-from crl.config.schema import EmbedderSection, RunConfig, TaskConfig
+from crl.config.models import bundled_models, find_model, model_size, profile_of
+from crl.config.schema import EmbedderSection, EngineSection, LearnerSection, RunConfig, TaskConfig
+from crl.config.shapes import KNOWN
 from crl.prompts import hashes
 from crl.run import tasks
+from crl.run.gpu_plan import GpuPlan, describe
 from crl.run.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 
 
-def plan(config: RunConfig) -> str:
-    """Sections of text with a heading each. Raises `ConfigError` for what a run would refuse of prompts, model, tasks and bank."""
+def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
+    """Sections of text with a heading each. gpus: where there are some, for whose fit the caller answers.
+
+    Raises `ConfigError` for what a run would refuse of prompts, tasks and bank, and of models that are here.
+    """
     hashes(config.prompts.files)
     specs = tasks.specs(config)
     tasks.require_measures(config, specs)
@@ -25,10 +30,12 @@ def plan(config: RunConfig) -> str:
     if config.with_experience:
         tasks.require_readable(config)
         tasks.require_bank(config)
-        tasks.require_embedder(config)
+        if config.embedder.model not in KNOWN:
+            tasks.require_embedder(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
+        **({"GPUs": describe(gpus)} if gpus else {}),
         "models": _models(config),
         "tasks": _tasks(config),
         "batch": _batch(config),
@@ -54,10 +61,23 @@ def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _devices(config: RunConfig) -> str:
-    rows = (("engine", config.engine.kind, config.engine), ("learner", config.learner.kind, config.learner))
-    lines = [f"{name:<12} {kind} on {_device(part.device)}, {_count(part.threads, 'CPU thread')}" for name, kind, part in rows]
+    lines = [f"{'engine':<12} {_engine(config.engine)}", f"{'learner':<12} {_learner(config.learner)}"]
     lines.append(f"{'environments':<12} {_hosts(config)}")
     return "\n".join(lines)
+
+
+def _engine(engine: EngineSection) -> str:
+    if engine.kind == "torch":
+        return f"torch on {_device(engine.device)}, {_count(engine.threads, 'CPU thread')}"
+    gpus = f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
+    return f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; weights by {engine.transfer}"
+
+
+def _learner(learner: LearnerSection) -> str:
+    if learner.kind == "local":
+        return f"local on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
+    offload = ", optimizer offloaded" if learner.offload else ""
+    return f"deepspeed, {_count(learner.ranks, 'rank')} of each model, ZeRO-{learner.zero}{offload}"
 
 
 def _hosts(config: RunConfig) -> str:
@@ -77,11 +97,15 @@ def _models(config: RunConfig) -> str:
 
 def _model(role: str, name: str) -> str:
     key = f"{role}.model"
-    path = resolve_model(name, key)
+    path, profile = find_model(name, key), profile_of(name, key)
+    if path is None:
+        return (
+            f"{role:<10} {name} (not downloaded: hf download {name})\n           {KNOWN[name].parameters:,} parameters; profile {profile}"
+        )
     size = model_size(path, key)
     weights = f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB" if size else "no safetensors files, size unknown"
     source = "bundled" if name in bundled_models() else "your directory"
-    return f"{role:<10} {path} ({source})\n           {weights}; profile {model_profile(path, key)}"
+    return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
 
 
 def _experience(config: RunConfig) -> str:
@@ -113,11 +137,13 @@ def _warmup(config: RunConfig) -> str:
 def _embedder(section: EmbedderSection) -> str:
     if section.is_url:
         return f"{section.name} at {section.model}"
-    return section.model if section.model == "hash" else f"{section.model} on {_device(section.device)}"
+    if section.model == "hash":
+        return section.model
+    return f"{section.model} {'in a vLLM pooling engine' if section.kind == 'vllm' else 'on ' + _device(section.device)}"
 
 
 def _tasks(config: RunConfig) -> str:
-    profile = model_profile(resolve_model(config.actor.model))
+    profile = profile_of(config.actor.model)
     specs = tasks.specs(config)
     generated, placed = tasks.generated(specs), tasks.placed(config, specs)
     lines = []

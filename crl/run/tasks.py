@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from crl import embedders
-from crl.config.models import model_profile, resolve_model
+from crl.config.models import profile_of, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings
 from crl.envs.host import Hosts, ThreadHost
@@ -38,9 +38,16 @@ def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
     return {name: f"played on {data.what}: figures compare with no published ones" for name, data in played.items() if not data.official}
 
 
+def require_models(config: RunConfig) -> None:
+    """Raises `ConfigError` for a model that is not here."""
+    resolve_model(config.actor.model)
+    if config.with_experience:
+        resolve_model(config.extractor.model, "extractor.model")
+
+
 def require_readable(config: RunConfig) -> None:
     """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read something else."""
-    if model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
+    if profile_of(config.extractor.model, "extractor.model") == "full":
         return
     if config.bank.vote_out is not None:
         reason = f"needs an extractor that is a language model, and {config.extractor.model} was not taught to vote"
@@ -57,9 +64,9 @@ def require_told(config: RunConfig) -> None:
     if any(task.rendering == "full" for task in config.tasks.values()):
         told |= {"actor", "experience"} if config.with_experience else {"actor"}
         told |= {"ask"} if config.ask.enabled else set()
-    if config.critic.enabled and model_profile(resolve_model(config.actor.model)) == "full":
+    if config.critic.enabled and profile_of(config.actor.model) == "full":
         told |= {"critic"}
-    if config.with_experience and model_profile(resolve_model(config.extractor.model, "extractor.model"), "extractor.model") == "full":
+    if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
         told |= {"distil"} | ({"merge"} if config.extractor.merge_every else set()) | ({"vote"} if config.bank.vote_out else set())
         told |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():

@@ -224,7 +224,7 @@ def test_bad_values_say_why_and_what_to_do(model: Path):
 
 def test_unknown_names(model: Path):
     assert "tasks = 'rom': is not a task that crl knows. Did you mean room? Available: " in refusal(model, tasks=("rom",))
-    assert "preset = 'gpu': is not a preset that crl knows. Did you mean cpu?" in refusal(model, preset="gpu")
+    assert "preset = 'gpu': is not a preset that crl knows. Did you mean gpu1?" in refusal(model, preset="gpu")
     assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in refusal(model, options={"method": "gpro"})
     assert "tasks = 'nope.toml': there is no such file" in refusal(model, tasks=("nope.toml",))
 

