@@ -310,14 +310,22 @@ class EngineSection(Section):
 
 
 class LearnerSection(Section):
-    kind: Literal["local"] = "local"
-    """training engine: local = a worker thread of this process"""
+    kind: Literal["local", "deepspeed"] = "local"
+    """training engine: local = a worker thread of this process, deepspeed = processes that share the work and the memory by ZeRO"""
     device: Device = "auto"
     """device of the learner; auto = cuda when present, else cpu"""
     threads: Count = 1
-    """CPU threads of the learner's compute"""
+    """CPU threads of the learner's compute; of each rank's with deepspeed"""
     micro_batch_tokens: Count = 8192
     """padded tokens of one forward and backward pass; gradients do not depend on it"""
+    ranks: Count = 1
+    """processes of one model's training, each with a GPU of its own where there are any; more than 1 needs learner.kind = "deepspeed\""""
+    zero: Annotated[int, Field(ge=0, le=3)] = 2
+    """what the ranks of deepspeed cut up among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too"""
+    offload: bool = False
+    """deepspeed keeps the optimizer's state in host memory and updates weights there"""
+    deadline: Annotated[float, Field(gt=0)] = 1800.0
+    """seconds that the ranks of deepspeed may take to start, for one step, or to save, before the run is given up"""
 
 
 class EvalSection(Section):
@@ -467,6 +475,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
+        _check_learner(self.learner)
         _check_actor(self.actor)
         if self.with_experience:
             _check_experience(self)
@@ -495,6 +504,16 @@ def _check_run(config: RunConfig) -> None:
     if config.actor.minibatches > rollouts:
         reason = f"is more than the {rollouts} rollouts of a step"
         raise ConfigError("actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}")
+
+
+def _check_learner(learner: LearnerSection) -> None:
+    for key, default in (("ranks", 1), ("offload", False)):
+        if learner.kind == "local" and (value := getattr(learner, key)) != default:
+            reason = 'is of learner.kind = "deepspeed", which is "local"'
+            raise ConfigError(f"learner.{key}", value, reason, "Leave it out, or add --set learner.kind=deepspeed")
+    if learner.offload and not learner.zero:
+        reason = "needs an optimizer that is cut up: with learner.zero = 0 every rank keeps its own"
+        raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
 
 
 def _check_actor(actor: ActorSection) -> None:

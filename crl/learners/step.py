@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
+from crl.config.schema import OptimizerSection
 from crl.modeling import TokenFigures, token_logprobs
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TrainSample
@@ -41,6 +43,19 @@ class TrainSettings:
     recompute: bool = False
     importance_cap: float | None = None
     kl_coef: float = 0.0
+
+
+def adamw(model: PreTrainedModel, section: OptimizerSection, **options: bool) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """The optimizer of a model's parameters, and its warm-up: a learning rate that rises linearly over the first updates."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=section.learning_rate,
+        betas=(section.beta1, section.beta2),
+        weight_decay=section.weight_decay,
+        **options,
+    )
+    warmup = max(section.warmup_steps, 1)
+    return optimizer, LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
 
 
 @dataclass(frozen=True)
@@ -75,20 +90,20 @@ class Tensors:
 class Figures:
     """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[Mapping[str, torch.Tensor], float]] = []
+    def __init__(self, rows: Iterable[tuple[Mapping[str, torch.Tensor | float], float]] = ()) -> None:
+        self.rows = list(rows)
 
-    def add(self, metrics: Mapping[str, torch.Tensor], tokens: float) -> None:
-        self._rows.append((metrics, tokens))
+    def add(self, metrics: Mapping[str, torch.Tensor | float], tokens: float) -> None:
+        self.rows.append((metrics, tokens))
 
     def merge(self, other: Figures) -> None:
-        self._rows += other._rows
+        self.rows += other.rows
 
     def result(self) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = {}
-        for metrics, tokens in self._rows:
+        for metrics, tokens in self.rows:
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, float("-inf")), float(value))
@@ -131,7 +146,7 @@ class Trainer:
             self.schedule.step()
             updates += 1
             grad_norms.append(grad_norm)
-            own.add({"loss": torch.tensor(total)}, 1)
+            own.add({"loss": total}, 1)
             figures.merge(own)
         metrics = self._pooled(figures).result()
         if grad_norms:

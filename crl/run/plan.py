@@ -10,6 +10,7 @@ from crl.config.models import bundled_models, model_profile, model_size, resolve
 from crl.config.schema import EmbedderSection, RunConfig, TaskConfig
 from crl.prompts import hashes
 from crl.run import tasks
+from crl.run.installed import require_learner
 from crl.run.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 
 
@@ -22,6 +23,7 @@ def plan(config: RunConfig) -> str:
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
     tasks.require_told(config)
+    require_learner(config)
     if config.with_experience:
         tasks.require_readable(config)
         tasks.require_bank(config)
@@ -56,6 +58,8 @@ def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _devices(config: RunConfig) -> str:
     rows = (("engine", config.engine.kind, config.engine), ("learner", config.learner.kind, config.learner))
     lines = [f"{name:<12} {kind} on {_device(part.device)}, {_count(part.threads, 'CPU thread')}" for name, kind, part in rows]
+    if config.learner.kind == "deepspeed":
+        lines[-1] += f" each; {_count(config.learner.ranks, 'rank')} a model, ZeRO stage {config.learner.zero}"
     lines.append(f"{'environments':<12} {_hosts(config)}")
     return "\n".join(lines)
 
