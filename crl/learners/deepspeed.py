@@ -135,6 +135,12 @@ class DeepSpeedLearner:
     async def load(self, directory: Path) -> None:
         await self._unbroken(self._command("load", directory))
 
+    async def watch(self) -> None:
+        """See `crl.protocols.Learner`."""
+        await self._trouble.wait()
+        async with self._turn:
+            raise self._failure or await self._lost("idle")
+
     def state(self) -> State:
         return {"version": self.version}
 
@@ -191,7 +197,7 @@ class DeepSpeedLearner:
             await asyncio.wait({answers, trouble}, timeout=self._deadline, return_when=asyncio.FIRST_COMPLETED)
             if answers.done() and not self._trouble.is_set():
                 return answers.result()
-            raise await self._lost(name)
+            raise await self._lost(f"in {name}")
         finally:
             trouble.cancel()
             answers.cancel()
@@ -234,7 +240,7 @@ class DeepSpeedLearner:
                     rank.silent = True
                     self._trouble.set()
 
-    async def _lost(self, name: str) -> CrlError:
+    async def _lost(self, when: str) -> CrlError:
         """Ends every rank; returns why it had to be."""
         overran = not self._trouble.is_set()
         if overran:
@@ -259,7 +265,7 @@ class DeepSpeedLearner:
             said = next((rank for rank in self._ranks if rank.busy), guilty)
         await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
         words = said.raised.traceback if said.raised else said.last_words()
-        self._failure = LearnerError(f"{what} (command: {name})")
+        self._failure = LearnerError(f"{what} ({when})")
         self._failure.__cause__ = RankTraceback(f"what rank {said.number} said:\n{words}")
         return self._failure
 

@@ -47,6 +47,10 @@ class LocalLearner:
     async def load(self, directory: Path) -> None:
         await self._compute(self._load, directory)
 
+    async def watch(self) -> None:
+        """A thread is not lost by itself."""
+        await asyncio.Event().wait()
+
     def state(self) -> State:
         return {"version": self.version}
 

@@ -80,12 +80,17 @@ class Loop:
     def completed(self) -> int:
         return self.collector.completed_steps
 
+    @property
+    def _learners(self) -> dict[str, Learner]:
+        return {"actor": self.learner, **(self.experience.learners if self.experience else {})}
+
     async def run(self) -> None:
         """Trains to the end, or to `stop`, and writes a checkpoint either way. What kills a part ends the run with its cause."""
         await self._warm_up()
         await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.collector.run(), name="collector")]
+            background += [tasks.create_task(learner.watch(), name=f"{role} learner") for role, learner in self._learners.items()]
             if self.experience:
                 background.append(tasks.create_task(self.experience.run(), name="experience"))
             for step in range(self.completed, self.schedule.steps):
@@ -100,16 +105,14 @@ class Loop:
 
     async def checkpoint(self) -> Path:
         """Both models, the state of every part, and how far the bank's log had come."""
-        learners = {"actor": self.learner}
         state: State = {"learner": self.learner.state(), "source": self.collector.source_state()}
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                learners |= self.experience.learners
                 state |= await self.experience.state(saved_states(self.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.rates.state()
             state["skipped_updates"] = self.skipped_updates
-            return await save_checkpoint(self.checkpoints, self.completed, learners, self.companions, state)
+            return await save_checkpoint(self.checkpoints, self.completed, self._learners, self.companions, state)
 
     async def _step(self, step: int) -> bool:
         """One actor step; False when the run was asked to stop before its batch was there."""
