@@ -33,6 +33,9 @@ WITHOUT_EXPERIENCE = frozenset({"grpo"})
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
+DEEPSPEED = frozenset({"ranks", "zero", "offload", "deadline"})
+"""Settings of the learner that are deepspeed's alone."""
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -319,7 +322,7 @@ class LearnerSection(Section):
     micro_batch_tokens: Count = 8192
     """padded tokens of one forward and backward pass; gradients do not depend on it"""
     ranks: Count = 1
-    """processes of one model's training, each with a GPU of its own where there are any; more than 1 needs learner.kind = "deepspeed\""""
+    """processes in which deepspeed trains one model, each with a GPU of its own where there are any"""
     zero: Annotated[int, Field(ge=0, le=3)] = 2
     """what the ranks of deepspeed cut up among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too"""
     offload: bool = False
@@ -507,12 +510,8 @@ def _check_run(config: RunConfig) -> None:
 
 
 def _check_learner(learner: LearnerSection) -> None:
-    for key, default in (("ranks", 1), ("offload", False)):
-        if learner.kind == "local" and (value := getattr(learner, key)) != default:
-            reason = 'is of learner.kind = "deepspeed", which is "local"'
-            raise ConfigError(f"learner.{key}", value, reason, "Leave it out, or add --set learner.kind=deepspeed")
-    if learner.offload and not learner.zero:
-        reason = "needs an optimizer that is cut up: with learner.zero = 0 every rank keeps its own"
+    if learner.kind == "deepspeed" and learner.offload and not learner.zero:
+        reason = "needs an optimizer that ZeRO keeps: with learner.zero = 0 it has none"
         raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
 
 

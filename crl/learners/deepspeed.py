@@ -4,7 +4,7 @@ Cast. `DeepSpeedLearner` lives on the event loop; it starts one process per rank
 gives all ranks the same commands and waits for their answers, each under a deadline. `_Process` is one rank as seen from here.
 
 A rank that raises, dies, stops or overruns a deadline ends the learner within seconds: its `LearnerError` says what happened to which
-rank, and its cause is the rank's own traceback. Weights go out in a file that the first rank writes.
+rank, and its cause is the rank's own traceback. Weights go out from the first rank: in a file, or over NCCL to engines on other GPUs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import struct
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -31,7 +32,7 @@ from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
 from crl.learners.step import TrainSettings
 from crl.protocols import Loss, State
-from crl.sync import FileWeights, weights_folder
+from crl.sync import FileWeights, NcclWeights, weights_folder
 from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")
@@ -90,6 +91,17 @@ class Seat:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Broadcast(NcclWeights):
+    """Weights that the first rank broadcasts while the engine receives them."""
+
+    send: Callable[[], Awaitable[None]] = field(kw_only=True)
+
+    async def done(self) -> None:
+        """Sends them. Raises `LearnerError`."""
+        await self.send()
+
+
 class RankTraceback(Exception):
     """What a rank said of its end: the cause of a `LearnerError`, there for the log."""
 
@@ -97,8 +109,9 @@ class RankTraceback(Exception):
 class DeepSpeedLearner:
     """`crl.protocols.Learner` in processes of its own. `version` counts the steps that changed the weights."""
 
-    def __init__(self, settings: RankSettings, ranks: int, *, deadline: float) -> None:
+    def __init__(self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int) -> None:
         self.version = 0
+        self._receivers, self._meeting = receivers, _free_port() if receivers else 0
         self._settings, self._deadline = settings, deadline
         size = model_size(settings.model, settings.key)
         self._folder = weights_folder("crl-learner-", size.bytes if size else 0)
@@ -109,12 +122,15 @@ class DeepSpeedLearner:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def start(cls, settings: RankSettings, ranks: int, *, deadline: float, gpus: Sequence[str] = ()) -> DeepSpeedLearner:
-        """gpus: one for each rank, as CUDA_VISIBLE_DEVICES names them; none on the CPU. deadline: seconds for each command.
+    async def start(
+        cls, settings: RankSettings, ranks: int, *, deadline: float, gpus: Sequence[str] = (), receivers: int = 0
+    ) -> DeepSpeedLearner:
+        """deadline: seconds for each command. gpus: one for each rank, as CUDA_VISIBLE_DEVICES names them; none on the CPU. receivers:
+        vLLM's workers to which weights are broadcast over NCCL; 0 = they go out in a file.
 
         Raises `ConfigError` for a model that cannot be loaded, `LearnerError` when the ranks do not come up.
         """
-        learner = cls(settings, ranks, deadline=deadline)
+        learner = cls(settings, ranks, deadline=deadline, receivers=receivers)
         try:
             await learner._start(gpus)
         except BaseException:
@@ -126,8 +142,9 @@ class DeepSpeedLearner:
         """See `crl.protocols.Learner`. Raises `LearnerError`."""
         return await self._unbroken(self._step(minibatches))
 
-    async def publish(self) -> FileWeights:
-        return await self._unbroken(self._publish())
+    async def publish(self) -> FileWeights | Broadcast:
+        """See `crl.protocols.Learner`. A broadcast begins with its `done`."""
+        return await self._unbroken(self._announce() if self._receivers else self._write())
 
     async def save(self, directory: Path) -> None:
         await self._unbroken(self._command("save", directory))
@@ -161,7 +178,12 @@ class DeepSpeedLearner:
         self.version += stats.updates > 0
         return replace(stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)})
 
-    async def _publish(self) -> FileWeights:
+    async def _announce(self) -> Broadcast:
+        checksum, manifest = await self._command("publish", None)
+        meeting = ("127.0.0.1", self._meeting, 1 + self._receivers)
+        return Broadcast(*meeting, self.version, checksum, manifest, send=lambda: self._unbroken(self._command("broadcast", *meeting)))
+
+    async def _write(self) -> FileWeights:
         path = self._folder / f"weights-{self.version}-{time.monotonic_ns()}.safetensors"
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
@@ -385,6 +407,12 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     if settings.deterministic:
         own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {**os.environ, **own, **{name: str(value) for name, value in places.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def visible_gpus() -> list[str]:

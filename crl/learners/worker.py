@@ -10,6 +10,7 @@ A rank lives as long as its parent: when the pipe closes it ends at once, whatev
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from safetensors import safe_open
 from crl.errors import CrlError, LearnerError
 from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
 from crl.learners.step import Figures, Tensors, Trainer, adamw
-from crl.modeling import TokenFigures, load_model, token_logprobs
+from crl.modeling import TokenFigures, checksum, load_model, token_logprobs
 from crl.protocols import WeightManifest
 from crl.sync import write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
@@ -184,8 +185,9 @@ class ZeroTrainer(Trainer):
 
     @torch.no_grad()
     def _recomputed(self, minibatch: Minibatch) -> Minibatch:
+        idle = self._most(len(minibatch.samples)) - len(minibatch.samples)
         done = super()._recomputed(minibatch)
-        for _ in range(self._most(len(minibatch.samples)) - len(minibatch.samples)):
+        for _ in range(idle):
             self._tokens(self._idle())
         return done
 
@@ -274,15 +276,35 @@ class Rank:
         )
         self._trainer = ZeroTrainer(settings, seat.ranks, self._device)
         self._model = self._trainer.model
+        self._receivers: Any = None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         return self._trainer.step(minibatches, version)
 
-    def publish(self, path: Path) -> tuple[int, WeightManifest] | None:
-        """Writes the weights to a file; the first rank says what it wrote."""
+    def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
+        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too."""
         manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
-        checksum = self._write(path, manifest, self._weights())
-        return (checksum, manifest) if self._first else None
+        if path is not None:
+            crc = self._write(path, manifest, self._weights())
+        else:
+            crc = functools.reduce(lambda crc, named: checksum(dict([named]), crc) if self._first else 0, self._weights(), 0)
+        return (crc, manifest) if self._first else None
+
+    def broadcast(self, address: str, port: int, world_size: int) -> None:
+        """Sends the weights from the first rank, the NCCL group's rank 0, to vLLM's workers, gathered one by one and packed as they expect.
+
+        Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+        """
+        if not self._first:
+            for _ in self._weights():
+                pass
+            return
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        if self._receivers is None:  # the workers meet this rank here, the first time
+            self._receivers = trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+        packed_nccl_broadcast_producer(self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1])
 
     def save(self, directory: Path) -> None:
         """The model as Hugging Face has it, and beside it what the optimizer knows of each weight, whoever held which part."""

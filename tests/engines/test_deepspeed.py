@@ -232,6 +232,7 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_
         names = handle.manifest.names
         assert ("lm_head.weight" in names) != tied, "tied embeddings are published once"
         assert len(names) == len(set(names))
+        assert await learner._command("publish", None) == (handle.checksum, handle.manifest), "as it is announced for a broadcast"
         handle.discard()
         await sync(learner, engine)
         assert not list(handle.path.parent.glob("*.safetensors")), "nothing is left in shared memory"
