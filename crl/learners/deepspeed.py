@@ -270,7 +270,7 @@ class DeepSpeedLearner:
                 rank.ask_where()
         await asyncio.sleep(GRACE_S)
         guilty = min(self._ranks, key=_Process.guilt)
-        which, said = f"rank {guilty.number} of {len(self._ranks)}", guilty
+        which, said = f"rank {guilty.number} of {len(self._ranks)}", [guilty]
         if guilty.raised and isinstance(guilty.raised.error, CrlError):
             self._failure = LearnerError(str(guilty.raised.error))
             await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
@@ -282,13 +282,12 @@ class DeepSpeedLearner:
         elif guilty.silent:
             what = f"{which} hangs: no sign of life for {SILENCE_S:g} s"
         else:
-            slow = [str(rank.number) for rank in self._ranks if rank.busy]
-            what = f"rank {', '.join(slow)} of {len(self._ranks)} did not finish in learner.deadline = {self._deadline:g} s"
-            said = next((rank for rank in self._ranks if rank.busy), guilty)
+            said = [rank for rank in self._ranks if rank.busy]
+            slow = ", ".join(str(rank.number) for rank in said)
+            what = f"rank {slow} of {len(self._ranks)} did not finish in learner.deadline = {self._deadline:g} s"
         await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
-        words = said.raised.traceback if said.raised else said.last_words()
         self._failure = LearnerError(f"{what} ({when})")
-        self._failure.__cause__ = RankTraceback(f"what rank {said.number} said:\n{words}")
+        self._failure.__cause__ = RankTraceback("\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said))
         return self._failure
 
 
@@ -370,6 +369,9 @@ class _Process:
             self._process.send_signal(signal.SIGUSR1)
 
     def last_words(self) -> str:
+        """The traceback of what it raised, else the end of its log."""
+        if self.raised:
+            return self.raised.traceback
         try:
             lines = self._log.read_text("utf-8", errors="replace").splitlines()
         except OSError:

@@ -121,10 +121,9 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, temperature: float, reference: PreTrainedModel | None
-    ) -> tuple[torch.Tensor, ...]:
-        return tuple(token_logprobs(self.model, ids, mask, temperature, reference=reference))
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float, reference: PreTrainedModel | None) -> torch.Tensor:
+        """`TokenFigures` as one tensor [3, b, t]: whatever a loss makes of them, all ranks walk back the same way, and meet."""
+        return torch.stack(token_logprobs(self.model, ids, mask, temperature, reference=reference))
 
 
 class ZeroTrainer(Trainer):

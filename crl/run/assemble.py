@@ -201,6 +201,9 @@ async def _deepspeed_learner(
     gpus = visible_gpus() if device.type == "cuda" else []
     if device.type == "cuda" and learner.ranks > len(gpus):
         raise ConfigError("learner.ranks", learner.ranks, f"each needs a GPU and torch finds {len(gpus)}", f"Choose at most {len(gpus)}")
+    if gpus and not learner.zero:
+        reason = "keeps no float32 weights, which training in bfloat16 needs"
+        raise ConfigError("learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.device=cpu")
     ranks = RankSettings(
         model=role.path,
         key=role.key,

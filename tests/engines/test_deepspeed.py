@@ -217,6 +217,32 @@ async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_p
             await learner.load(tmp_path)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+async def test_bfloat16_ranks_train_float32_weights_and_save_them(model: Path, tmp_path: Path, zero: int) -> None:
+    async with local(model) as learner:
+        alone = await learner.step(STEPS[1])
+    async with ranks(model, zero=zero, precision="bfloat16") as learner:
+        stats = await learner.step(STEPS[1])
+        await learner.save(tmp_path)
+        going_on = await learner.step(STEPS[2])
+        expected = dict((await learner.publish()).tensors)
+    assert (stats.updates, stats.skipped) == (2, 1)
+    assert stats.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.05, abs=0.02)
+    assert stats.metrics["entropy"] == pytest.approx(alone.metrics["entropy"], rel=0.01)
+    saved, rounded = load_file(tmp_path / "optimizer.safetensors"), load_file(tmp_path / "model.safetensors")
+    for name, weight in rounded.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(saved[f"weight.{name}"].bfloat16(), weight), name
+    assert any(not torch.equal(saved[f"weight.{name}"], weight.float()) for name, weight in rounded.items())
+    async with ranks(model, 1, zero=3, precision="bfloat16") as learner:
+        await learner.load(tmp_path)
+        resumed = await learner.step(STEPS[2])
+        found = dict((await learner.publish()).tensors)
+    assert resumed.metrics["loss"] == pytest.approx(going_on.metrics["loss"], rel=0.05, abs=0.02)
+    differing = sum(int((found[name] != weight).sum()) for name, weight in expected.items())
+    assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), "the same up to rounding"
+
+
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
