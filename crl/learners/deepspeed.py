@@ -264,31 +264,25 @@ class DeepSpeedLearner:
 
     async def _lost(self, when: str) -> CrlError:
         """Ends every rank; returns why it had to be."""
-        overran = not self._trouble.is_set()
-        if overran:
+        if not self._trouble.is_set():
             for rank in self._ranks:
                 rank.ask_where()
         await asyncio.sleep(GRACE_S)
-        guilty = min(self._ranks, key=_Process.guilt)
-        which, said = f"rank {guilty.number} of {len(self._ranks)}", [guilty]
-        if guilty.raised and isinstance(guilty.raised.error, CrlError):
-            self._failure = LearnerError(str(guilty.raised.error))
-            await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
-            return guilty.raised.error
-        if guilty.died:
-            what = f"{which} {guilty.fate()}"
-        elif guilty.raised:
-            what = f"{which} failed: {guilty.raised.summary}"
-        elif guilty.silent:
-            what = f"{which} hangs: no sign of life for {SILENCE_S:g} s"
-        else:
-            said = [rank for rank in self._ranks if rank.busy]
-            slow = ", ".join(str(rank.number) for rank in said)
-            what = f"rank {slow} of {len(self._ranks)} did not finish in learner.deadline = {self._deadline:g} s"
+        what, said = self._verdict()
         await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
         self._failure = LearnerError(f"{what} ({when})")
         self._failure.__cause__ = RankTraceback("\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said))
-        return self._failure
+        told = said[0].raised.error if said[0].raised and not said[0].died else None
+        return told or self._failure
+
+    def _verdict(self) -> tuple[str, Sequence[_Process]]:
+        """What happened, and the ranks that have something to say about it."""
+        guilty, count = min(self._ranks, key=_Process.guilt), len(self._ranks)
+        if fault := guilty.fault():
+            return f"rank {guilty.number} of {count} {fault}", [guilty]
+        late = [rank for rank in self._ranks if rank.busy] or self._ranks
+        numbers = ", ".join(str(rank.number) for rank in late)
+        return f"rank {numbers} of {count} did not finish in learner.deadline = {self._deadline:g} s", late
 
 
 # ── one rank, from here ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,7 +350,15 @@ class _Process:
         """Smaller is likelier to be what the others failed of: a death breaks their connections, which they report as errors."""
         return [self.died, self.raised is not None, self.silent, True].index(True)
 
-    def fate(self) -> str:
+    def fault(self) -> str | None:
+        """What is wrong with it; None when it is only late."""
+        if self.died:
+            return self._fate()
+        if self.raised:
+            return f"failed: {self.raised.summary}"
+        return f"hangs: no sign of life for {SILENCE_S:g} s" if self.silent else None
+
+    def _fate(self) -> str:
         assert self._process is not None
         code = self._process.returncode or 0
         if code == -signal.SIGKILL:

@@ -271,7 +271,7 @@ class Rank:
             init_method=f"file://{seat.folder / 'ranks'}",
             rank=seat.rank,
             world_size=seat.ranks,
-            timeout=timedelta(seconds=settings.deadline),
+            timeout=timedelta(seconds=2 * settings.deadline),  # the parent, which asks all of them where they are, is to be first
         )
         self._trainer = ZeroTrainer(settings, seat.ranks, self._device)
         self._model = self._trainer.model

@@ -28,6 +28,7 @@ from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling import checksum, load_model, named_weights
 from crl.run.sync import sync
+from crl.sync import FileWeights
 from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
 
 pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed")
@@ -115,11 +116,17 @@ async def outcome(learner: Any, folder: Path, steps: Sequence[Sequence[Minibatch
     stats = [await learner.step(steps[0])]
     await learner.save(folder)
     stats += [await learner.step(step) for step in steps[1:]]
-    handle = await learner.publish()
+    handle = await written_by(learner)
     published = {name: tensor.clone() for name, tensor in handle.tensors.items()}
     assert handle.checksum == checksum(published)
     handle.discard()
     return Outcome(stats, moments(folder), published)
+
+
+async def written_by(learner: Any) -> FileWeights:
+    handle = await learner.publish()
+    assert handle.transport in ("file", "in-process")
+    return handle
 
 
 def moments(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -183,12 +190,12 @@ async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
         await learner.save(tmp_path)
         state = learner.state()
         going_on = await learner.step(STEPS[2])
-        expected = dict((await learner.publish()).tensors)
+        expected = dict((await written_by(learner)).tensors)
     async with ranks(model, after[1], zero=after[0]) as learner:
         await learner.load(tmp_path)
         learner.load_state(state)
         resumed = await learner.step(STEPS[2])
-        handle = await learner.publish()
+        handle = await written_by(learner)
         assert learner.version == handle.version == 2
         found = dict(handle.tensors)
     assert resumed.metrics["learning_rate"] == going_on.metrics["learning_rate"]
@@ -203,7 +210,7 @@ async def test_what_is_saved_is_a_hugging_face_model(model: Path, tmp_path: Path
     async with ranks(model, zero=3) as learner:
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
-        published = (await learner.publish()).tensors
+        published = (await written_by(learner)).tensors
     saved = named_weights(load_model(tmp_path, torch.device("cpu")))
     assert list(saved) == list(published)
     assert all(torch.equal(saved[name], published[name]) for name in saved)
@@ -225,7 +232,7 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(model: Path, t
         stats = await learner.step(STEPS[1])
         await learner.save(tmp_path)
         going_on = await learner.step(STEPS[2])
-        expected = dict((await learner.publish()).tensors)
+        expected = dict((await written_by(learner)).tensors)
     assert (stats.updates, stats.skipped) == (2, 1)
     assert stats.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.05, abs=0.02)
     assert stats.metrics["entropy"] == pytest.approx(alone.metrics["entropy"], rel=0.01)
@@ -237,7 +244,7 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(model: Path, t
     async with ranks(model, 1, zero=3, precision="bfloat16") as learner:
         await learner.load(tmp_path)
         resumed = await learner.step(STEPS[2])
-        found = dict((await learner.publish()).tensors)
+        found = dict((await written_by(learner)).tensors)
     assert resumed.metrics["loss"] == pytest.approx(going_on.metrics["loss"], rel=0.05, abs=0.02)
     differing = sum(int((found[name] != weight).sum()) for name, weight in expected.items())
     assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), "the same up to rounding"
@@ -254,7 +261,7 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_
     async with ranks(path, zero=zero) as learner:
         await engine.generate(prompt, greedy, session="kept")
         await learner.step(STEPS[0])
-        handle = await learner.publish()
+        handle = await written_by(learner)
         names = handle.manifest.names
         assert ("lm_head.weight" in names) != tied, "tied embeddings are published once"
         assert len(names) == len(set(names))
@@ -367,7 +374,7 @@ async def test_a_caller_who_gives_up_does_not_break_the_ranks_off(model: Path) -
         await asyncio.sleep(0.2)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        handle = await learner.publish()
+        handle = await written_by(learner)
         assert handle.version == learner.version == 1
 
 
