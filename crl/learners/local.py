@@ -31,7 +31,7 @@ class LocalLearner:
     ) -> None:
         self.model = model
         self.version = 0
-        self._trainer = Trainer(model, *adamw(model, optimizer), loss, settings)
+        self._trainer = Trainer(model, *adamw(model.parameters(), optimizer), loss, settings)
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:

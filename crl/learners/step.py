@@ -45,10 +45,12 @@ class TrainSettings:
     kl_coef: float = 0.0
 
 
-def adamw(model: PreTrainedModel, section: OptimizerSection, **options: bool) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """The optimizer of a model's parameters, and its warm-up: a learning rate that rises linearly over the first updates."""
+def adamw(
+    parameters: Iterable[torch.nn.Parameter], section: OptimizerSection, **options: bool
+) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
+    """The optimizer of a model, and its warm-up: a learning rate that rises linearly over the first updates."""
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        parameters,
         lr=section.learning_rate,
         betas=(section.beta1, section.beta2),
         weight_decay=section.weight_decay,
@@ -184,7 +186,8 @@ class Trainer:
 
     def _update(self, total: float) -> float | None:
         """Clips and applies the gradient; returns its norm before, or None, with nothing applied, when it or the loss is not finite."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self.settings.max_grad_norm))
         if not (math.isfinite(total) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return None

@@ -136,13 +136,12 @@ class ZeroTrainer(Trainer):
     def __init__(self, settings: RankSettings, ranks: int, device: torch.device) -> None:
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
-        optimizer, schedule = adamw(model, settings.optimizer, fused=settings.offload)
+        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload)
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
         self.stage, self._ranks, self._device = settings.zero, ranks, device
         self.engine: Any = deepspeed.initialize(model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks))[0]
-        self.engine.eval()  # as in every learner: no dropout
         self._allocate()
 
     def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
