@@ -7,6 +7,7 @@ The file is in the safetensors format, so anything that loads models can read it
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -84,6 +85,11 @@ class NcclWeights:
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     named = tensors.items()
     return WeightManifest(tuple(tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
+
+
+def weight_bytes(manifest: WeightManifest) -> int:
+    sizes = zip(manifest.shapes, manifest.dtypes, strict=True)
+    return sum(math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize for shape, dtype in sizes)
 
 
 def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None) -> int:

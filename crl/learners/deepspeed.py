@@ -366,8 +366,8 @@ class _Process:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def ask_where(self) -> None:
-        """Has the rank write down what its threads are doing."""
-        if self._process is not None and self._process.returncode is None:
+        """Has the rank write down what its threads are doing, if it has come so far as to understand."""
+        if self._process is not None and self._process.returncode is None and self.heard:
             self._process.send_signal(signal.SIGUSR1)
 
     def last_words(self) -> str:

@@ -133,8 +133,7 @@ class Loop:
         with clock("train"):
             stats = await self.learner.step(self._minibatches(step, played, advantages))
         with clock("sync"):
-            if stats.updates:
-                await sync(self.learner, self.engine)
+            sent = await sync(self.learner, self.engine) if stats.updates else 0
         if self.experience:
             with clock("bank"):
                 await self.experience.complete(step + 1, batch)
@@ -144,7 +143,8 @@ class Loop:
             figures |= self.critic.critic.take()
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
-        figures |= self._step_figures(stats, batch, clock) | {"perf/rollout_busy_s": self.engine.busy - busy}
+        figures |= self._step_figures(stats, batch, clock)
+        figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures)
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):

@@ -80,7 +80,8 @@ async def test_an_engine_takes_weights_from_a_file(tmp_path: Path, tied: bool) -
         async def publish(self) -> FileWeights:
             return FileWeights.write(tmp_path / "weights", named_weights(new), version=3)
 
-    await hand_over(Learner(), engine)  # pyright: ignore[reportArgumentType]
+    size = await hand_over(Learner(), engine)  # pyright: ignore[reportArgumentType]
+    assert size == sum(tensor.nbytes for tensor in named_weights(new).values())
     assert engine.version == 3
     assert checksum(named_weights(own)) == checksum(named_weights(new))
     assert not os.listdir(tmp_path)
