@@ -127,7 +127,8 @@ class Scorer(torch.nn.Module):
 
 
 class ZeroTrainer(Trainer):
-    """The shared step on one rank's share of every minibatch.
+    """The shared step on one rank's share of every minibatch. Each rank loads the whole model into host memory before it is cut up, and
+    where there is a KL to a reference keeps all of that.
 
     DeepSpeed averages gradients over ranks; the losses of the shares add up, so each is multiplied by their number. All ranks go
     through the same number of micro-batches, and apply or refuse an update together.
@@ -230,7 +231,8 @@ class ZeroTrainer(Trainer):
 
 
 def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Batch sizes are formal: a step's micro-batches are as many as it needs."""
+    """DeepSpeed's own configuration. Batch sizes are formal: a step's micro-batches are as many as it needs. In bfloat16 gradients are
+    summed in float32, over micro-batches and over ranks, and an update that is not finite is refused, as it is in float32."""
     zero: dict[str, Any] = {"stage": settings.zero}
     if settings.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": settings.device == "cuda"}
@@ -244,7 +246,7 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if bfloat16 else {}),
+        **({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if bfloat16 else {}),
         "steps_per_print": None,
     }
 
