@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         split_group_advantages,
         step_advantages,
     )
-    from crl.algo.batching import build_minibatches, micro_batches, optimizer_minibatches
+    from crl.algo.batching import build_minibatches, micro_batches, optimizer_minibatches, rank_shares
     from crl.algo.experience import critic_reward, diversity_score, experience_reward, training_weight
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
 
@@ -34,6 +34,7 @@ __all__ = [
     "micro_batches",
     "nll",
     "optimizer_minibatches",
+    "rank_shares",
     "sequence_weights",
     "split_group_advantages",
     "step_advantages",
@@ -50,7 +51,7 @@ _NAMES = {
         "split_group_advantages",
         "step_advantages",
     ),
-    "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches"),
+    "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches", "rank_shares"),
     "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
 }

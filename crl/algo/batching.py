@@ -33,6 +33,24 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
+def rank_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of `lengths` for each of `ranks`, each index exactly once, so that the ranks have about equally many tokens.
+
+    Longest first, ties by index, each to the rank that has the fewest tokens so far (the first of those): no rank has more than the
+    mean by over one sample, and as `micro_batches` goes from the longest too, the micro-batches that ranks work on at the same time
+    are alike. Raises `ValueError` on ranks < 1.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, not {ranks}")
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+    return shares
+
+
 def optimizer_minibatches(groups: Sequence[int], count: int, rng: random.Random) -> list[list[int]]:
     """Indices of `groups` (the group of each item) in at most `count` minibatches, every group whole.
 

@@ -19,7 +19,7 @@ import crl
 from crl.config.catalog import did_you_mean, mixture, preset_file, presets, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
-from crl.config.schema import WITHOUT_EXPERIENCE, RunConfig, TaskConfig
+from crl.config.schema import DEEPSPEED, WITHOUT_EXPERIENCE, RunConfig, TaskConfig
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
@@ -101,6 +101,8 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         if not config.with_experience:
             return f"the method {config.method} has no experience", "Leave it out, or choose another method"
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
+    if section == "learner" and name in DEEPSPEED and config.learner.kind == "local" and given[key].startswith("-"):
+        return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
     if not config.with_experience or not given[key].startswith("-"):  # a method without is compared with others under their settings
         return None
     bank, extractor = config.bank, config.extractor

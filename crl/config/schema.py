@@ -35,6 +35,9 @@ WITHOUT_EXPERIENCE = ("grpo",)
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
+DEEPSPEED = frozenset({"ranks", "zero", "offload", "deadline"})
+"""Settings of the learner that are deepspeed's alone."""
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -337,7 +340,7 @@ class LearnerSection(Section):
     device: Device = "auto"
     """device of the learner; auto = cuda when present, else cpu"""
     threads: Count = 1
-    """CPU threads of the learner's compute"""
+    """CPU threads of the learner's compute; of each rank's with deepspeed"""
     micro_batch_tokens: Count = 8192
     """padded tokens of one forward and backward pass; gradients do not depend on it"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -345,11 +348,13 @@ class LearnerSection(Section):
     activation_checkpointing: bool = False
     """keep each layer's input alone and compute the rest again in the backward pass: less memory for a third more compute"""
     ranks: Count = 1
-    """DeepSpeed processes of one model, each on a GPU where there are GPUs"""
+    """processes in which deepspeed trains one model, each with a GPU of its own where there are any"""
     zero: Annotated[int, Field(ge=0, le=3)] = 2
-    """what DeepSpeed's ranks share out instead of each holding all: 1 = the optimizer's states, 2 = gradients too, 3 = weights too"""
+    """what the ranks of deepspeed cut up among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too"""
     offload: bool = False
-    """keep the optimizer's states of DeepSpeed in the machine's memory"""
+    """deepspeed keeps the optimizer's state in host memory and updates weights there"""
+    deadline: Annotated[float, Field(gt=0)] = 1800.0
+    """seconds that the ranks of deepspeed may take to start, for one step, or to save, before the run is given up"""
 
 
 class EvalSection(Section):
@@ -503,6 +508,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
+        _check_learner(self.learner)
         _check_actor(self.actor)
         if self.with_experience:
             _check_experience(self)
@@ -531,6 +537,12 @@ def _check_run(config: RunConfig) -> None:
     if config.actor.minibatches > rollouts:
         reason = f"is more than the {rollouts} rollouts of a step"
         raise ConfigError("actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}")
+
+
+def _check_learner(learner: LearnerSection) -> None:
+    if learner.kind == "deepspeed" and learner.offload and not learner.zero:
+        reason = "needs an optimizer that ZeRO keeps: with learner.zero = 0 it has none"
+        raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
 
 
 def _check_actor(actor: ActorSection) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
-from crl.learners.step import Trainer, TrainSettings
+from crl.learners.step import Trainer, TrainSettings, adamw
 from crl.modeling import InProcessWeights, load_model
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
@@ -31,15 +31,7 @@ class LocalLearner:
     ) -> None:
         self.model = model
         self.version = 0
-        adamw = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
-        )
-        warmup = max(optimizer.warmup_steps, 1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda update: min(1.0, (update + 1) / warmup))
-        self._trainer = Trainer(model, adamw, schedule, loss, settings)
+        self._trainer = Trainer(model, *adamw(model.parameters(), optimizer), loss, settings)
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
@@ -54,6 +46,10 @@ class LocalLearner:
 
     async def load(self, directory: Path) -> None:
         await self._compute(self._load, directory)
+
+    async def watch(self) -> None:
+        """A thread is not lost by itself."""
+        await asyncio.Event().wait()
 
     def state(self) -> State:
         return {"version": self.version}

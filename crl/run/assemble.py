@@ -23,6 +23,7 @@ from crl.embedders import open_embedder
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
+from crl.learners.deepspeed import DeepSpeedLearner, RankSettings, visible_gpus
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
@@ -44,7 +45,7 @@ from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
 from crl.prompts import prompt
-from crl.protocols import Engine, EnvironmentPool, Loss, Method, Monitor, Retriever
+from crl.protocols import Engine, EnvironmentPool, Learner, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
@@ -85,7 +86,7 @@ async def training(
         method, actor = _method(config, specs), _actor(config)
         if adviser:
             method = replace(method, distiller=None, extractor=None)
-        learner = _learner(config, actor, method.actor.loss, stack)
+        learner = await _learner(config, actor, method.actor.loss, stack)
         engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
         experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
         retriever = experience.retriever if experience else adviser or Nothing()
@@ -182,10 +183,48 @@ def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     return module.build(config, chat_context(config.tasks, specs, config.prompts.files, asks=config.ask.enabled, goal_keys=goal_keys))
 
 
-def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> LocalLearner:
-    section = role.section
+async def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> Learner:
+    section, settings = role.section, _train_settings(config, role.section)
+    device = resolve_device(config.learner.device, "learner.device")
+    if config.learner.kind == "deepspeed":
+        learner = await _deepspeed_learner(config, role, loss, settings, device)
+    else:
+        model = load_model(role.path, device, key=role.key)
+        learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)
+    stack.push_async_callback(learner.aclose)
+    return learner
+
+
+async def _deepspeed_learner(
+    config: RunConfig, role: ModelRole, loss: Loss, settings: TrainSettings, device: torch.device
+) -> DeepSpeedLearner:  # fmt: skip
+    learner = config.learner
+    gpus = visible_gpus() if device.type == "cuda" else []
+    if device.type == "cuda" and learner.ranks > len(gpus):
+        raise ConfigError("learner.ranks", learner.ranks, f"each needs a GPU and torch finds {len(gpus)}", f"Choose at most {len(gpus)}")
+    if gpus and not learner.zero:
+        reason = "keeps no float32 weights, which training in bfloat16 needs"
+        raise ConfigError("learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.device=cpu")
+    ranks = RankSettings(
+        model=role.path,
+        key=role.key,
+        loss=loss,
+        optimizer=role.section.optimizer,
+        train=settings,
+        device="cuda" if gpus else "cpu",
+        precision="bfloat16" if gpus else "float32",
+        threads=learner.threads,
+        zero=learner.zero,
+        offload=learner.offload,
+        deterministic=config.run.deterministic,
+        deadline=learner.deadline,
+    )
+    return await DeepSpeedLearner.start(ranks, learner.ranks, deadline=learner.deadline, gpus=gpus[: learner.ranks])
+
+
+def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
     actor = section if isinstance(section, ActorSection) else None
-    settings = TrainSettings(
+    return TrainSettings(
         temperature=section.temperature,
         micro_batch_tokens=config.learner.micro_batch_tokens,
         max_grad_norm=section.optimizer.max_grad_norm,
@@ -193,10 +232,6 @@ def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitSta
         importance_cap=actor.importance_cap if actor else None,
         kl_coef=section.kl_coef,
     )
-    model = load_model(role.path, resolve_device(config.learner.device, "learner.device"), key=role.key)
-    learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)
-    stack.push_async_callback(learner.aclose)
-    return learner
 
 
 def _engine(config: RunConfig, role: ModelRole, stack: AsyncExitStack) -> Engine:
@@ -383,7 +418,8 @@ async def _experience(
     manager = await parts.open(run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size)
     trainer = None
     if method.extractor:
-        trainer = ExtractorTrainer(manager, method.extractor, _learner(config, role, method.extractor.loss, stack), engine, monitor)
+        learner = await _learner(config, role, method.extractor.loss, stack)
+        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor)
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,

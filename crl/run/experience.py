@@ -53,8 +53,7 @@ class ExtractorTrainer:
             stats = await self.learner.step(extractor_minibatches(samples))
             trained = time.monotonic()
             await self._manager.mark_trained([sample.id for sample in samples], step)
-            if stats.updates:
-                await sync(self.learner, self._engine)
+            sent = await sync(self.learner, self._engine) if stats.updates else 0
         self.updates += stats.updates
         self.skipped += stats.skipped
         rewards = [sample.reward for sample in samples]
@@ -70,6 +69,7 @@ class ExtractorTrainer:
                 "extractor/version": self._engine.version,
                 "time/train": trained - begin,
                 "time/sync": time.monotonic() - trained,
+                "perf/sync_bytes": sent,
             },
         )
         return True

@@ -1,4 +1,4 @@
-"""What this installation can play, for `crl tasks`. Imports no environment's library, and no torch."""
+"""What this installation can play, for `crl tasks`, and what it can train with. Imports no environment's library, and no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from crl.config import TaskConfig, catalog
+from crl.config import RunConfig, TaskConfig, catalog
 from crl.config.load import task_settings
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
@@ -37,6 +37,14 @@ def mixtures() -> dict[str, Sequence[str]]:
 def gem_problem() -> str | None:
     """Why `gem:ID` names no environment here; None where it does."""
     return None if importlib.util.find_spec("gem") else "it needs the extra 'gem', which is not installed. Run pip install 'crl[gem]'"
+
+
+def require_learner(config: RunConfig) -> None:
+    """Raises `ConfigError` when the run's learner needs an extra that is not installed."""
+    kind = config.learner.kind
+    if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
+        reason = f"it needs the extra {kind!r}, which is not installed"
+        raise ConfigError("learner.kind", kind, reason, f"Run pip install 'crl[{kind}]'")
 
 
 def _offer(name: str) -> TaskOffer:

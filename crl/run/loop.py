@@ -82,12 +82,17 @@ class Loop:
     def completed(self) -> int:
         return self.collector.completed_steps
 
+    @property
+    def _learners(self) -> dict[str, Learner]:
+        return {"actor": self.learner, **(self.experience.learners if self.experience else {})}
+
     async def run(self) -> None:
         """Trains to the end, or to `stop`, and writes a checkpoint either way. What kills a part ends the run with its cause."""
         await self._warm_up()
         await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.collector.run(), name="collector")]
+            background += [tasks.create_task(learner.watch(), name=f"{role} learner") for role, learner in self._learners.items()]
             if self.experience:
                 background.append(tasks.create_task(self.experience.run(), name="experience"))
             for step in range(self.completed, self.schedule.steps):
@@ -102,16 +107,14 @@ class Loop:
 
     async def checkpoint(self) -> Path:
         """Both models, the state of every part, and how far the bank's log had come."""
-        learners = {"actor": self.learner}
         state: State = {"learner": self.learner.state(), "source": self.collector.source_state()}
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                learners |= self.experience.learners
                 state |= await self.experience.state(saved_states(self.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.rates.state()
             state["skipped_updates"] = self.skipped_updates
-            return await save_checkpoint(self.checkpoints, self.completed, learners, self.companions, state)
+            return await save_checkpoint(self.checkpoints, self.completed, self._learners, self.companions, state)
 
     async def _step(self, step: int) -> bool:
         """One actor step; False when the run was asked to stop before its batch was there."""
@@ -132,8 +135,7 @@ class Loop:
         with clock("train"):
             stats = await self.learner.step(self._minibatches(step, played, advantages))
         with clock("sync"):
-            if stats.updates:
-                await sync(self.learner, self.engine)
+            sent = await sync(self.learner, self.engine) if stats.updates else 0
         if self.experience:
             with clock("bank"):
                 await self.experience.complete(step + 1, batch)
@@ -143,7 +145,8 @@ class Loop:
             figures |= self.critic.critic.take()
         self.skipped_updates += stats.skipped
         figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
-        figures |= self._step_figures(stats, batch, clock) | {"perf/rollout_busy_s": self.engine.busy - busy}
+        figures |= self._step_figures(stats, batch, clock)
+        figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures | self.environments.figures())
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):

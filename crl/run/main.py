@@ -27,6 +27,7 @@ from crl.run.assemble import evaluation, training
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
 from crl.run.gpu_plan import require_gpus
+from crl.run.installed import require_learner
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
@@ -49,6 +50,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     require_bank(config)
     require_embedder(config)
     require_measures(config, specs(config))
+    require_learner(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:

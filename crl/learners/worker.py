@@ -1,0 +1,415 @@
+"""One rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and drives.
+
+Cast. `Link` is the pipe to the parent: commands in, answers out, and a sign of life every second. `ZeroTrainer` is the shared
+training step on a model whose optimizer, gradients and weights ZeRO cuts up among the ranks. `Rank` carries out the commands; every
+rank is given the same ones in the same order, because each of them is a collective operation.
+
+A rank lives as long as its parent: when the pipe closes it ends at once, whatever it does.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import math
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
+from safetensors import safe_open
+
+from crl.errors import CrlError, LearnerError
+from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
+from crl.learners.step import Figures, Tensors, Trainer, adamw
+from crl.modeling import TokenFigures, checksum, load_model, token_logprobs
+from crl.protocols import WeightManifest
+from crl.sync import write_tensors
+from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps for every weight."""
+
+IDLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
+"""What a rank computes, and drops, while others have one more micro-batch than it has: all must meet in every pass."""
+
+
+# ── the parent's end ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Link:
+    """The pipe to the parent. Whatever this process prints goes to its log instead."""
+
+    def __init__(self) -> None:
+        self._in: BinaryIO = sys.stdin.buffer
+        self._out = os.fdopen(os.dup(1), "wb")
+        self._lock = threading.Lock()
+        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        os.dup2(2, 1)
+
+    def seat(self) -> Seat:
+        """The first thing that the parent says; from then on it is listened to beside the work."""
+        seat = read_frame(self._in)
+        threading.Thread(target=self._listen, args=(seat.folder,), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        return seat
+
+    def command(self) -> tuple[str, tuple[Any, ...]]:
+        return self._commands.get()
+
+    def say(self, kind: str, value: object = None) -> None:
+        with self._lock:
+            self._out.write(frame((kind, value)))
+            self._out.flush()
+
+    def _listen(self, folder: Path) -> None:
+        try:
+            while True:
+                self._commands.put(read_frame(self._in))
+        except (EOFError, OSError):  # the parent is gone, perhaps without having tidied up
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os._exit(0)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self.say("beat")
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank is that does not answer
+    link = Link()
+    try:
+        rank = Rank(link.seat())
+        link.say("done")
+        while True:
+            name, arguments = link.command()
+            link.say("done", getattr(rank, name)(*arguments))
+    except BaseException as error:
+        told = error if isinstance(error, CrlError) else None
+        link.say("failed", (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(told)))
+        threading.Event().wait()  # an end would break the others' connections: the parent must hear of this error first
+
+
+# ── the training step ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Scorer(torch.nn.Module):
+    """Log-probs as the module whose calls DeepSpeed watches: within one, ZeRO-3 gathers weights and gives them up again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float, reference: PreTrainedModel | None) -> torch.Tensor:
+        """`TokenFigures` as one tensor [3, b, t]: whatever a loss makes of them, all ranks walk back the same way, and meet."""
+        return torch.stack(token_logprobs(self.model, ids, mask, temperature, reference=reference))
+
+
+class ZeroTrainer(Trainer):
+    """The shared step on one rank's share of every minibatch. Each rank loads the whole model into host memory before it is cut up, and
+    where there is a KL to a reference keeps all of that.
+
+    DeepSpeed averages gradients over ranks; the losses of the shares add up, so each is multiplied by their number. All ranks go
+    through the same number of micro-batches, and apply or refuse an update together.
+    """
+
+    def __init__(self, settings: RankSettings, ranks: int, device: torch.device) -> None:
+        dtype = getattr(torch, settings.precision)
+        model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
+        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload)
+        super().__init__(model, optimizer, schedule, settings.loss, settings.train)
+        if self._reference is not None:
+            self._reference.to(device)  # pyright: ignore[reportArgumentType]
+        self.stage, self._ranks, self._device = settings.zero, ranks, device
+        self.engine: Any = deepspeed.initialize(model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks))[0]
+        self._allocate()
+
+    def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
+        """Of the whole minibatch, like the loss."""
+        if self.stage == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+        own = self._micro_batches(minibatch)
+        count = max(self._most(len(own)), 1)
+        total = 0.0
+        for i in range(count):
+            last = i == count - 1
+            self.engine.set_gradient_accumulation_boundary(last)
+            if i < len(own):
+                loss = self._loss(own[i], minibatch.total_tokens, figures, probe)
+                total += loss.item()
+            else:
+                loss = self._idle_loss()
+            if last:
+                total = self._sum(total)
+                # A loss that is not finite may have a gradient that is: spoilt, it is refused, by every rank alike.
+                loss = loss if math.isfinite(total) else loss * math.nan
+            self.engine.backward(loss * self._ranks)
+        return total
+
+    def _update(self, total: float) -> float | None:
+        if self.stage == 0:
+            return super()._update(total)
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else None
+
+    def _tokens(self, batch: Tensors) -> TokenFigures:
+        return TokenFigures(*self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference))
+
+    def _pooled(self, figures: Figures) -> Figures:
+        shares: list[Any] = [None] * self._ranks
+        rows = [({name: float(value) for name, value in metrics.items()}, tokens) for metrics, tokens in figures.rows]
+        dist.all_gather_object(shares, rows)
+        return Figures([row for share in shares for row in share])
+
+    @torch.no_grad()
+    def _recomputed(self, minibatch: Minibatch) -> Minibatch:
+        idle = self._most(len(minibatch.samples)) - len(minibatch.samples)
+        done = super()._recomputed(minibatch)
+        for _ in range(idle):
+            self._tokens(self._idle())
+        return done
+
+    def _idle(self) -> Tensors:
+        return Tensors.of([IDLE], self._device)
+
+    def _idle_loss(self) -> torch.Tensor:
+        return self._tokens(self._idle()).logp.sum() * 0.0
+
+    def _most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        largest = torch.tensor(count, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def _sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def _allocate(self) -> None:
+        """Has the optimizer make its state, by an update of nothing: so there is always one to save, and one to load into."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.backward(self._idle_loss())
+        self.engine.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.updates = 0
+
+    @property
+    def updates(self) -> int:
+        """Applied so far; what AdamW corrects its moments by."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(count)
+
+
+def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Batch sizes are formal: a step's micro-batches are as many as it needs. In bfloat16 gradients are
+    summed in float32, over micro-batches and over ranks, and an update that is not finite is refused, as it is in float32."""
+    zero: dict[str, Any] = {"stage": settings.zero}
+    if settings.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": settings.device == "cuda"}
+    bfloat16 = settings.precision == "bfloat16"
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": ranks,
+        "gradient_clipping": settings.train.max_grad_norm if settings.zero else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
+        **({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if bfloat16 else {}),
+        "steps_per_print": None,
+    }
+
+
+# ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Rank:
+    """Carries out what the parent asks of all ranks. Answers that are the same on all are read from rank 0."""
+
+    def __init__(self, seat: Seat) -> None:
+        settings = seat.settings
+        torch.set_num_threads(settings.threads)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self._device = torch.device(settings.device)
+        self._first = seat.rank == 0
+        self._settings, self._rank, self._ranks = settings, seat.rank, seat.ranks
+        # Nothing is compiled: an interrupted compilation would hang every later run.
+        deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
+        dist.init_process_group(
+            "nccl" if settings.device == "cuda" else "gloo",
+            init_method=f"file://{seat.folder / 'ranks'}",
+            rank=seat.rank,
+            world_size=seat.ranks,
+            timeout=timedelta(seconds=2 * settings.deadline),  # the parent, which asks all of them where they are, is to be first
+        )
+        self._trainer = ZeroTrainer(settings, seat.ranks, self._device)
+        self._model = self._trainer.model
+        self._receivers: Any = None
+
+    def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
+        return self._trainer.step(minibatches, version)
+
+    def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
+        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too."""
+        manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
+        if path is not None:
+            crc = self._write(path, manifest, self._weights())
+        else:
+            crc = functools.reduce(lambda crc, named: checksum(dict([named]), crc) if self._first else 0, self._weights(), 0)
+        return (crc, manifest) if self._first else None
+
+    def broadcast(self, address: str, port: int, world_size: int) -> None:
+        """Sends the weights from the first rank, the NCCL group's rank 0, to vLLM's workers, gathered one by one and packed as they expect.
+
+        Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+        """
+        if not self._first:
+            for _ in self._weights():
+                pass
+            return
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        if self._receivers is None:  # the workers meet this rank here, the first time
+            self._receivers = trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+        packed_nccl_broadcast_producer(self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1])
+
+    def save(self, directory: Path) -> None:
+        """The model as Hugging Face has it, and beside it what the optimizer knows of each weight, whoever held which part."""
+        whole = {name: tensor.cpu().clone() for name, tensor in self._weights() if self._first}
+        if self._first:
+            kept = self._model.state_dict().keys()
+            whole |= {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+            self._model.save_pretrained(directory, state_dict=whole)
+        del whole
+        names = {f"{kind}.{name}": "torch.float32" for kind in self._kinds for name, _ in self._model.named_parameters()}
+        schedule = json.dumps(self._trainer.schedule.state_dict())
+        metadata = {"updates": str(self._trainer.updates), "schedule": schedule}
+        self._write(directory / OPTIMIZER, self._manifest(names), self._states(), metadata)
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, with any number of ranks and at any stage."""
+        saved = directory / OPTIMIZER
+        if not saved.is_file():
+            raise LearnerError(f"{directory} holds no {OPTIMIZER}: another kind of learner saved it")
+        loaded = load_model(directory, torch.device("cpu"), getattr(torch, self._settings.precision), key=self._settings.key)
+        weights = dict(loaded.named_parameters())
+        with safe_open(saved, "pt") as file:
+            present = set(file.keys())
+            for name, parameter in self._model.named_parameters():
+                self._set_weight(parameter, weights[name].detach())
+                for kind in MOMENTS:
+                    self._set_state(parameter, kind, file.get_tensor(f"{kind}.{name}"))
+                if self._trainer.stage:
+                    exact = file.get_tensor(f"weight.{name}") if f"weight.{name}" in present else weights[name].detach().float()
+                    self._set_state(parameter, "weight", exact)
+            metadata = file.metadata()
+        self._trainer.updates = int(metadata["updates"])
+        self._trainer.schedule.load_state_dict(json.loads(metadata["schedule"]))
+        for group, rate in zip(self._trainer.optimizer.param_groups, self._trainer.schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    # Parameters that ZeRO has cut up, as wholes. At stage 3 a weight exists only while it is gathered; from stage 1 on the float32
+    # weights and moments that are trained are each in parts. Every rank goes through them in the same order.
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """What is saved of each weight beside the model; "weight" is its float32 value where the model's own is rounded."""
+        return MOMENTS if self._settings.precision == "float32" else ("weight", *MOMENTS)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            with self._gathered(parameter):
+                yield name, parameter.detach()
+
+    def _gathered(self, parameter: torch.nn.Parameter, *, change: bool = False) -> AbstractContextManager[Any]:
+        if self._trainer.stage < 3:
+            return nullcontext()
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if change else None)
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for kind in self._kinds:
+            for name, parameter in self._model.named_parameters():
+                yield f"{kind}.{name}", self._state(parameter, kind)
+
+    def _state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        if not self._trainer.stage:
+            return self._trainer.optimizer.state[parameter][kind]
+        whole = safe_get_full_fp32_param(parameter) if kind == "weight" else safe_get_full_optimizer_state(parameter, kind)
+        assert whole is not None
+        return whole
+
+    def _set_weight(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        with self._gathered(parameter, change=True), torch.no_grad():
+            if self._first or self._trainer.stage < 3:
+                parameter.copy_(value)
+
+    def _set_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        value = value.to(self._device)
+        if not self._trainer.stage:
+            self._trainer.optimizer.state[parameter][kind].copy_(value)
+        elif self._trainer.stage < 3:
+            set_whole = (safe_set_full_fp32_param,) if kind == "weight" else (safe_set_full_optimizer_state, kind)
+            set_whole[0](parameter, value, *set_whole[1:])
+        else:
+            size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+            whole = torch.nn.functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+            part = whole[size * self._rank : size * (self._rank + 1)]
+            if kind == "weight":
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, kind)
+
+    def _manifest(self, dtypes: dict[str, str]) -> WeightManifest:
+        """dtypes: of tensors that are shaped like the parameters, in their order, once or several times over."""
+        shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in self._model.parameters()]
+        return WeightManifest(tuple(dtypes), tuple(dtypes.values()), tuple(shapes * (len(dtypes) // len(shapes))))
+
+    def _write(
+        self, path: Path, manifest: WeightManifest, named: Iterator[tuple[str, torch.Tensor]], metadata: dict[str, str] | None = None
+    ) -> int:
+        """By the first rank; the others only help to gather."""
+        tensors = (tensor for _, tensor in named)
+        if self._first:
+            return write_tensors(path, manifest, tensors, metadata)
+        for _ in tensors:
+            pass
+        return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""Real ZeRO over gloo on the CPU, held against the local learner: the same step, whatever is cut up among how many ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from crl.config.schema import OptimizerSection
+from crl.engines.torch import TorchEngine
+from crl.errors import ConfigError, LearnerError
+from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
+from crl.learners.local import LocalLearner
+from crl.learners.step import TrainSettings
+from crl.methods.parts.training import CispoLoss, SurrogateLoss
+from crl.modeling import checksum, load_model, named_weights
+from crl.run.sync import sync
+from crl.sync import FileWeights
+from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
+
+pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed")
+
+V = 1024
+SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
+SETTINGS = TrainSettings(temperature=1.0, micro_batch_tokens=64, max_grad_norm=1e9)
+RATE = OptimizerSection(learning_rate=1e-3, warmup_steps=3)
+NAN = math.nan
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With tied embeddings, and matrices large enough to be cut up at stage 3, where small ones are not."""
+    return written(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def written(path: Path, *, tied: bool) -> Path:
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1001,
+        initializer_range=0.2, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def minibatch(seed: int, samples: int = 7) -> Minibatch:
+    """Samples of many lengths with advantages of both signs and unequal weights; an odd number, so that ranks' shares differ."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(samples):
+        length = draw.randint(4, 40)
+        mask = (0, *(draw.randint(0, 1) for _ in range(length - 2)), 1)
+        logprobs = tuple(-draw.uniform(5, 9) if m else 0.0 for m in mask)
+        trace = TokenTrace(tuple(draw.randrange(V) for _ in mask), mask, logprobs, tuple(0 if m else -1 for m in mask))
+        advantage: Any = draw.gauss(0, 1) if i % 2 else tuple(draw.gauss(0, 1) for _ in mask)
+        rows.append(TrainSample(trace, advantage, draw.random() / samples))
+    return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
+
+
+def spoiled(batch: Minibatch) -> Minibatch:
+    first, *rest = batch.samples
+    return replace(batch, samples=(replace(first, advantage=NAN), *rest))
+
+
+@asynccontextmanager
+async def local(path: Path, loss: Any = SURROGATE, settings: TrainSettings = SETTINGS) -> AsyncIterator[LocalLearner]:
+    learner = LocalLearner(load_model(path, torch.device("cpu")), loss, RATE, settings)
+    try:
+        yield learner
+    finally:
+        await learner.aclose()
+
+
+@asynccontextmanager
+async def ranks(
+    path: Path, count: int = 2, loss: Any = SURROGATE, train: TrainSettings = SETTINGS, *, deadline: float = 120.0, **settings: Any
+) -> AsyncIterator[DeepSpeedLearner]:
+    given: dict[str, Any] = {"device": "cpu", "precision": "float32", "threads": 1, "zero": 2, "offload": False, "deterministic": False}
+    filled = RankSettings(model=path, key="actor.model", loss=loss, optimizer=RATE, train=train, deadline=deadline, **(given | settings))
+    learner = await DeepSpeedLearner.start(filled, count, deadline=deadline)
+    try:
+        yield learner
+    finally:
+        await learner.aclose()
+
+
+@dataclass
+class Outcome:
+    """gradients: of the first step, as the optimizer's first moments after it hold them."""
+
+    stats: list[StepStats]
+    gradients: Mapping[str, torch.Tensor]
+    published: Mapping[str, torch.Tensor]
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+async def outcome(learner: Any, folder: Path, steps: Sequence[Sequence[Minibatch]]) -> Outcome:
+    stats = [await learner.step(steps[0])]
+    await learner.save(folder)
+    stats += [await learner.step(step) for step in steps[1:]]
+    handle = await written_by(learner)
+    published = {name: tensor.clone() for name, tensor in handle.tensors.items()}
+    assert handle.checksum == checksum(published)
+    handle.discard()
+    return Outcome(stats, moments(folder), published)
+
+
+async def written_by(learner: Any) -> FileWeights:
+    handle = await learner.publish()
+    assert handle.transport in ("file", "in-process")
+    return handle
+
+
+def moments(folder: Path) -> Mapping[str, torch.Tensor]:
+    """exp_avg by parameter; after one update without clipping it is (1 - beta1) times the gradient."""
+    if (folder / "optimizer.safetensors").is_file():
+        saved = load_file(folder / "optimizer.safetensors")
+        return {name.removeprefix("exp_avg."): tensor for name, tensor in saved.items() if name.startswith("exp_avg.")}
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)["optimizer"]["state"]
+    names = named_weights(load_model(folder, torch.device("cpu")))
+    return {name: saved[i]["exp_avg"] for i, name in enumerate(names)}
+
+
+STEPS = [[minibatch(0)], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)], [minibatch(4), minibatch(5)]]
+"""In the second one a minibatch that is refused, and one that leaves a rank with nothing to do."""
+
+
+@pytest.mark.parametrize(
+    ("zero", "options"),
+    [
+        (0, {}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"offload": True}),
+        (3, {"train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3), "loss": CispoLoss(0.5, 2.0)}),
+        (2, {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3}),
+    ],
+    ids=["0", "1", "2", "3", "offload", "recompute, kl and cispo at 3", "kl and clipping on three ranks"],
+)
+async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero: int, options: dict[str, Any]) -> None:
+    async with local(model, options.get("loss", SURROGATE), options.get("train", SETTINGS)) as learner:
+        alone = await outcome(learner, made(tmp_path / "local"), STEPS)
+    async with ranks(model, zero=zero, **options) as learner:
+        together = await outcome(learner, made(tmp_path / "ranks"), STEPS)
+        assert learner.version == 3
+    assert [(s.updates, s.skipped) for s in together.stats] == [(1, 0), (2, 1), (2, 0)]
+    for stats, other in zip(together.stats, alone.stats, strict=True):
+        assert stats.metrics.keys() == other.metrics.keys()
+        for name, value in other.metrics.items():
+            if name != "masked_fraction":  # of positions, padding among them: it depends on the cut
+                assert stats.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert together.stats[0].metrics["loss"] == pytest.approx(alone.stats[0].metrics["loss"], rel=1e-5, abs=1e-5)
+    assert together.gradients.keys() == alone.gradients.keys()
+    for name, gradient in alone.gradients.items():
+        torch.testing.assert_close(together.gradients[name] * 10, gradient * 10, rtol=1e-5, atol=1e-5)
+    assert together.published.keys() == alone.published.keys()
+    for name, weight in alone.published.items():
+        torch.testing.assert_close(together.published[name], weight, rtol=0, atol=2e-4)
+
+
+# ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 3)), ((3, 2), (1, 1)), ((1, 3), (0, 2))])
+async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
+    model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """(stage, ranks) of the learner that saved and of the one that goes on; an uninterrupted one is the reference."""
+    async with ranks(model, before[1], zero=before[0]) as learner:
+        await learner.step(STEPS[0])
+        await learner.save(tmp_path)
+        state = learner.state()
+        going_on = await learner.step(STEPS[2])
+        expected = dict((await written_by(learner)).tensors)
+    async with ranks(model, after[1], zero=after[0]) as learner:
+        await learner.load(tmp_path)
+        learner.load_state(state)
+        resumed = await learner.step(STEPS[2])
+        handle = await written_by(learner)
+        assert learner.version == handle.version == 2
+        found = dict(handle.tensors)
+    assert resumed.metrics["learning_rate"] == going_on.metrics["learning_rate"]
+    for name, value in going_on.metrics.items():
+        if name != "masked_fraction":
+            assert resumed.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-4)
+
+
+async def test_what_is_saved_is_a_hugging_face_model(model: Path, tmp_path: Path) -> None:
+    async with ranks(model, zero=3) as learner:
+        await learner.step(STEPS[0])
+        await learner.save(tmp_path)
+        published = (await written_by(learner)).tensors
+    saved = named_weights(load_model(tmp_path, torch.device("cpu")))
+    assert list(saved) == list(published)
+    assert all(torch.equal(saved[name], published[name]) for name in saved)
+
+
+async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    async with local(model) as learner:
+        await learner.save(tmp_path)
+    async with ranks(model, 1, zero=1) as learner:
+        with pytest.raises(LearnerError, match=r"holds no optimizer\.safetensors"):
+            await learner.load(tmp_path)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+async def test_bfloat16_ranks_train_float32_weights_and_save_them(model: Path, tmp_path: Path, zero: int) -> None:
+    async with local(model) as learner:
+        alone = await learner.step(STEPS[1])
+    async with ranks(model, zero=zero, precision="bfloat16") as learner:
+        stats = await learner.step(STEPS[1])
+        await learner.save(tmp_path)
+        going_on = await learner.step(STEPS[2])
+        expected = dict((await written_by(learner)).tensors)
+    assert (stats.updates, stats.skipped) == (2, 1)
+    assert stats.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.05, abs=0.02)
+    assert stats.metrics["entropy"] == pytest.approx(alone.metrics["entropy"], rel=0.01)
+    saved, rounded = load_file(tmp_path / "optimizer.safetensors"), load_file(tmp_path / "model.safetensors")
+    for name, weight in rounded.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(saved[f"weight.{name}"].bfloat16(), weight), name
+    assert any(not torch.equal(saved[f"weight.{name}"], weight.float()) for name, weight in rounded.items())
+    async with ranks(model, 1, zero=3, precision="bfloat16") as learner:
+        await learner.load(tmp_path)
+        resumed = await learner.step(STEPS[2])
+        found = dict((await written_by(learner)).tensors)
+    assert resumed.metrics["loss"] == pytest.approx(going_on.metrics["loss"], rel=0.05, abs=0.02)
+    differing = sum(int((found[name] != weight).sum()) for name, weight in expected.items())
+    assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), "the same up to rounding"
+
+
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("zero", "tied"), [(2, True), (3, True), (3, False)])
+async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_path: Path, zero: int, tied: bool) -> None:
+    path = written(tmp_path / "model", tied=tied)
+    prompt, greedy = [random.Random(0).randrange(V) for _ in range(200)], Sampling(16, (), temperature=0.0)
+    engine = TorchEngine(load_model(path, torch.device("cpu")), max_batch=4, max_context=512)
+    async with ranks(path, zero=zero) as learner:
+        await engine.generate(prompt, greedy, session="kept")
+        await learner.step(STEPS[0])
+        handle = await written_by(learner)
+        names = handle.manifest.names
+        assert ("lm_head.weight" in names) != tied, "tied embeddings are published once"
+        assert len(names) == len(set(names))
+        assert await learner._command("publish", None) == (handle.checksum, handle.manifest), "as it is announced for a broadcast"
+        handle.discard()
+        await sync(learner, engine)
+        assert not list(handle.path.parent.glob("*.safetensors")), "nothing is left in shared memory"
+        folder = made(tmp_path / "saved")
+        await learner.save(folder)
+    assert engine.version == learner.version == 1
+    assert not handle.path.parent.exists()
+    fresh = TorchEngine(load_model(folder, torch.device("cpu")), max_batch=4, max_context=512)
+    assert (await engine.generate(prompt, greedy, session="kept")).ids == (await fresh.generate(prompt, greedy)).ids
+    await engine.aclose()
+    await fresh.aclose()
+
+
+# ── ranks that are lost ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pid(learner: DeepSpeedLearner, rank: int) -> int:
+    process = learner._ranks[rank]._process
+    assert process is not None
+    return process.pid
+
+
+async def seconds_to_error(work: Any) -> tuple[float, LearnerError]:
+    begin = time.monotonic()
+    with pytest.raises(LearnerError) as raised:
+        await work
+    return time.monotonic() - begin, raised.value
+
+
+def long_step() -> list[Minibatch]:
+    """Minutes of work."""
+    return [minibatch(i, samples=60) for i in range(400)]
+
+
+def nobody_left(learner: DeepSpeedLearner) -> bool:
+    return all(rank._process is not None and rank._process.returncode is not None for rank in learner._ranks)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_is_killed_in_a_step_ends_the_learner(model: Path, victim: int) -> None:
+    async with ranks(model) as learner:
+        step = asyncio.create_task(learner.step(long_step()))
+        await asyncio.sleep(2)
+        os.kill(pid(learner, victim), signal.SIGKILL)
+        seconds, error = await seconds_to_error(step)
+        assert seconds < 10
+        assert f"rank {victim} of 2 was killed by SIGKILL" in str(error)
+        assert nobody_left(learner)
+        seconds, again = await seconds_to_error(learner.publish())
+        assert seconds < 1
+        assert str(again) == str(error)
+
+
+async def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_missed(model: Path) -> None:
+    async with ranks(model) as learner:
+        watch = asyncio.create_task(learner.watch())
+        await asyncio.sleep(0.1)
+        os.kill(pid(learner, 1), signal.SIGTERM)
+        seconds, error = await seconds_to_error(watch)
+        assert seconds < 10
+        assert "rank 1 of 2 was killed by SIGTERM" in str(error)
+
+
+async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
+    async with ranks(model) as learner:
+        step = asyncio.create_task(learner.step(long_step()))
+        await asyncio.sleep(2)
+        os.kill(pid(learner, 1), signal.SIGSTOP)
+        seconds, error = await seconds_to_error(step)
+        assert seconds < 10
+        assert "rank 1 of 2 hangs: no sign of life" in str(error)
+        assert nobody_left(learner)
+
+
+async def test_a_command_that_overruns_its_deadline_says_where_the_rank_was(model: Path) -> None:
+    async with ranks(model, deadline=60) as learner:
+        learner._deadline = 3
+        seconds, error = await seconds_to_error(learner.step(long_step()))
+        assert 3 < seconds < 13
+        assert "did not finish in learner.deadline = 3 s (in step)" in str(error)
+        assert "in _gradient" in str(error.__cause__), "the stack of the rank"
+        assert nobody_left(learner)
+
+
+async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> None:
+    beyond = TrainSample(TokenTrace((1, V + 7), (0, 1), (0.0, -1.0), (-1, 0)), 1.0, 1.0)
+    async with ranks(model) as learner:
+        seconds, error = await seconds_to_error(learner.step([Minibatch((beyond,), 1)]))
+        assert seconds < 10
+        assert "rank 0 of 2 failed: IndexError: index out of range in self (in step)" in str(error)
+        assert "Traceback (most recent call last)" in str(error.__cause__)
+        assert "token_logprobs" in str(error.__cause__)
+
+
+async def test_a_model_that_cannot_be_loaded_is_the_settings_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    with pytest.raises(ConfigError, match=r"actor\.model"):
+        async with ranks(tmp_path, 1):
+            pass
+
+
+async def test_a_caller_who_gives_up_does_not_break_the_ranks_off(model: Path) -> None:
+    """A run that is interrupted in a step writes its checkpoint after it."""
+    async with ranks(model, zero=3) as learner:
+        step = asyncio.create_task(learner.step([minibatch(i) for i in range(20)]))
+        await asyncio.sleep(0.2)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        handle = await written_by(learner)
+        assert handle.version == learner.version == 1
+
+
+async def test_ranks_end_with_their_parent(model: Path) -> None:
+    async with ranks(model) as learner:
+        pids = [pid(learner, rank) for rank in range(2)]
+        for rank in learner._ranks:
+            assert rank._process is not None
+            assert rank._process.stdin is not None
+            rank._process.stdin.close()  # as the system does when the parent dies
+        await asyncio.wait_for(asyncio.gather(*(rank._process.wait() for rank in learner._ranks if rank._process)), 5)
+        for p in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(p, 0)
+        assert not learner._folder.exists(), "shared memory is given back"

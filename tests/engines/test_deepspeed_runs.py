@@ -1,0 +1,107 @@
+"""Whole runs of `crl train` whose learners are ranks of DeepSpeed, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed")
+
+DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")
+SMALL = (
+    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
+    "eval.probe_every=0",
+)  # fmt: skip
+DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
+
+
+def command(run: Path, *sets: str, steps: int, method: str = "grpo") -> list[str]:
+    options = [part for setting in (*SMALL, *sets) for part in ("--set", setting)]
+    start = [sys.executable, "-m", "crl", "train", "--tasks", "room", "--plain", "--method", method, "--steps", str(steps)]
+    return [*start, "--run-dir", str(run), *options]
+
+
+def train(run: Path, *sets: str, steps: int, method: str = "grpo") -> None:
+    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    few = ("tasks.room.stream.places=4", "tasks.room.stream.permanent=4")  # visited at every step: lessons are soon retrieved
+    train(run, *DEEPSPEED, *few, "learner.zero=3", "extractor.batch=4", steps=4, method="complementary")
+    steps = metrics(run, "train")
+    assert steps[-1]["actor/version"] == sum(step["actor/updates"] > 0 for step in steps) > 0
+    assert metrics(run, "extractor")
+    for role in ("actor", "extractor"):
+        saved = run / "checkpoints" / "4" / role
+        assert (saved / "tokenizer.json").is_file()
+        with safe_open(saved / "model.safetensors", "pt") as model, safe_open(saved / "optimizer.safetensors", "pt") as optimizer:
+            assert {f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")} == set(optimizer.keys())  # noqa: SIM118
+            assert int(optimizer.metadata()["updates"]) > 0
+    evaluated = subprocess.run([sys.executable, "-m", "crl", "eval", str(run)], capture_output=True, text=True, timeout=300, check=False)
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
+def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
+    """The same tokens are sampled for the first step, so its figures are the same; later ones drift apart by rounding."""
+    train(tmp_path / "local", *DETERMINISTIC, steps=2)
+    train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2)
+    alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))
+    for name, value in alone[0].items():
+        if name.startswith("actor/") and name != "actor/masked_fraction":
+            assert together[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+        elif name.startswith("rollout/"):
+            assert together[0][name] == value, name
+    assert together[1]["rollout/success"] == pytest.approx(alone[1]["rollout/success"], abs=0.2)
+
+
+def ranks_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"crl.learners.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("sent", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no sign of life")])
+def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(tmp_path: Path, sent: signal.Signals, said: str) -> None:
+    run = tmp_path / "run"
+    start = command(run, *DEEPSPEED, "run.checkpoint_every=1", steps=1000)
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 300
+        while not (run / "checkpoints" / "1" / "manifest.json").is_file():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        begin = time.monotonic()
+        os.kill(ranks[1], sent)
+        _, errors = process.communicate(timeout=60)
+        seconds = time.monotonic() - begin
+    assert process.returncode == 1
+    assert seconds < 12, "ten seconds, and the process's own end"
+    assert errors.startswith("error: rank 1 of 2 ")
+    assert said in errors
+    assert all(gone(rank) for rank in ranks)
+    assert "RankTraceback: what rank 1 said" in (run / "log.txt").read_text("utf-8")

@@ -1,0 +1,103 @@
+"""What needs no DeepSpeed: its settings, the extra that is missing, and how ranks share a minibatch."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.algo import micro_batches, rank_shares
+from crl.config.load import load
+from crl.errors import ConfigError
+from crl.learners.deepspeed import shared_out
+from crl.run.installed import require_learner
+from crl.run.plan import plan
+from crl.types import Minibatch, TokenTrace, TrainSample
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["learner.ranks=2"], 'learner.ranks = 2: changes nothing, since learner.kind is "local". Add --set learner.kind=deepspeed'),
+        (["learner.zero=3"], "learner.zero = 3: changes nothing"),
+        (["learner.kind=local", "learner.offload=true"], "learner.offload = True: changes nothing"),
+        (["learner.kind=deepspeed", "learner.zero=4"], "learner.zero = 4"),
+        (["learner.kind=deepspeed", "learner.ranks=0"], "learner.ranks = 0"),
+        (
+            ["learner.kind=deepspeed", "learner.zero=0", "learner.offload=true"],
+            "learner.offload = True: needs an optimizer that ZeRO",
+        ),
+        (["learner.kind=deepsped"], "learner.kind = 'deepsped'"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(["room"], sets=sets)
+    assert said in str(refused.value)
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else real(name, *rest))
+    config = load(["room"], sets=["learner.kind=deepspeed"])
+    for check in (require_learner, plan):
+        with pytest.raises(ConfigError, match=r"learner\.kind = 'deepspeed': .* not installed\. Run pip install 'crl\[deepspeed\]'"):
+            check(config)
+    require_learner(load(["room"]))
+
+
+def test_the_plan_names_ranks_and_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crl.run.plan.require_learner", lambda config: None)
+    sets = ["learner.kind=deepspeed", "learner.ranks=2", "learner.zero=3", "learner.device=cpu"]
+    assert "deepspeed on cpu, 1 CPU thread each; 2 ranks a model, ZeRO stage 3" in plan(load(["room"], sets=sets))
+
+
+# ── sharing a minibatch out ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "shares"),
+    [
+        ([10, 7, 6, 5], 2, [[0, 3], [1, 2]]),  # 10 → first, 7 → second, 6 → second (7 < 10), 5 → first (10 < 13): 15 and 13 tokens
+        ([5, 5, 5, 5], 2, [[0, 2], [1, 3]]),
+        ([3, 9, 3], 2, [[1], [0, 2]]),
+        ([4, 8, 2, 6, 5, 1], 3, [[1, 5], [3, 2], [4, 0]]),  # 8 | 6 | 5, then 4 → the third, 2 → the second, 1 → the first: 9, 8, 9
+        ([7], 3, [[0], [], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_shares_by_hand(lengths: list[int], ranks: int, shares: list[list[int]]) -> None:
+    assert rank_shares(lengths, ranks) == shares
+
+
+@given(st.lists(st.integers(1, 4000), max_size=60), st.integers(1, 8))
+def test_no_rank_has_more_than_the_mean_by_over_a_sample(lengths: list[int], ranks: int) -> None:
+    shares = rank_shares(lengths, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in share) for share in shares) <= sum(lengths) / ranks + max(lengths, default=0)
+
+
+def test_micro_batches_of_the_ranks_are_alike() -> None:
+    """Episodes of 100 to 1,000 tokens, on four ranks: passes that the ranks make together differ by little."""
+    lengths = [100 + 9 * (37 * i % 101) for i in range(128)]
+    budget = 4096
+    cuts = [micro_batches([lengths[i] for i in share], budget) for share in rank_shares(lengths, 4)]
+    assert max(map(len, cuts)) - min(map(len, cuts)) <= 1
+
+
+def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
+    def sample(length: int, weight: float) -> TrainSample:
+        columns: dict[str, Any] = {"ids": (1,) * length, "mask": (0,) + (1,) * (length - 1)}
+        return TrainSample(TokenTrace(**columns, logprobs=(0.0,) * length, versions=(0,) * length), 1.0, weight)
+
+    whole = [Minibatch((sample(4, 0.1), sample(9, 0.2), sample(6, 0.7)), 40), Minibatch((sample(3, 1.0),), 2)]
+    first, second = shared_out(whole, 2)
+    assert first == [Minibatch((whole[0].samples[1],), 40), whole[1]]
+    assert second == [Minibatch((whole[0].samples[2], whole[0].samples[0]), 40), Minibatch((), 2)]
+    with pytest.raises(ValueError, match="ranks must be at least 1"):
+        rank_shares([1], 0)
