@@ -176,9 +176,8 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def checksum(weights: Mapping[str, torch.Tensor]) -> int:
-    """CRC-32 over names and bytes, in order: equal weights, equal number."""
-    crc = 0
+def checksum(weights: Mapping[str, torch.Tensor], crc: int = 0) -> int:
+    """CRC-32 over names and bytes, in order: equal weights, equal number. crc: of the weights before these."""
     for name, tensor in weights.items():
         crc = zlib.crc32(name.encode(), crc)
         crc = zlib.crc32(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data, crc)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds"], 0),
     **dict.fromkeys(["crl.protocols", "crl.config"], 1),
-    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
+    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts", "crl.sync"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     "crl.methods": 5,
@@ -30,7 +30,7 @@ SIDEWAYS = {("crl.tokens", "crl.modeling")}
 """Imports allowed between rooms of one rank, beside those of rank 0."""
 
 SHARED = {
-    "crl.engines": frozenset[str](),
+    "crl.engines": frozenset({"vllm_replica"}),
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset[str](),
