@@ -205,3 +205,6 @@ class InProcessWeights:
 
     async def done(self) -> None:
         """The snapshot was complete when it was made."""
+
+    def discard(self) -> None:
+        """It goes with its last user."""

@@ -58,6 +58,10 @@ class PublishHandle(Protocol):
         """Returns when the sending side has nothing left to do. Raises `LearnerError`."""
         ...
 
+    def discard(self) -> None:
+        """Gives up what was kept for receivers, once they have it or never will."""
+        ...
+
 
 class Engine(Protocol):
     """Generates with one model at one policy version."""

@@ -1,30 +1,37 @@
-"""Published weights on their way from a learner's process to an engine's: in a file of shared memory, or over NCCL."""
+"""Weights that travel between processes in a file: a learner writes it tensor by tensor, engines read it where it lies.
+
+The file is in the safetensors format, so anything that loads models can read it. It belongs in memory that processes share
+(`weights_folder`), where writing it costs one copy.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
 
 from crl.protocols import WeightManifest
 
-if TYPE_CHECKING:
-    import torch
-
 SHARED_MEMORY = Path("/dev/shm")
 
-
-def shared_folder() -> Path:
-    """Where weights are laid down for other processes: memory where the machine shares it, else the folder of temporary files."""
-    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What the format calls a dtype."""
 
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A `PublishHandle`: a safetensors file at `path`, which `done` removes. checksum: of the tensors in the manifest's order."""
+    """A `PublishHandle`: one version of a model's weights in a safetensors file. Tied weights are in it once."""
 
     path: Path
     version: int
@@ -32,41 +39,62 @@ class FileWeights:
     manifest: WeightManifest
     transport: str = "file"
 
+    @classmethod
+    def write(cls, path: Path, tensors: Mapping[str, torch.Tensor], version: int) -> FileWeights:
+        """The weights as they are now. Raises `OSError` when there is no room for them."""
+        manifest = manifest_of(tensors)
+        return cls(path, version, write_tensors(path, manifest, tensors.values()), manifest)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """By name, in the manifest's order, on the CPU; the file's pages are read when they are used."""
+        with safe_open(self.path, "pt") as file:
+            return {name: file.get_tensor(name) for name in self.manifest.names}
+
     async def done(self) -> None:
-        """The file was complete when it was published; whoever still needs it has linked or read it."""
+        """The file was complete when it was made."""
+
+    def discard(self) -> None:
+        """Removes the file; whoever still reads it keeps what it opened."""
         self.path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class NcclWeights:
-    """A `PublishHandle` of weights that rank 0 of `world_size` NCCL ranks broadcasts, packed, while the others receive.
+def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
+    named = tensors.items()
+    return WeightManifest(tuple(tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
 
-    address, port: where the ranks meet before the first transfer; the same for all versions of one learner.
+
+def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None) -> int:
+    """A safetensors file of `tensors`, which come one at a time in the manifest's order and need not exist together.
+
+    Returns their `crl.modeling.checksum`. Raises `ValueError` for a tensor that is not as the manifest says, and `OSError`;
+    then no file is left.
     """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        begin, kind = end, getattr(torch, dtype.removeprefix("torch."))
+        end += torch.Size(shape).numel() * kind.itemsize
+        header[name] = {"dtype": _DTYPES[kind], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    crc = 0
+    try:
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name, dtype, shape, tensor in zip(manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True):
+                if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
+                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+                data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
+                crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
+                file.write(data)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return crc
 
-    address: str
-    port: int
-    world_size: int
-    version: int
-    checksum: int
-    manifest: WeightManifest
-    transport: str = "nccl"
 
-    async def done(self) -> None:
-        """What sends overrides this with the end of its broadcast."""
-
-
-def write_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """A safetensors file of them, tied ones once."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
-
-
-def read_weights(path: Path, names: tuple[str, ...] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file one by one, in the order of `names`."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in names if names is not None else file.keys():
-            yield name, file.get_tensor(name)
+def weights_folder(prefix: str, size: int) -> Path:
+    """A new folder for files of `size` bytes at a time: in shared memory where they fit twice, else among temporary files."""
+    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if roomy else None))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds"], 0),
     **dict.fromkeys(["crl.protocols", "crl.config"], 1),
-    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts", "crl.sync"], 2),
+    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.sync", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     "crl.methods": 5,
@@ -165,7 +165,7 @@ def test_the_rule_refuses(module, source, reason):
 
 # ── what starts without torch ───────────────────────────────────────────────────────────────────────────────────────
 
-HEAVY = ("torch", "transformers", "vllm")
+HEAVY = ("torch", "transformers", "vllm", "deepspeed")
 
 
 @pytest.mark.parametrize(

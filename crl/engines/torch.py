@@ -25,12 +25,14 @@ from crl.engines.kv_cache import Prefixes, SlotCache
 from crl.errors import EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, head_logits, named_weights, token_logprobs
 from crl.protocols import PublishHandle
+from crl.sync import FileWeights
 from crl.types import Completion, Finish, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+Received = InProcessWeights | FileWeights
 
 PREFILL_TOKENS = 2048
 """Prompt tokens (padded) of one prefill pass: bounds how long running requests wait for new ones."""
@@ -96,10 +98,10 @@ class Decoder:
         mask[:, 0] = False
         return token_logprobs(self.model, tokens, mask).logp[0, 1:].tolist()
 
-    def load(self, weights: InProcessWeights) -> None:
+    def load(self, weights: Received) -> None:
         """Copies new weights in. Raises `EngineError` when what arrived is not what was sent."""
         own = named_weights(self.model)
-        if list(own) != list(weights.tensors):
+        if tuple(own) != weights.manifest.names:
             raise EngineError("the published weights are not this model's: their names differ")
         for name, tensor in weights.tensors.items():
             own[name].copy_(tensor)
@@ -194,7 +196,7 @@ class TorchEngine:
         self._vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
         self._waiting: deque[Request] = deque()
-        self._swap: tuple[InProcessWeights, asyncio.Future[None]] | None = None
+        self._swap: tuple[Received, asyncio.Future[None]] | None = None
         self._unanswered: set[asyncio.Future[Any]] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -228,7 +230,7 @@ class TorchEngine:
     async def update_weights(self, handle: PublishHandle) -> None:
         """See `crl.protocols.Engine`. Requests in flight finish on the old weights; new ones wait for the swap."""
         await self.health()
-        if not isinstance(handle, InProcessWeights):
+        if not isinstance(handle, Received):
             raise EngineError(f"the torch engine cannot receive weights over {handle.transport}")
         if self._swap is not None:
             raise EngineError("a swap of weights is already under way")

@@ -7,6 +7,7 @@ micro-batches are summed.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from crl.algo import micro_batches, truncated_importance_weights
-from crl.modeling import token_logprobs
+from crl.modeling import TokenFigures, token_logprobs
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TrainSample
 
@@ -121,48 +122,63 @@ class Trainer:
             # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
             # against the engine's.
             own = Figures()
-            grad_norm = self._accumulate(minibatch, own, probe=version if updates == 0 else None)
+            total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
+            grad_norm = self._update(total)
             if grad_norm is None:
                 skipped += 1  # with its figures: they may be as little finite as its loss
                 continue
-            learning_rate = float(self.schedule.get_last_lr()[0])  # the one about to be applied
-            self.optimizer.step()
+            learning_rate = float(self.schedule.get_last_lr()[0])  # the one that was applied
             self.schedule.step()
             updates += 1
             grad_norms.append(grad_norm)
+            own.add({"loss": torch.tensor(total)}, 1)
             figures.merge(own)
-        metrics = figures.result()
+        metrics = self._pooled(figures).result()
         if grad_norms:
             metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
         metrics["samples"] = sum(len(m.samples) for m in minibatches)
         metrics["learning_rate"] = learning_rate
         return StepStats(updates, skipped, metrics)
 
-    def _accumulate(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float | None:
-        """Leaves the minibatch's clipped gradient in the parameters; returns its norm, None when it or the loss is not finite."""
+    def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
+        """Leaves the minibatch's gradient in the parameters; returns its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self._micro_batches(minibatch):
-            logp, entropy, kl = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference)
-            loss, metrics = self.loss(
-                logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=minibatch.total_tokens
-            )
-            loss = loss + self.settings.kl_coef * kl.sum() / minibatch.total_tokens
+            loss = self._loss(batch, minibatch.total_tokens, figures, probe)
             loss.backward()
             total += loss.item()
-            tokens = int(batch.mask.sum())
-            figures.add(metrics, tokens)
-            figures.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
-            if self._reference is not None:
-                figures.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
-            if probe is not None and not self.settings.recompute:
-                self._add_mismatch(figures, logp.detach(), batch, probe)
+        return total
+
+    def _loss(self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None) -> torch.Tensor:
+        """A micro-batch's part of its minibatch's loss."""
+        logp, entropy, kl = self._tokens(batch)
+        loss, metrics = self.loss(logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=total_tokens)
+        loss = loss + self.settings.kl_coef * kl.sum() / total_tokens
+        tokens = int(batch.mask.sum())
+        figures.add(metrics, tokens)
+        figures.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
+        if self._reference is not None:
+            figures.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
+        if probe is not None and not self.settings.recompute:
+            self._add_mismatch(figures, logp.detach(), batch, probe)
+        return loss
+
+    def _tokens(self, batch: Tensors) -> TokenFigures:
+        return token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference)
+
+    def _update(self, total: float) -> float | None:
+        """Clips and applies the gradient; returns its norm before, or None, with nothing applied, when it or the loss is not finite."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
-        if not (torch.isfinite(torch.tensor([total, norm])).all()):
+        if not (math.isfinite(total) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return None
-        figures.add({"loss": torch.tensor(total)}, 1)
+        self.optimizer.step()
         return norm
+
+    def _pooled(self, figures: Figures) -> Figures:
+        """With those of whoever else works on the same minibatches."""
+        return figures
 
     def _add_mismatch(self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int) -> None:
         """KL of the trainer against the engine (k3 estimator), on tokens of the trainer's own version."""
@@ -183,7 +199,7 @@ class Trainer:
         samples = []
         for sample in minibatch.samples:
             batch = Tensors.of([sample], self.model.device)
-            logp = token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature).logp
+            logp = self._tokens(batch).logp
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
                 advantage = advantage * truncated_importance_weights(logp, batch.old_logp, batch.mask, cap=self.settings.importance_cap)

@@ -19,3 +19,5 @@ async def sync(learner: Learner, engine: Engine) -> None:
             await asyncio.gather(engine.update_weights(handle), handle.done())
     except TimeoutError as error:
         raise EngineError(f"a weight sync took more than {SYNC_DEADLINE_S:.0f} s") from error
+    finally:
+        handle.discard()
