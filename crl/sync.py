@@ -59,6 +59,28 @@ class FileWeights:
         self.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class NcclWeights:
+    """A `PublishHandle`: weights that rank 0 of `world_size` NCCL ranks broadcasts, packed as vLLM does it, while the others receive.
+
+    address, port: where the ranks meet before the first transfer, the same for all versions of one learner. Senders derive from it.
+    """
+
+    address: str
+    port: int
+    world_size: int
+    version: int
+    checksum: int
+    manifest: WeightManifest
+    transport: str = "nccl"
+
+    async def done(self) -> None:
+        """The sender's: returns when its broadcast has ended."""
+
+    def discard(self) -> None:
+        """It leaves nothing behind."""
+
+
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     named = tensors.items()
     return WeightManifest(tuple(tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))

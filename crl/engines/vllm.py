@@ -18,10 +18,9 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -33,11 +32,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from crl.config.models import model_size
 from crl.engines.vllm_replica import Replica, on_cpu, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, first_line
 from crl.protocols import PublishHandle
-from crl.sync import FileWeights, NcclWeights, shared_folder, write_weights
+from crl.sync import FileWeights, NcclWeights, weights_folder
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -70,7 +70,7 @@ class VllmSettings:
 class VllmEngine:
     """`crl.protocols.Engine` over vLLM. Made by `start`; must be used from that event loop; `aclose` it there."""
 
-    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig, folder: TemporaryDirectory[str]) -> None:
+    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig, folder: Path) -> None:
         self._settings, self._vocabulary, self._folder = settings, config.vocab_size, folder
         self._current: FileWeights | None = None
         self._dead: EngineError | None = None
@@ -85,8 +85,8 @@ class VllmEngine:
         """Returns when every replica serves. key: the setting that named the model. Raises `ConfigError`, `EngineError`."""
         config = _config(model, key)
         require_fit(config, settings, model, key)
-        folder = TemporaryDirectory(prefix="crl-weights-", dir=shared_folder())
-        engine = cls(model, settings, config, folder)
+        size = model_size(model, key)
+        engine = cls(model, settings, config, weights_folder("crl-engine-", size.bytes if size else 0))
         try:
             await asyncio.gather(*(replica.ready() for replica in engine._replicas))
         except BaseException:
@@ -149,7 +149,7 @@ class VllmEngine:
     async def aclose(self) -> None:
         self._dead = self._dead or EngineError("the engine is closed")
         await asyncio.gather(*(replica.aclose() for replica in self._replicas))
-        self._folder.cleanup()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _ask(self, ids: Sequence[int], parameters: SamplingParams, session: str | None) -> RequestOutput:
         if self._dead is not None:
@@ -182,21 +182,20 @@ class VllmEngine:
 
     def _adopt(self, handle: PublishHandle) -> FileWeights:
         """The published weights in a file of this engine's own, which outlives the sender's: an engine that dies starts from it."""
-        path = Path(self._folder.name) / f"{handle.version}-{time.monotonic_ns()}.safetensors"
+        path = self._folder / f"{handle.version}-{time.monotonic_ns()}.safetensors"
         if isinstance(handle, InProcessWeights):
-            write_weights(handle.tensors, path)
-        elif isinstance(handle, FileWeights):
-            link_or_copy(handle.path, path)
-        else:
+            return FileWeights.write(path, handle.tensors, handle.version)
+        if not isinstance(handle, FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
-        return FileWeights(path, handle.version, handle.checksum, handle.manifest)
+        link_or_copy(handle.path, path)
+        return replace(handle, path=path)
 
     async def _read(self, weights: FileWeights) -> None:
         """Every replica takes the file in; one that dies over it has it from its second start."""
         before, self._current = self._current, weights
         await asyncio.gather(*(replica.carry_out(partial(swap, weights=weights)) for replica in self._replicas))
         if before is not None:
-            await before.done()
+            before.discard()
 
     async def _restore(self, llm: AsyncLLM) -> None:
         """Brings an engine that was started again from the model's directory to the weights of its predecessor."""

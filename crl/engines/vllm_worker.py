@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from crl.modeling import checksum
-from crl.sync import read_weights
 
 
 class Receiver:
@@ -93,7 +92,8 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         self.load.begin(self.model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        self.load.take(self.model, read_weights(Path(update_info.path), tuple(update_info.names)))
+        with safe_open(update_info.path, "pt") as file:
+            self.load.take(self.model, ((name, file.get_tensor(name)) for name in update_info.names))
 
     def finish_weight_update(self) -> None:
         self.load.end(self.model, self.model_config)
