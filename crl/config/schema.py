@@ -259,6 +259,8 @@ class EmbedderSection(Section):
     model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
     """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder; or the URL of
     an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
+    kind: Literal["local", "vllm"] = "local"
+    """what computes an encoder's vectors: this process, or a vLLM pooling engine"""
     name: str = ""
     """the model's name at the endpoint"""
     key_env: str = ""
@@ -299,14 +301,31 @@ class ComplementarySection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["torch"] = "torch"
-    """inference engine: torch = in-process continuous batching"""
+    kind: Literal["torch", "vllm"] = "torch"
+    """inference engine: torch = in-process continuous batching; vllm = vLLM engines on GPUs of their own"""
     device: Device = "auto"
-    """device of the engines; auto = cuda when present, else cpu"""
+    """device of the torch engine; auto = cuda when present, else cpu"""
     threads: Count = 1
     """CPU threads of the engine's compute (tiny matrices are slower on two)"""
     max_batch: Count = 256
-    """requests decoded together"""
+    """requests decoded together, by each replica"""
+    tensor_parallel: Count = 1
+    """GPUs that share one vLLM engine's weights"""
+    replicas: Count = 1
+    """vLLM engines of one model"""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """share of a GPU's memory that one vLLM engine takes, weights included; unset = what the GPU plan leaves it"""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto = the model's weights; dummy = random ones of its shapes, for benchmarks without a checkpoint"""
+    transfer: Literal["file", "nccl"] = "file"
+    """how weights come from the learner: file = through shared memory; nccl = from GPU to GPU, which must then be different ones"""
+
+
+VLLM_ONLY = frozenset({"tensor_parallel", "replicas", "memory_fraction", "load_format", "transfer"})
+"""Settings of engine that the torch engine has no use for."""
+
+TORCH_ONLY = frozenset({"device"})
+"""Settings of engine that vLLM has no use for: the installed build decides."""
 
 
 class LearnerSection(Section):
@@ -467,6 +486,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
+        _check_engine(self)
         _check_actor(self.actor)
         if self.with_experience:
             _check_experience(self)
@@ -495,6 +515,16 @@ def _check_run(config: RunConfig) -> None:
     if config.actor.minibatches > rollouts:
         reason = f"is more than the {rollouts} rollouts of a step"
         raise ConfigError("actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}")
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine = config.engine
+    if engine.kind == "vllm" and config.run.deterministic:
+        reason = "cannot be had with engine.kind = vllm: which requests share a pass there, and so a result's last bits, depends on timing"
+        raise ConfigError("run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch")
+    if engine.kind == "vllm" and engine.transfer == "nccl" and config.learner.kind == "local":
+        reason = "needs a learner with processes of its own, but learner.kind is local"
+        raise ConfigError("engine.transfer", "nccl", reason, "Use --set learner.kind=deepspeed, or engine.transfer=file")
 
 
 def _check_actor(actor: ActorSection) -> None:
@@ -566,6 +596,13 @@ def _check_embedder(config: RunConfig) -> None:
     if embedder.is_url and config.run.deterministic:
         reason = "with run.deterministic the vectors must not depend on what else an endpoint computes"
         raise ConfigError("embedder.model", embedder.model, reason, "Use hash or an encoder's directory")
+    if embedder.kind == "vllm":
+        if embedder.model == "hash" or embedder.is_url:
+            reason = "serves an encoder's directory, but embedder.model is none"
+            raise ConfigError("embedder.kind", "vllm", reason, "Leave it out, or give embedder.model a directory")
+        if config.run.deterministic:
+            reason = "with run.deterministic the vectors must not depend on who shares a pass"
+            raise ConfigError("embedder.kind", "vllm", reason, "Leave it out")
     for key in ("name", "key_env"):
         if (value := getattr(embedder, key)) and not embedder.is_url:
             raise ConfigError(f"embedder.{key}", value, "is of an endpoint, but embedder.model is no URL", "Leave it out")

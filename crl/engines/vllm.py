@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -33,9 +34,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from crl.config.models import model_size
+from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, on_cpu, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
-from crl.modeling import InProcessWeights, first_line
+from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
 from crl.sync import FileWeights, NcclWeights, weights_folder
 from crl.types import Completion, Sampling
@@ -72,12 +74,13 @@ class VllmEngine:
 
     def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig, folder: Path) -> None:
         self._settings, self._vocabulary, self._folder = settings, config.vocab_size, folder
+        self._heads = wider_heads(config)
         self._current: FileWeights | None = None
         self._dead: EngineError | None = None
         self._connected = False
         self.version = 0
         self._meter = _Meter()
-        arguments = engine_arguments(model, settings, config)
+        arguments = engine_arguments(self._widened(model) if self._heads else model, settings, config)
         self._replicas = [Replica(partial(self._start, arguments, gpus), self._restore) for gpus in settings.placements]
 
     @classmethod
@@ -183,12 +186,25 @@ class VllmEngine:
     def _adopt(self, handle: PublishHandle) -> FileWeights:
         """The published weights in a file of this engine's own, which outlives the sender's: an engine that dies starts from it."""
         path = self._folder / f"{handle.version}-{time.monotonic_ns()}.safetensors"
+        if not isinstance(handle, InProcessWeights | FileWeights):
+            raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
+        if self._heads:
+            if checksum(handle.tensors) != handle.checksum:
+                raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
+            return FileWeights.write(path, self._heads.widened(handle.tensors), handle.version)
         if isinstance(handle, InProcessWeights):
             return FileWeights.write(path, handle.tensors, handle.version)
-        if not isinstance(handle, FileWeights):
-            raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         link_or_copy(handle.path, path)
         return replace(handle, path=path)
+
+    def _widened(self, model: Path) -> Path:
+        """The model's directory as vLLM is shown it."""
+        assert self._heads is not None
+        folder = self._folder / "model"
+        folder.mkdir()
+        self._heads.write_config(model, folder)
+        save_file(self._heads.widened(load_file(model / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+        return folder
 
     async def _read(self, weights: FileWeights) -> None:
         """Every replica takes the file in; one that dies over it has it from its second start."""
@@ -295,13 +311,30 @@ def engine_arguments(model: Path, settings: VllmSettings, config: PreTrainedConf
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
     """Raises `ConfigError` for a model that vLLM's kernels are not made for, or that cannot be cut into so many parts."""
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if on_cpu() and size not in CPU_HEAD_SIZES:
-        reason = f"its attention heads have {size} numbers, and vLLM's CPU build serves {', '.join(map(str, CPU_HEAD_SIZES))}"
+    if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        reason = f"its attention heads have {head_size(config)} numbers, and vLLM's CPU build serves {sizes}"
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and settings.max_context > longest:
+        section = key.partition(".")[0]
+        reason = f"the model reads at most {longest} tokens"
+        raise ConfigError(f"{section}.max_context_tokens", settings.max_context, reason, f"Choose at most {longest}")
     if heads % settings.tensor_parallel:
         reason = f"the model of {key} has {heads} attention heads, which cannot be shared out evenly"
         raise ConfigError("engine.tensor_parallel", settings.tensor_parallel, reason, f"Choose a divisor of {heads}")
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def wider_heads(config: PreTrainedConfig) -> WiderHeads | None:
+    """How vLLM's CPU build can serve a model with smaller heads than it serves, such as the bundled ones; None where that is not so."""
+    larger = [size for size in CPU_HEAD_SIZES if size > head_size(config)]
+    if not on_cpu() or head_size(config) in CPU_HEAD_SIZES or not larger:
+        return None
+    return WiderHeads.of(config, larger[0])
 
 
 def _config(model: Path, key: str) -> PreTrainedConfig:

@@ -100,7 +100,7 @@ class Replica:
     def __init__(self, start: Callable[[], Awaitable[AsyncLLM]], prepare: Callable[[AsyncLLM], Awaitable[None]]) -> None:
         self._start, self._prepare = start, prepare
         self._serving: asyncio.Task[AsyncLLM] = asyncio.create_task(self._first(), name="vllm start")
-        self._restarted = False
+        self._deaths = 0
         self.in_flight = 0
 
     async def ready(self) -> AsyncLLM:
@@ -114,7 +114,8 @@ class Replica:
     async def ask(self, call: Callable[[AsyncLLM, str], AsyncIterator[Output]]) -> Output:
         """The last output of one request, which is aborted where the caller is cancelled. call: gets the engine and the request's id.
 
-        Raises `RolloutError` when vLLM refuses it, `TransientError` when the engine died meanwhile and is started again.
+        Raises `RolloutError` when vLLM refuses it, `TransientError` when the engine died meanwhile and is started again, `EngineError`
+        when it is not.
         """
         llm = await self.ready()
         self.in_flight += 1
@@ -122,6 +123,8 @@ class Replica:
             return [output async for output in call(llm, uuid.uuid4().hex)][-1]
         except EngineDeadError as error:
             self._bury(llm, error)
+            if self._deaths > 1:
+                await self.ready()
             raise TransientError("engine", "vLLM died over this request and is started again") from error
         except (VLLMClientError, EngineGenerateError) as error:
             raise RolloutError("engine", f"vLLM refuses the request: {error.__cause__ or error}") from error
@@ -150,12 +153,12 @@ class Replica:
         """Starts another engine, the first time that one died; whoever notices later has nothing to do."""
         if not self._serving.done() or self._serving.exception() or self._serving.result() is not dead:
             return
-        self._serving = asyncio.create_task(self._again(dead, cause, last=self._restarted), name="vllm restart")
-        self._restarted = True
+        self._deaths += 1
+        self._serving = asyncio.create_task(self._again(dead, cause), name="vllm restart")
 
-    async def _again(self, dead: AsyncLLM, cause: Exception, *, last: bool) -> AsyncLLM:
+    async def _again(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
         await asyncio.to_thread(dead.shutdown)
-        if last:
+        if self._deaths > 1:
             raise EngineError(f"vLLM died a second time ({cause}); what it said stands above, on stderr") from cause
         llm = await self._start()
         await self._prepare(llm)
