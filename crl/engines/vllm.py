@@ -305,7 +305,16 @@ def engine_arguments(model: Path, settings: VllmSettings, config: PreTrainedConf
         "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-    } | ({"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu() else {})
+    } | (_cpu_arguments(settings) if on_cpu() else {})
+
+
+def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+        "enable_chunked_prefill": False,  # vLLM 0.32.0 dies over a prompt in parts that has a seed: it winds back a CUDA generator
+        "max_num_batched_tokens": max(2048, settings.max_context),
+    }
 
 
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
