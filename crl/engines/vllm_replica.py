@@ -66,7 +66,7 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[int], threads: int) -> As
     # Its processes inherit this thread's mask: a Ctrl-C at the terminal is the run's, which still needs its engines.
     resource_tracker.ensure_running()  # else the start of the first process would start that, and unblock the signal again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     else:

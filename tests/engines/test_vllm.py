@@ -60,8 +60,11 @@ def exact(completion: Completion, model: PreTrainedModel, ids: tuple[int, ...], 
 
 async def in_flight(llm: AsyncLLM) -> None:
     """Returns when it has been handed a request."""
-    while not llm.get_num_unfinished_requests():
+    for _ in range(1000):
+        if llm.get_num_unfinished_requests():
+            return
         await asyncio.sleep(0.01)
+    raise TimeoutError
 
 
 # ── what it samples ─────────────────────────────────────────────────────────────────────────────────────────────────
