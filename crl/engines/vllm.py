@@ -301,7 +301,6 @@ def engine_arguments(model: Path, settings: VllmSettings, config: PreTrainedConf
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_prefix_caching": True,
         "gpu_memory_utilization": settings.memory_fraction,
-        "worker_extension_cls": "crl.engines.vllm_worker.Receiver",
         "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -29,6 +29,9 @@ from crl.errors import EngineError, RolloutError, TransientError
 
 Output = TypeVar("Output")
 
+OWNER = "CRL_ENGINE_OWNER"
+"""Environment variable that tells vLLM's processes whom they serve (vllm_worker.py)."""
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _starting = threading.Lock()
@@ -66,13 +69,18 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[int], threads: int) -> As
     # Its processes inherit this thread's mask: a Ctrl-C at the terminal is the run's, which still needs its engines.
     resource_tracker.ensure_running()  # else the start of the first process would start that, and unblock the signal again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        OWNER: str(os.getpid()),
+    }
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     else:
         environment[VISIBLE] = ",".join(_physical(gpus))
     with _starting, _environment(environment):
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings))
 
 
 def _physical(gpus: Sequence[int]) -> list[str]:

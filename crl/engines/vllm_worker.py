@@ -2,13 +2,18 @@
 
 vLLM imports this file in every worker because the engine names `Receiver` as its worker extension. It adds two backends to vLLM's
 weight transfer: `crl-file` reads a safetensors file, `crl-nccl` is vLLM's own NCCL backend. Both count what they received, so that the
-engine can compare it with what was sent, and pack the output head of tied models again, which vLLM leaves as it was on the CPU.
+engine can compare it with what was sent, and pack the output head of tied models again, which vLLM leaves as it was on the CPU. A thread
+ends vLLM's processes when the one that started them is gone, which vLLM itself does not notice.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +25,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from crl.engines.vllm_replica import OWNER
 from crl.modeling import checksum
+
+WATCH_S = 2.0
+"""Seconds between two looks at it."""
 
 
 class Receiver:
@@ -137,3 +146,23 @@ class _Counting:
 
 WeightTransferEngineFactory.register_engine("crl-file", FileTransfer)
 WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
+
+
+def follow_owner() -> None:
+    """Ends the engine's process, which a worker is a child of or is itself, once its owner is gone; workers follow it."""
+    owner, engine = int(os.environ[OWNER]), os.getppid()
+    engine = os.getpid() if engine == owner else engine
+
+    def watch() -> None:
+        while True:
+            time.sleep(WATCH_S)
+            try:
+                os.kill(owner, 0)
+            except ProcessLookupError:
+                os.kill(engine, signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="owner watch").start()
+
+
+if OWNER in os.environ:
+    follow_owner()
