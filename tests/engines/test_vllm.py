@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
 
+import psutil  # pyright: ignore[reportMissingModuleSource]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
 from crl.engines.vllm import VllmEngine, VllmSettings

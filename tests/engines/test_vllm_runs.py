@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
 
 SETS = (
     "engine.kind=vllm", "rollout.groups=4", "rollout.group_size=8", "extractor.batch=4", "tasks.room.eval.known=8", "tasks.room.eval.new=8",
