@@ -188,14 +188,13 @@ class VllmEngine:
         path = self._folder / f"{handle.version}-{time.monotonic_ns()}.safetensors"
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
-        if self._heads:
-            if checksum(handle.tensors) != handle.checksum:
-                raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
-            return FileWeights.write(path, self._heads.widened(handle.tensors), handle.version)
-        if isinstance(handle, InProcessWeights):
-            return FileWeights.write(path, handle.tensors, handle.version)
-        link_or_copy(handle.path, path)
-        return replace(handle, path=path)
+        if isinstance(handle, FileWeights) and not self._heads:
+            link_or_copy(handle.path, path)
+            return replace(handle, path=path)  # which the workers compare with the checksum
+        tensors = handle.tensors
+        if checksum(tensors) != handle.checksum:
+            raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
+        return FileWeights.write(path, self._heads.widened(tensors) if self._heads else tensors, handle.version)
 
     def _widened(self, model: Path) -> Path:
         """The model's directory as vLLM is shown it."""

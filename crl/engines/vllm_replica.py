@@ -169,5 +169,8 @@ class Replica:
         if self._deaths > 1:
             raise EngineError(f"vLLM died a second time ({cause}); what it said stands above, on stderr") from cause
         llm = await self._start()
-        await self._prepare(llm)
+        try:
+            await self._prepare(llm)
+        except EngineDeadError as error:
+            raise EngineError("vLLM died again while it was started once more; what it said stands above, on stderr") from error
         return llm
