@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig
 from vllm.config import PoolerConfig
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -83,7 +83,7 @@ class VllmEmbedder:
 
     async def _vector(self, ids: Sequence[int]) -> NDArray[np.float32]:
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[PoolingRequestOutput]:
-            return llm.encode(TokensPrompt(prompt_token_ids=list(ids)), PoolingParams(task="embed", use_activation=False), name)
+            return llm.encode(tokens_input(list(ids)), PoolingParams(task="embed", use_activation=False), name)
 
         async with self._gate:
             try:

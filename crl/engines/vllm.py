@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -110,7 +110,7 @@ class VllmEngine:
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=list(sampling.stop_ids),
+            stop_token_ids=[token for token in sampling.stop_ids if token < self._vocabulary],  # vLLM refuses others
             ignore_eos=True,  # the caller knows what ends a turn
             seed=None if rng is None else rng % 2**SEED_BITS,
             logprobs=0,  # of the sampled token alone
@@ -159,7 +159,7 @@ class VllmEngine:
             raise self._dead
 
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[RequestOutput]:
-            return llm.generate(TokensPrompt(prompt_token_ids=list(ids)), parameters, name)
+            return llm.generate(tokens_input(list(ids)), parameters, name)
 
         with self._meter.running():
             return await self._replica(session).ask(call)
