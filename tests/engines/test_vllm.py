@@ -180,6 +180,25 @@ async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path:
         await pair.new.health()
 
 
+async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path) -> None:
+    """Two replicas, each cut in two; the sessions of many episodes reach both."""
+    model, trained = qwen2(0), qwen2(1)
+    settings = replace(SETTINGS, placements=((), ()), tensor_parallel=2)
+    engine = await VllmEngine.start(saved(model, tmp_path / "model"), settings)
+    try:
+        for version, weights in enumerate((model, trained)):
+            if version:
+                await engine.update_weights(InProcessWeights.snapshot(weights, version))
+            completions = await asyncio.gather(*(engine.generate(LONG, GREEDY, session=str(i)) for i in range(8)))
+            assert {engine._replica(str(i)) for i in range(8)} == set(engine._replicas)
+            for completion in completions:
+                assert completion.ids == greedy(weights, LONG, 12)
+                exact(completion, weights, LONG)
+                assert set(completion.versions) == {version}
+    finally:
+        await engine.aclose()
+
+
 # ── its death ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
