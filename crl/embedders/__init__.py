@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from crl.config.schema import EmbedderSection
 from crl.embedders.recipe import read_recipe
+from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
 from crl.manager.embed import HashEmbedder
 from crl.protocols import Embedder
 
 
 @asynccontextmanager
-async def open_embedder(section: EmbedderSection, *, deterministic: bool = False) -> AsyncIterator[Embedder]:
+async def open_embedder(section: EmbedderSection, *, deterministic: bool = False, gpus: Sequence[int] = ()) -> AsyncIterator[Embedder]:
     """The embedder, loaded or reached, and closed on the way out. Raises `ConfigError`.
 
-    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch.
+    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch. gpus: of a
+    pooling engine.
     """
     if section.model == "hash":
         yield HashEmbedder()
@@ -35,6 +37,15 @@ async def open_embedder(section: EmbedderSection, *, deterministic: bool = False
             yield endpoint
         finally:
             endpoint.close()
+    elif section.kind == "vllm":
+        prepare_vllm("embedder.kind", "vllm")
+        from crl.embedders.vllm import VllmEmbedder
+
+        pooling = await VllmEmbedder.start(read_recipe(Path(section.model)), gpus, batch=section.batch, threads=section.threads)
+        try:
+            yield pooling
+        finally:
+            await pooling.aclose()
     else:
         from crl.embedders.encoder import EncoderEmbedder
 

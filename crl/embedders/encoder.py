@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from crl.errors import ConfigError, EngineError
 from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class EncoderEmbedder:
@@ -30,8 +29,8 @@ class EncoderEmbedder:
     def __init__(self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1) -> None:
         self._recipe, self._batch = recipe, batch
         self._model = _load(recipe, resolve_device(device, "embedder.device"))
-        self._tokenizer = _load_tokenizer(recipe)
-        self._limit = _limit(recipe, self._tokenizer, self._model)
+        self._tokenizer = encoder_tokenizer(recipe)
+        self._limit = token_limit(recipe, self._tokenizer, self._model.config)
         self._thread = ThreadPoolExecutor(1, "embedder", initializer=torch.set_num_threads, initargs=(threads,))
         try:
             self.dim = self._thread.submit(self._forward, ["Go north?"]).result().shape[1]
@@ -62,19 +61,15 @@ class EncoderEmbedder:
 
     @torch.inference_mode()
     def _forward(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        texts = [self._recipe.prompt + text or " " for text in texts]  # some tokenizers make no token of an empty text
-        if self._recipe.lower:
-            texts = [text.lower() for text in texts]
-        tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt").to(self._model.device)
+        tokens = self._tokenizer(
+            self._recipe.prepared(texts), padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
+        ).to(self._model.device)
         hidden = self._model(**tokens).last_hidden_state
         vectors = pooled(hidden.float(), tokens["attention_mask"], self._recipe.pooling)
         return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
     def _fingerprint(self) -> int:
-        recipe, file = self._recipe, self._recipe.folder / "tokenizer.json"
-        how = repr((recipe.pooling, recipe.prompt, recipe.lower, self._limit)).encode()
-        crc = zlib.crc32(how, checksum(named_weights(self._model)))
-        return zlib.crc32(file.read_bytes(), crc) if file.is_file() else crc
+        return self._recipe.fingerprint(self._limit, checksum(named_weights(self._model)))
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
@@ -108,7 +103,7 @@ def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def _load_tokenizer(recipe: Recipe) -> Any:
+def encoder_tokenizer(recipe: Recipe) -> Any:
     """Padded on the right: a causal model's positions are then those of the text alone."""
     from transformers import AutoTokenizer
 
@@ -125,6 +120,7 @@ def _load_tokenizer(recipe: Recipe) -> Any:
     return tokenizer
 
 
-def _limit(recipe: Recipe, tokenizer: Any, model: PreTrainedModel) -> int:
-    limits = (recipe.max_tokens, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None))
+def token_limit(recipe: Recipe, tokenizer: Any, config: PreTrainedConfig) -> int:
+    """Of a text: the least of what recipe, tokenizer and model say."""
+    limits = (recipe.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
     return min(limit for limit in limits if limit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -31,6 +33,17 @@ class Recipe:
     prompt: str = ""
     lower: bool = False
     max_tokens: int | None = None
+
+    def prepared(self, texts: Sequence[str]) -> list[str]:
+        """As the tokenizer is given them."""
+        texts = [self.prompt + text or " " for text in texts]  # some tokenizers make no token of an empty text
+        return [text.lower() for text in texts] if self.lower else texts
+
+    def fingerprint(self, limit: int, weights: int) -> int:
+        """Of all that vectors depend on. limit: tokens of a text; weights: their checksum."""
+        crc = zlib.crc32(repr((self.pooling, self.prompt, self.lower, limit)).encode(), weights)
+        file = self.folder / "tokenizer.json"
+        return zlib.crc32(file.read_bytes(), crc) if file.is_file() else crc
 
 
 def read_recipe(path: Path) -> Recipe:

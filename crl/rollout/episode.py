@@ -1,7 +1,8 @@
 """One episode: an agent and an environment, turn by turn, until one of them is done.
 
 `EpisodeRunner.play` is the boundary at which a failed episode turns into data: a `RolloutError` becomes an error trajectory,
-or in overtime the end of the record. Everything else (a dead engine, a bug) passes through and ends the run.
+or in overtime the end of the record; after a `TransientError` the episode is played once more before that. Everything else (a dead
+engine, a bug) passes through and ends the run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from crl.errors import RolloutError
+from crl.errors import RolloutError, TransientError
 from crl.protocols import ContextProvider, Environment, EnvironmentPool, Hit, Question, Retriever, RewardShaper, SearchRequest
 from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
@@ -123,15 +124,15 @@ class EpisodeRunner:
         self.judge.join(key)
 
     async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
-        """Plays to the end; the caller has `join`ed all that play with it. Raises what is not a `RolloutError`."""
-        limits = self.limits[task.name]
-        conversation = Conversation(self.renderer, limits.window)
-        record = Record()
+        """Plays to the end; the caller has `join`ed all that play with it. Raises what is not a `RolloutError`.
+
+        What may go well when it is tried again (an engine that died and was started anew) is played once more, from the start.
+        """
         try:
-            await self._play(key, task, plan, conversation, record)
-        except RolloutError as error:
-            if record.played < limits.turns:  # in overtime the episode is finished, and its record ends here
-                record.error = str(error)
+            try:
+                conversation, record = await self._attempt(key, task, plan)
+            except TransientError:
+                conversation, record = await self._attempt(key, task, plan, last=True)
         finally:
             self.sampler.leave(key.session)
             self.judge.leave(key)
@@ -143,6 +144,19 @@ class EpisodeRunner:
             rejected=tuple(hit.use for hit in record.rejected), truncated=record.truncated, error=record.error,
         )  # fmt: skip
         return trajectory if trajectory.error else trajectory.with_rewards(self.shaper.shape(trajectory))
+
+    async def _attempt(self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False) -> tuple[Conversation, Record]:
+        """The episode as far as it went. Raises `TransientError`, unless it is the last attempt."""
+        limits = self.limits[task.name]
+        conversation, record = Conversation(self.renderer, limits.window), Record()
+        try:
+            await self._play(key, task, plan, conversation, record)
+        except RolloutError as error:
+            late = record.played >= limits.turns  # in overtime the episode is finished, and its record ends here
+            if isinstance(error, TransientError) and not (last or late):
+                raise
+            record.error = None if late else str(error)
+        return conversation, record
 
     async def _play(self, key: EpisodeKey, task: Task, plan: RolloutPlan, conversation: Conversation, record: Record) -> None:
         environment = await self.pool.acquire(task)

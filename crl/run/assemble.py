@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from crl.config import RunConfig, resolve_model
 from crl.config.models import model_profile
 from crl.config.schema import RATE_WINDOW, ActorSection, ExtractorSection
 from crl.embedders import open_embedder
+from crl.engines import prepare_vllm
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
@@ -69,6 +70,9 @@ from crl.tokens import ChatRenderer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MEMORY_FRACTION = 0.85
+"""Share of its GPU's memory that a vLLM engine takes where nothing else is said."""
+
 CACHE_BYTES = 96 << 20
 """Size of the vectors that are remembered: of 65,536 texts at 384 dimensions."""
 
@@ -87,7 +91,7 @@ async def training(
         if adviser:
             method = replace(method, distiller=None, extractor=None)
         learner = await _learner(config, actor, method.actor.loss, stack)
-        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
+        engine, pool = await _engine(config, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
         experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
         retriever = experience.retriever if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
@@ -129,7 +133,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
     async with AsyncExitStack() as stack:
         specs = tasks.specs(config)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
-        engine, pool = _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
+        engine, pool = await _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
         bank = None
         if method.distiller:
             trained = checkpoint / "extractor"
@@ -140,7 +144,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             if not run.bank.is_file():
                 raise ConfigError("run", str(run.path), f"its bank is gone: there is no {run.bank.name}", "Restore the file")
             await copy_database(run.bank, folder / run.bank.name)
-            distilling = _engine(config, extractor, stack)
+            distilling = await _engine(config, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
             bank = RunBank(manager, distilling, parts, partial(_engine, config, _extractor(config)))
@@ -234,16 +238,47 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
     )
 
 
-def _engine(config: RunConfig, role: ModelRole, stack: AsyncExitStack) -> Engine:
+async def _engine(config: RunConfig, role: ModelRole, stack: AsyncExitStack) -> Engine:
+    engine = await _vllm_engine(config, role) if config.engine.kind == "vllm" else _torch_engine(config, role)
+    stack.push_async_callback(engine.aclose)
+    return engine
+
+
+async def _vllm_engine(config: RunConfig, role: ModelRole) -> Engine:
+    prepare_vllm("engine.kind", "vllm")
+    from crl.engines.vllm import VllmEngine, VllmSettings
+
+    section = config.engine
+    settings = VllmSettings(
+        placements=_placements(config, role),
+        tensor_parallel=section.tensor_parallel,
+        memory_fraction=section.memory_fraction or MEMORY_FRACTION,
+        load_format=section.load_format,
+        transfer=section.transfer,
+        max_batch=section.max_batch,
+        max_context=role.section.max_context_tokens,
+        threads=section.threads,
+    )
+    return await VllmEngine.start(role.path, settings, role.key)
+
+
+def _placements(config: RunConfig, role: ModelRole) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each replica of the role's engine: the actor's first, then the extractor's; none with vLLM's CPU build."""
+    ranks, replicas = config.engine.tensor_parallel, config.engine.replicas
+    if not torch.cuda.is_available():
+        return ((),) * replicas
+    first = ranks * replicas if role.key.startswith("extractor") else 0
+    return tuple(tuple(range(start, start + ranks)) for start in range(first, first + ranks * replicas, ranks))
+
+
+def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
     model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), key=role.key)
     _require_context(role, model)
     context = role.section.max_context_tokens
-    engine = TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
-    stack.push_async_callback(engine.aclose)
-    return engine
+    return TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
 
 
 def _require_context(role: ModelRole, model: PreTrainedModel) -> None:
@@ -336,7 +371,7 @@ class RunBank:
     manager: ExperienceManager
     engine: Engine
     parts: BankParts
-    untrained_engine: Callable[[AsyncExitStack], Engine]
+    untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
 
     @asynccontextmanager
     async def scratch(self, on_distilled: Callable[[Distilled], None]) -> AsyncIterator[ExperienceManager]:
@@ -353,7 +388,7 @@ class RunBank:
         """An empty bank."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
-            yield await self.parts.open(path, self.untrained_engine(stack), stack, on_distilled)
+            yield await self.parts.open(path, await self.untrained_engine(stack), stack, on_distilled)
 
 
 async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress: Progress, stack: AsyncExitStack) -> BankParts:
@@ -377,7 +412,8 @@ async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress:
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None),
     )
-    embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic))
+    gpus = (0,) if torch.cuda.is_available() else ()
+    embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic, gpus=gpus))
     cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
     prompts = _prompts(config, specs, renderer)
@@ -407,7 +443,8 @@ async def _experience(
     if method.distiller is None:
         return None, None
     role = _extractor(config)
-    engine, parts = _engine(config, role, stack), await _bank_parts(config, specs, embedding_progress(monitor.note, bar=bar), stack)
+    engine = await _engine(config, role, stack)
+    parts = await _bank_parts(config, specs, embedding_progress(monitor.note, bar=bar), stack)
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:

@@ -31,7 +31,7 @@ from crl.run.installed import require_learner
 from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import generated, require_bank, require_embedder, require_measures, require_models, require_told, specs
+from crl.run.tasks import generated, require_bank, require_embedder, require_engine, require_measures, require_models, require_told, specs
 
 INTERRUPTED = 130
 
@@ -51,6 +51,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     require_embedder(config)
     require_measures(config, specs(config))
     require_learner(config)
+    require_engine(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:
@@ -93,6 +94,7 @@ def evaluate_run(run_dir: Path) -> int:
     """Repeats the evaluation of the run's last checkpoint and prints it; the run's own files stay as they are."""
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
+    require_engine(config)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
     print("\n".join(success_lines(config.eval.temperature, result, generated=generated(specs(config)))))

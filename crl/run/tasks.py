@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from crl import embedders
+from crl import embedders, engines
 from crl.config.models import profile_of, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings
@@ -109,6 +109,14 @@ def require_embedder(config: RunConfig) -> None:
     """Raises `ConfigError` for an embedder that is not there, as far as that can be told without loading or asking it."""
     if config.with_experience:
         embedders.require_embedder(config.embedder)
+
+
+def require_engine(config: RunConfig) -> None:
+    """Raises `ConfigError` for an engine that is not installed."""
+    if config.engine.kind == "vllm":
+        engines.prepare_vllm("engine.kind", "vllm")
+    if config.with_experience and config.embedder.kind == "vllm":
+        engines.prepare_vllm("embedder.kind", "vllm")
 
 
 def environment_pool(

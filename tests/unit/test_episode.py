@@ -12,7 +12,7 @@ from doors import HIT, RULES, TASK, Doors, House, Shelf, house, renderer, runner
 
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.host import ThreadHost
-from crl.errors import EngineError, RolloutError
+from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import Response, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
@@ -464,6 +464,32 @@ async def test_an_engines_rollout_error_costs_the_episode_and_not_its_game() -> 
         assert lent(home.host) == 0
         await outcome(home, scripted("open"))
         assert len(home.games) == 1, "the game is lent again"
+
+
+class Dying(ScriptedEngine):
+    """Loses what it is asked as the `lost`-th requests, counted from 0, as an engine that dies and is started again."""
+
+    def __init__(self, *lost: int) -> None:
+        super().__init__(renderer(), script("wait", "coin", "open"))
+        self.asked, self.lost = 0, lost
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+        self.asked += 1
+        if self.asked - 1 in self.lost:
+            raise TransientError("engine", "it died")
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+async def test_an_episode_whose_engine_died_is_played_once_more() -> None:
+    async with house() as home:
+        whole = await outcome(home, Dying())
+        again = await outcome(home, Dying(2))
+        assert whole.success
+        assert (again.segments, again.turns, again.reward, again.error) == (whole.segments, whole.turns, whole.reward, None)
+        assert lent(home.host) == 0
+        twice = await outcome(home, Dying(2, 4))
+        assert (twice.error, twice.turns) == ("engine: it died", 1), "the second attempt is what it comes to"
+        assert lent(home.host) == 0
 
 
 @pytest.mark.parametrize("error", [EngineError("the engine is gone"), KeyError("a bug")])

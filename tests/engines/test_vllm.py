@@ -1,0 +1,244 @@
+"""The vLLM engine against plain forward passes: what it samples, new weights, its death, two of them in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
+from vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+from crl.engines.vllm import VllmEngine, VllmSettings
+from crl.errors import ConfigError, EngineError, RolloutError, TransientError
+from crl.modeling import InProcessWeights
+from crl.sync import FileWeights
+from crl.types import Completion, Sampling
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SETTINGS = VllmSettings(placements=((),), max_batch=16, max_context=512)
+LONG = prompt(200)
+"""Fills more than one block of the prefix cache."""
+
+GREEDY = Sampling(12, NEVER, temperature=0.0)
+
+
+@dataclass
+class Pair:
+    """Two engines of one process, with the models that they serve."""
+
+    old: VllmEngine
+    new: VllmEngine
+    old_model: PreTrainedModel
+    new_model: PreTrainedModel
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    folder = tmp_path_factory.mktemp("models")
+    models = qwen2(0), qwen2(1)
+    paths = [saved(model, folder / str(i)) for i, model in enumerate(models)]
+    old, new = await asyncio.gather(*(VllmEngine.start(path, SETTINGS) for path in paths))
+    yield Pair(old, new, *models)
+    await asyncio.gather(old.aclose(), new.aclose())
+
+
+def exact(completion: Completion, model: PreTrainedModel, ids: tuple[int, ...], temperature: float = 1.0) -> None:
+    assert completion.logprobs == pytest.approx(logprobs(model, ids, completion.ids, temperature), abs=1e-4)
+
+
+async def in_flight(llm: AsyncLLM) -> None:
+    """Returns when it has been handed a request."""
+    for _ in range(1000):
+        if llm.get_num_unfinished_requests():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+# ── what it samples ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_engines_in_one_process_serve_their_own_models(pair: Pair) -> None:
+    """Greedily, with log-probs at temperature 1, and twice: the second time from the prefix cache."""
+    for _ in range(2):
+        old, new = await asyncio.gather(pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY))
+        assert (old.ids, new.ids) == (greedy(pair.old_model, LONG, 12), greedy(pair.new_model, LONG, 12))
+        exact(old, pair.old_model, LONG)
+        exact(new, pair.new_model, LONG)
+        assert set(old.versions) == {0}
+
+
+async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_with(pair: Pair) -> None:
+    sampled = await asyncio.gather(*(pair.old.generate(prompt(9, i), Sampling(20, NEVER, 0.7), rng=i) for i in range(24)))
+    for i, completion in enumerate(sampled):
+        exact(completion, pair.old_model, prompt(9, i), 0.7)
+    plain = [logprobs(pair.old_model, prompt(9, i), completion.ids) for i, completion in enumerate(sampled)]
+    assert any(abs(a - b) > 0.1 for c, row in zip(sampled, plain, strict=True) for a, b in zip(c.logprobs, row, strict=True))
+
+
+async def test_a_request_draws_for_itself(pair: Pair) -> None:
+    """The same seed, the same tokens, whoever shares the batch; seeds are 64-bit numbers."""
+    alone = await pair.old.generate(prompt(30), Sampling(20, NEVER), rng=2**64 - 7)
+    seeds = [2**64 - 7, 1, 2, 3]
+    crowd = await asyncio.gather(*(pair.old.generate(prompt(30), Sampling(20, NEVER), rng=seed) for seed in seeds))
+    assert crowd[0].ids == alone.ids
+    assert len({completion.ids for completion in crowd}) == 4
+    with pytest.raises(ValueError, match="seed"):
+        await pair.old.generate(prompt(30), Sampling(20, NEVER))
+
+
+async def test_what_ends_a_completion(pair: Pair) -> None:
+    ids = greedy(pair.old_model, LONG, 12)
+    stopped = await pair.old.generate(LONG, replace(GREEDY, stop_ids=(ids[4],)))
+    assert (stopped.ids, stopped.finish) == (ids[: ids.index(ids[4]) + 1], "stop")
+    assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.ids)
+    cut = await pair.old.generate(LONG, replace(GREEDY, max_tokens=3))
+    assert (cut.ids, cut.finish) == (ids[:3], "length")
+
+
+async def test_scores_are_the_trainers(pair: Pair) -> None:
+    assert await pair.old.score(LONG) == pytest.approx(logprobs(pair.old_model, LONG[:1], LONG[1:]), abs=1e-4)
+
+
+@pytest.mark.parametrize("ids", [(), prompt(501), (3, V), (3, -1)])
+async def test_what_no_request_can_be_is_an_error_of_the_episode(pair: Pair, ids: tuple[int, ...]) -> None:
+    with pytest.raises(RolloutError, match="engine: "):
+        await pair.old.generate(ids, GREEDY)
+
+
+async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
+    request = asyncio.create_task(pair.old.generate(prompt(20), Sampling(450, (V,)), rng=0))
+    llm = await pair.old._replicas[0].ready()
+    async with asyncio.timeout(30):
+        await in_flight(llm)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert request.cancelled()
+        assert not llm.get_num_unfinished_requests()
+        await llm.pause_generation(mode="wait")  # returns when the engine's own process decodes nothing any more
+        await llm.resume_generation()
+    assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
+
+
+# ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(pair: Pair, tmp_path: Path) -> None:
+    """With a prompt whose old keys and values are in the prefix cache, tied embeddings, and a request in flight."""
+    await pair.old.generate(LONG, GREEDY)
+    before = asyncio.create_task(pair.old.generate(prompt(20), Sampling(300, (V,), 0.7), rng=3))
+    llm = await pair.old._replicas[0].ready()
+    await in_flight(llm)
+    published = InProcessWeights.snapshot(pair.new_model, 7)
+    handle = FileWeights.write(tmp_path / "weights", published.tensors, 7)
+    assert handle.checksum == published.checksum
+    await pair.old.update_weights(handle)
+    handle.discard()
+    assert pair.old.version == 7
+    swapped, fresh = await asyncio.gather(pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY))
+    assert swapped.ids == fresh.ids
+    assert swapped.logprobs == pytest.approx(fresh.logprobs, abs=1e-6)
+    assert set(swapped.versions) == {7}
+    exact(await pair.old.generate(prompt(9), Sampling(20, NEVER, 0.7), rng=5), pair.new_model, prompt(9), 0.7)
+    finished = await before
+    assert set(finished.versions) == {0}, "what was in flight is of the old weights"
+    exact(finished, pair.old_model, prompt(20), 0.7)
+
+
+async def test_weights_come_from_a_learner_in_this_process_too(pair: Pair) -> None:
+    await pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8))
+    again = await pair.old.generate(LONG, GREEDY)
+    assert again.ids == greedy(pair.old_model, LONG, 12)
+    assert set(again.versions) == {8}
+    assert len(list(pair.old._folder.glob("*.safetensors"))) == 1, "only the last version is kept"
+
+
+async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path: Path) -> None:
+    """The last test of the pair."""
+    published = InProcessWeights.snapshot(pair.new_model, 9)
+    lacking = {name: tensor for name, tensor in published.tensors.items() if not name.endswith("norm.weight")}
+    with pytest.raises(EngineError, match="lack"):
+        await pair.old.update_weights(InProcessWeights(9, lacking, 0))
+    with pytest.raises(EngineError, match="lack"):
+        await pair.old.generate(LONG, GREEDY)
+    damaged = FileWeights.write(tmp_path / "weights", published.tensors, 9)
+    with pytest.raises(EngineError, match="checksum"):
+        await pair.new.update_weights(replace(damaged, checksum=damaged.checksum ^ 1))
+    with pytest.raises(EngineError, match="checksum"):
+        await pair.new.health()
+
+
+async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path) -> None:
+    """Two replicas, each cut in two; the sessions of many episodes reach both."""
+    model, trained = qwen2(0), qwen2(1)
+    settings = replace(SETTINGS, placements=((), ()), tensor_parallel=2)
+    engine = await VllmEngine.start(saved(model, tmp_path / "model"), settings)
+    try:
+        for version, weights in enumerate((model, trained)):
+            if version:
+                await engine.update_weights(InProcessWeights.snapshot(weights, version))
+            completions = await asyncio.gather(*(engine.generate(LONG, GREEDY, session=str(i)) for i in range(8)))
+            assert {engine._replica(str(i)) for i in range(8)} == set(engine._replicas)
+            for completion in completions:
+                assert completion.ids == greedy(weights, LONG, 12)
+                exact(completion, weights, LONG)
+                assert set(completion.versions) == {version}
+    finally:
+        await engine.aclose()
+
+
+# ── its death ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_path: Path) -> None:
+    """Untied embeddings. What was in flight may be tried again; the second death is the end."""
+    model, trained = qwen2(0, tied=False), qwen2(1, tied=False)
+    engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
+    try:
+        await engine.update_weights(InProcessWeights.snapshot(trained, 3))
+        request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
+        await asyncio.sleep(0.3)
+        kill_worker()
+        with pytest.raises(TransientError, match="started again"):
+            await asyncio.wait_for(request, 30)
+        await engine.health()
+        completion = await engine.generate(LONG, GREEDY)
+        assert completion.ids == greedy(trained, LONG, 12)
+        assert set(completion.versions) == {3}
+        kill_worker()
+        with pytest.raises(EngineError, match="a second time"):
+            await asyncio.wait_for(engine.generate(prompt(20), Sampling(450, (V,)), rng=0), 60)
+        with pytest.raises(EngineError, match="a second time"):
+            await engine.health()
+    finally:
+        await engine.aclose()
+    assert not engine._folder.exists()
+
+
+def kill_worker() -> None:
+    """The newest worker process of this one's engines."""
+    workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
+    os.kill(max(workers, key=lambda child: child.create_time()).pid, signal.SIGKILL)
+
+
+async def test_a_model_that_it_cannot_serve_is_refused_with_the_sizes(tmp_path: Path) -> None:
+    model = qwen2(0)
+    model.config.num_attention_heads, model.config.sliding_window, model.config.use_sliding_window = 4, 64, True
+    with pytest.raises(ConfigError, match=r"attention heads have 16 numbers, and vLLM's CPU build serves 32, 64"):
+        await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
+    with pytest.raises(ConfigError, match=r"actor.max_context_tokens = 600: the model reads at most 512 tokens"):
+        await VllmEngine.start(saved(qwen2(0), tmp_path / "other"), replace(SETTINGS, max_context=600))
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 3: the model of actor.model has 2 attention heads"):
+        await VllmEngine.start(tmp_path / "other", replace(SETTINGS, tensor_parallel=3))

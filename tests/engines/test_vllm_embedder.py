@@ -1,0 +1,85 @@
+"""The pooling engine makes the vectors that the encoder makes in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertModel, Qwen3Config, Qwen3Model
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
+
+from crl.config.schema import EmbedderSection
+from crl.embedders import open_embedder
+from crl.errors import ConfigError
+
+TEXTS = ["Go west.", "Reach the stairs down (>) of the azure cellar, then wait.", "", "Follow the left wall.", "Go west.", "north " * 200]
+
+
+def described(folder: Path, pooling: str) -> Path:
+    """As sentence-transformers saves it."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}), "utf-8")
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2", "type": "x.Normalize"}]
+    (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
+    return folder
+
+
+@pytest.fixture
+def bert(tmp_path: Path, tiny_actor: Path) -> Path:
+    folder = tmp_path / "bert"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
+    tokenizer.save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.3, dtype="float32",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertModel(config).save_pretrained(folder)
+    return described(folder, "mean")
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path, tiny_actor: Path) -> Path:
+    """As Qwen3-Embedding is: a decoder without a head, the last token's state."""
+    folder = tmp_path / "qwen3"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=64, max_position_embeddings=128, initializer_range=0.2, tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3Model(config).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"architectures": ["Qwen3ForCausalLM"]}), "utf-8")
+    return described(folder, "lasttoken")
+
+
+@pytest.mark.parametrize("model", ["bert", "qwen3"])
+async def test_vectors_are_those_of_the_encoder_in_this_process(model: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(model)
+    async with (
+        open_embedder(EmbedderSection(model=str(folder))) as local,
+        open_embedder(EmbedderSection(model=str(folder), kind="vllm", batch=4)) as pooling,
+    ):
+        assert pooling.dim == local.dim
+        expected, found = await local.embed(TEXTS), await pooling.embed(TEXTS)
+        assert found.shape == expected.shape
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert (await pooling.embed([])).shape == (0, local.dim)
+
+
+async def test_an_encoder_that_vllm_does_not_serve_is_refused(random_bert: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small-heads"
+    copytree(random_bert, folder)
+    with pytest.raises(ConfigError, match="vLLM cannot embed a text with it"):
+        async with open_embedder(EmbedderSection(model=str(folder), kind="vllm")):
+            pass
