@@ -492,6 +492,21 @@ def test_a_file_that_is_no_game_is_named(official: Path, players: dict[Rendering
         players["full"].reset(task)
 
 
+@pytest.mark.parametrize(
+    ("part", "reason"), [("pddl_problem", "ParseError: Missing ')'"), ("grammar", "FailedToken: "), ("pddl_domain", "ParseError: ")]
+)
+def test_a_game_of_which_nothing_can_be_made_is_named(
+    official: Path, players: dict[Rendering, alfworld.Game], part: str, reason: str
+) -> None:
+    bad, good, *_ = AlfworldStream(0, SETTINGS).draw(2)
+    first = players["full"].reset(good)
+    path = official / str(bad.params["game"])
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: "(define (problem"}))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
+        players["full"].reset(bad)
+    assert players["full"].reset(good) == first
+
+
 def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"):

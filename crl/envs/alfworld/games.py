@@ -69,11 +69,8 @@ def game_of(task: Task) -> GameData:
     from crl.envs.alfworld.pddl import game_data
 
     params = task.params
-    if "game" in params:
-        folder = data_folder()
-        if folder is None:
-            raise ConfigError(VARIABLE, None, f"is needed for {params['game']}", "Set it as where the run began")
-        return _read(folder / str(params["game"]))
+    if path := official_path(task):
+        return _read(path)
     if "lgen" in params:
         layout = int(params["lgen"])
         _prove(small.house(layout, None))  # what else lies about is in nobody's way: no receptacle is ever full
@@ -81,6 +78,17 @@ def game_of(task: Task) -> GameData:
     house = floorplans.house(str(params["use"]), int(params["number"]))
     _prove(house)
     return game_data(house)
+
+
+def official_path(task: Task) -> Path | None:
+    """The file of the one of ALFWorld's own games that a task's params name."""
+    game = task.params.get("game")
+    if game is None:
+        return None
+    folder = data_folder()
+    if folder is None:
+        raise ConfigError(VARIABLE, None, f"is needed for {game}", "Set it as where the run began")
+    return folder / str(game)
 
 
 def _read(path: Path) -> GameData:
