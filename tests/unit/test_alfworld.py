@@ -473,6 +473,24 @@ def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: 
 
 
 @pytest.mark.parametrize(
+    ("folder", "chore"),
+    [
+        ("pick_and_place_simple-Mug-None-Desk-308", Chore("pick_and_place_simple", "Mug", "Desk")),
+        ("pick_and_place_simple-Mug-None", None),
+        ("pick_and_place_simple-Mug-None-Desk", None),
+        ("pick_and_place_simple--None-Desk-308", None),
+        ("pick_and_place_simple-Mug-None--308", None),
+        ("pick_and_place_simple-Mug-None-Desk-308-2", None),
+        ("pick_and_place_simple-Mug-Plate-Desk-308", None),
+        ("pick_and_place_simple-AppleSliced-None-Desk-308", None),
+        ("juggle-Mug-None-Desk-308", None),
+    ],
+)
+def test_a_game_is_known_by_the_name_of_its_folder(folder: str, chore: Chore | None) -> None:
+    assert games.official_chore(f"json_2.1.1/train/{folder}/trial_1/game.tw-pddl") == chore
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (None, "FileNotFoundError: "),

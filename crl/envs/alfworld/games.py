@@ -56,8 +56,11 @@ def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
 
 def official_chore(path: str) -> Chore | None:
     """What ALFRED names the game's folder after: kind-Thing-MovableReceptacle-Receptacle-floor plan. None for chores that ALFWorld
-    leaves out."""
-    kind, thing, movable, receptacle, _ = (Path(path).parts[-3].split("-") + [""] * 5)[:5]
+    leaves out, and for other names."""
+    parts = Path(path).parts[-3].split("-")
+    if len(parts) != 5 or not all(parts):
+        return None
+    kind, thing, movable, receptacle, _ = parts
     if kind not in KINDS or movable != "None" or "Sliced" in path:
         return None
     return Chore(kind, thing, receptacle)
