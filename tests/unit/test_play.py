@@ -68,12 +68,18 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "generated games of the same domain; the official ones are played when ALFWORLD_DATA names their folder"
     )
     games = tmp_path / ".cache" / "alfworld"
-    (games / "json_2.1.1").mkdir(parents=True)
+    for split in ("train", "valid_seen", "valid_unseen"):
+        trial = games / "json_2.1.1" / split / "pick_and_place_simple-Mug-None-Desk-308" / "trial_1"
+        trial.mkdir(parents=True)
+        assert f"ALFWORLD_DATA = {str(games)!r}: holds no game in json_2.1.1/{split} that can be played" in line_of("alfworld")
+        (trial / "game.tw-pddl").write_text('{"solvable": true}')
     assert line_of("alfworld").endswith(f"the official games in {games}"), "where alfworld-download puts them"
     monkeypatch.setenv("WEBSHOP_DATA", str(WEBSHOP))
     assert line_of("webshop").endswith(f"the official data in {WEBSHOP}")
     monkeypatch.setenv("WEBSHOP_DATA", str(games))
     assert f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project" in line_of("webshop")
+    (games / "items_shuffle_1000.json").touch()
+    assert "holds no items_ins_v2_1000.json. See" in line_of("webshop")
 
 
 def test_listing_imports_no_library_of_an_environment():

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,15 +43,23 @@ def data_folder() -> Path | None:
     return None
 
 
-@cache
-def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+def playable_games(folder: Path, split: str) -> Iterator[str]:
     """The playable games of one of ALFWorld's splits (train, valid_seen, valid_unseen), relative to `folder`: solvable ones without
-    movable receptacles and slicing, as ALFWorld chooses them; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
-    paths = sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl"))
-    games = [str(path.relative_to(folder)) for path in paths if official_chore(str(path)) and _SOLVABLE in path.read_bytes()]
-    if not games:
+    movable receptacles and slicing, as ALFWorld chooses them. Raises `ConfigError` when there are none."""
+    none = True
+    for path in sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl")):
+        if official_chore(str(path)) and _SOLVABLE in path.read_bytes():
+            none = False
+            yield str(path.relative_to(folder))
+    if none:
         reason = f"holds no game in {_GAMES}/{split} that can be played (game.tw-pddl, of alfworld-download)"
         raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+
+
+@cache
+def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+    """The playable games of a split; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
+    games = list(playable_games(folder, split))
     return tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
 
 
