@@ -9,15 +9,17 @@ burst and an encoder of MiniLM-L6's size on one thread behind it, made here with
 vectors are those that `known` looks up.
 
 Loads. `writes`: 16 updates a second go through submit, distillation by a scripted engine, the store and the index. `merge`: one merge of
-the whole bank after the other, by an extractor that takes MERGE_SECONDS for a chunk and keeps everything. `compute`: a thread computes
-in Python, as an engine's does between its kernels, and has the interpreter's lock whenever the event loop lets go of it.
+the whole bank after the other, by an extractor that takes MERGE_SECONDS for a chunk and of every MERGES_ONE_IN chunks makes one entry of
+two; for each entry that this costs the bank a new one is distilled, so that it stays as large as it was. Both are measured from when the
+first of it was applied on. `compute`: a thread computes in Python, as an engine's does between its kernels, and has the interpreter's
+lock whenever the event loop lets go of it.
 
 Beside every burst, in turn with it, run its floors. asyncio: a future per request, resolved in batches of 16. numpy: the exact 16 nearest
 of each group's query, one after the other, and nothing else. `ray`: a plain Ray actor that does the exact search and the pick for one
 call at a time, where Ray is installed (`pip install '.[benchmarks]'`).
 
 Every figure is over all waits of all bursts: p50, p95 and maximum (ms), searches per second of waiting; `ratio`: p95 over the sum of the
-p95 of the two floors; `updates/s`: those that were applied.
+p95 of the two floors; `updates/s`, `merges/s`: those that were applied.
 """
 
 from __future__ import annotations
@@ -56,11 +58,13 @@ from crl.types import Completion, ExperienceUse, Sampling, Segment, Task
 BANKS, QUICK_BANKS = (100, 1_000, 10_000, 100_000), (100, 1_000)
 WAITING, QUICK_WAITING = (1, 16, 64, 128, 384, 1_024), (1, 384)
 GROUP, LESSONS, NEAREST, BATCH, UPDATES = 8, 16, 16, 16, 16
-MERGE_SECONDS = 0.02
+MERGE_SECONDS, MERGES_ONE_IN = 0.02, 2
 TASKS = ("room", "maze", "shop", "lab")
 SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
 COLUMNS = ("p50", "p95", "max", "searches/s")
-SOME = ("ratio", "updates/s")
+COUNTED = {"writes": "update", "merge": "merge"}
+"""The operation that a load is made of."""
+SOME = ("ratio", *(f"{kind}s/s" for kind in COUNTED.values()))
 """What not every row has."""
 Vectors = NDArray[np.float32]
 Waits = NDArray[np.float64]
@@ -140,12 +144,12 @@ def random_encoder(folder: Path):
 
 
 class Characters:
-    """Renders and tokenises by characters."""
+    """Renders and tokenises by characters, and nothing between segments."""
 
     stop_ids = (0,)
 
     def text(self, segments: Sequence[Segment]) -> str:
-        return "\n".join(segment.text for segment in segments)
+        return "".join(segment.text for segment in segments)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
@@ -179,16 +183,29 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
 
 
 class Scribe(ScriptedEngine):
-    """Updates what an episode was shown; of a merge it keeps everything, after a while."""
+    """Writes what the first line of its prompt says; merges after a while, and of most chunks keeps everything."""
 
     def __init__(self, renderer: Any) -> None:
-        super().__init__(renderer, lambda prompt: json.dumps([{"op": "update", "target": 1, "text": f"{prompt}!"}]))
+        super().__init__(renderer, self._write)
+        self._chunks = itertools.count(1)
+
+    def _write(self, prompt: str) -> str:
+        what, *texts = prompt.split("\n")
+        if what != "merge":
+            return json.dumps([{"op": what, "target": 1, "text": f"{texts[0]}!"}])
+        if next(self._chunks) % MERGES_ONE_IN:
+            return "[]"
+        last = len(texts)  # those that no chunk before had
+        return json.dumps([{"op": "merge", "targets": [last - 1, last], "text": texts[-2]}])
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
-        if "".join(map(chr, ids[:6])) != "merge\n":
-            return await super().generate(ids, sampling, session=session, rng=rng)
-        await asyncio.sleep(MERGE_SECONDS)
-        return Completion((*map(ord, "[]"), 0), (0.0,) * 3, (0,) * 3, "stop")
+        if "".join(map(chr, ids[:6])) == "merge\n":
+            await asyncio.sleep(MERGE_SECONDS)
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+def distil_prompt(request: DistilRequest) -> list[Segment]:
+    return [Segment("user", "update\n" if request.shown else "add\n", "task"), *request.segments]
 
 
 def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
@@ -198,7 +215,7 @@ def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
 @asynccontextmanager
 async def opened(path: Path, embeddings: Embeddings):
     renderer: Any = Characters()
-    prompts = Prompts(lambda one: one.segments, merge_prompt)
+    prompts = Prompts(distil_prompt, merge_prompt)
     manager = await ExperienceManager.open(path, Scribe(renderer), embeddings, renderer, prompts, SETTINGS, seed=0)
     try:
         yield manager
@@ -208,16 +225,27 @@ async def opened(path: Path, embeddings: Embeddings):
 
 @asynccontextmanager
 async def loaded(manager: ExperienceManager, size: int, load: Load):
-    """writes: UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index."""
+    """writes: UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index. merge: so do
+    the entries that take the places of those that were merged away. Under way when this is entered."""
+    entries, rng = manager._bank.entries, random.Random(2)
+
+    async def applied() -> int:
+        return (await manager.stats()).get(f"ops/{COUNTED.get(load)}", 0)
 
     async def updates() -> None:
         begin = time.monotonic()
-        for member in range(10**9):
-            uid = f"bench/0/0/{member % size // 1000 * 1000}#{member % size % 1000}"
-            version = manager._bank.entries[uid].version  # one that was updated before is not what an update of then would be of
-            shown = Hit("", ExperienceUse(uid, version, uid, "start"))
-            await manager.submit(request(1 + time.monotonic_ns(), member, goal(member % size // LESSONS), shown))
+        for member, uid in enumerate(itertools.cycle(list(entries))):
+            entry = entries[uid]  # as it is now, or an update of it would be none
+            shown = Hit("", ExperienceUse(uid, entry.version, entry.generation, "start"))
+            await manager.submit(request(1 + time.monotonic_ns(), member, entry.goal, shown))
             await asyncio.sleep(max(0.0, begin + (member + 1) / UPDATES - time.monotonic()))
+
+    async def adds() -> None:
+        for member in itertools.count():
+            await asyncio.sleep(MERGE_SECONDS)
+            if len(entries) < size:
+                place = rng.randrange(math.ceil(size / LESSONS))
+                await manager.submit(request(1 + time.monotonic_ns(), member, lesson(place, rng)))
 
     async def merges() -> None:
         while True:
@@ -227,12 +255,17 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
         while not stop.is_set():
             sum(range(1000))
 
-    works = {"writes": (manager.run, updates), "merge": (merges,)}.get(load, ())
+    works = {"writes": (manager.run, updates), "merge": (manager.run, adds, merges)}.get(load, ())
     tasks, stop = [asyncio.create_task(work()) for work in works], threading.Event()
     thread = threading.Thread(target=compute)
     if load == "compute":
         thread.start()
     try:
+        before = await applied()
+        while tasks and await applied() == before:
+            ended, _ = await asyncio.wait(tasks, timeout=MERGE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if ended:  # by an error, which is raised below
+                break
         yield
     finally:
         stop.set()
@@ -331,9 +364,9 @@ async def measure(
     async def search(request: SearchRequest) -> None:
         await manager.search([request])
 
-    updates = (await manager.stats()).get("ops/update", 0)
-    begin = time.monotonic()
+    kind = COUNTED.get(load)
     async with loaded(manager, len(keys), load):
+        before, begin = await manager.stats(), time.monotonic()
         while time.monotonic() - begin < seconds or len(seen["known"]) < 6:
             requests = episodes.start(waiting)
             await asyncio.sleep(0.01)
@@ -345,11 +378,11 @@ async def measure(
                 embeddings.forget()
                 seen["encoder"].append(await burst(episodes.start(waiting), search))
                 embeddings.remember()
-        updates = ((await manager.stats()).get("ops/update", 0) - updates) / (time.monotonic() - begin)
+        after, took = await manager.stats(), time.monotonic() - begin
     measured = {name: figures(bursts) for name, bursts in seen.items() if bursts}
     measured["known"]["ratio"] = measured["known"]["p95"] / (measured["asyncio"]["p95"] + measured["numpy"]["p95"])
-    if load == "writes":
-        measured["known"]["updates/s"] = updates
+    if kind:
+        measured["known"][f"{kind}s/s"] = (after.get(f"ops/{kind}", 0) - before.get(f"ops/{kind}", 0)) / took
     return measured
 
 

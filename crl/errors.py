@@ -1,6 +1,7 @@
 """The errors that cross room boundaries, and the exit code of each.
 
-`RolloutError` never leaves the rollout: it becomes an error trajectory (data). Every other one ends the run.
+`RolloutError` never leaves the rollout: it becomes an error trajectory (data). Every other one ends the run. Only `crl play`, which has no
+run, ends with it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from types import MappingProxyType
@@ -38,11 +38,13 @@ def parse_choice(text: str, actions: Sequence[str], aliases: Mapping[str, str] |
     """The action that `text` chooses, spelled as in `actions`, or None when it chooses none.
 
     The last `<answer>…</answer>` whose content is an action counts. Only without any answer tag, the whole text does, or
-    its last non-empty line. Case, and quotes, bullets and punctuation around an action do not matter, nor do spaces inside
-    where that leaves one action; `aliases` maps further spellings to actions. An action is never picked out of a longer text.
+    its last non-empty line. Case, and quotes, bullets and punctuation around an action do not matter, nor do spaces inside, where
+    that leaves one action; what is spelled exactly as an action always is that one. `aliases` maps further spellings to actions. An
+    action is never picked out of a longer text.
     """
-    table = _table(tuple(actions), tuple((aliases or {}).items()))
-    return _last(text, lambda content: _lookup(content, table))
+    choices = tuple(actions)
+    table = _table(choices, tuple((aliases or {}).items()))
+    return _last(text, lambda content: _lookup(content, choices, table))
 
 
 def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
@@ -75,20 +77,36 @@ def _last(text: str, read: Callable[[str], T | None]) -> T | None:
 
 
 @lru_cache(maxsize=256)
-def _table(actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...]) -> dict[str, str]:
+def _table(actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...] = ()) -> Mapping[str, str | None]:
+    """Spelling → action, where that is one action alone, else None; the spaces inside a spelling are one each, or left out."""
     unknown = [action for _, action in aliases if action not in actions]
     if unknown:
         raise ValueError(f"aliases of actions that do not exist: {unknown}")
-    spellings = {_spelling(alias): action for alias, action in aliases} | {_spelling(action): action for action in actions}
-    meant: dict[str, set[str]] = {}
-    for spelling, action in spellings.items():
-        meant.setdefault(_without_spaces(spelling), set()).add(action)
-    return {spaceless: only for spaceless, (only, *others) in meant.items() if not others} | spellings
+    named = _meanings((_spelling(alias), action) for alias, action in aliases)
+    named |= _meanings((_spelling(action), action) for action in actions)
+    return _meanings((_without_spaces(spelling), action) for spelling, action in named.items()) | named
 
 
-def _lookup(text: str, table: dict[str, str]) -> str | None:
-    spellings = (spelling for words in (text, _bare(text)) for spelling in (_spelling(words), _without_spaces(words)))
-    return next((table[spelling] for spelling in spellings if spelling in table), None)
+def _meanings(pairs: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    meant: dict[str, set[str | None]] = {}
+    for spelling, action in pairs:
+        meant.setdefault(spelling, set()).add(action)
+    return {spelling: None if others else only for spelling, (only, *others) in meant.items()}
+
+
+def _lookup(text: str, actions: tuple[str, ...], table: Mapping[str, str | None]) -> str | None:
+    """What is spelled exactly comes first, then what the table says."""
+    for words in (text, _bare(text)):
+        if words in actions:
+            return words
+        for spelling in (_spelling(words), _without_spaces(words)):
+            if spelling in table:
+                return table[spelling]
+    return None
+
+
+def _choice(text: str, actions: tuple[str, ...]) -> str | None:
+    return _lookup(text, actions, _table(actions))
 
 
 def _lookup_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
@@ -98,11 +116,11 @@ def _lookup_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> t
 
 def _one_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
     match = _CALL.fullmatch(text) or _CALL.fullmatch(_bare(text))
-    name = _lookup(match[1], _table(tuple(admissible), ())) if match else None
+    name = _choice(match[1], tuple(admissible)) if match else None
     if match is None or name is None:
         return None
     arguments = admissible[name]
-    argument = _free_text(match[2]) if arguments is None else _lookup(match[2], _table(tuple(arguments), ()))
+    argument = _free_text(match[2]) if arguments is None else _choice(match[2], tuple(arguments))
     return (name, argument) if argument else None
 
 

@@ -8,6 +8,7 @@ whole environment of one's own is in examples/doors/doors.py: `doors.py:SPEC` is
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -120,7 +121,7 @@ class EnvSpec:
     """What an environment declares. Raises `ValueError` for what cannot be; a spec equals itself alone.
 
     `name` is also the `name` of its tasks. `turns` is the usual turn limit (the rollout counts, not the game).
-    `reward_range` bounds an episode's reward. `actions` is the closed action set, empty when actions are free text;
+    `reward_range` bounds an episode's reward, after every step of it. `actions` is the closed action set, empty when actions are free text;
     `action_format` says for the prompt what an action looks like. `query_with_observation`: the first observation
     belongs to the retrieval query.
 
@@ -161,6 +162,14 @@ class EnvSpec:
             raise ValueError(f"{self.name}: actions must be a tuple of texts, empty when they are free text, not {self.actions!r}")
         if self.turns < 1:
             raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def readable(text: str) -> str:
+    """The text with U+FFFD for every lone surrogate, as a truncated escape in a data file leaves one: no tokenizer and no file takes it."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def refusal(rendering: Rendering, actions: Sequence[str]) -> str:

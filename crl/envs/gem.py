@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ def spec(env: str, key: str) -> EnvSpec:
         name=f"{GEM}{env}",
         hosting="processes",
         turns=30,
-        reward_range=(-1.0, 1.0),
+        reward_range=(-math.inf, math.inf),  # which GEM does not tell
         actions=(),
         action_format="as the game says, for example in \\boxed{}",
         query_with_observation=True,

@@ -4,7 +4,7 @@
 threads, each call under a deadline. An episode whose game raises, or hangs, ends in a `RolloutError` of kind env and
 costs nothing else: the game is never lent again, and a hung thread is left to itself and replaced.
 
-`Hosts` is one pool of several. This module imports no environment.
+`Hosts` is one pool of several; `CheckedGame` is what it and everybody else plays a game through. This module imports no environment.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.base import EnvSpec, Game, Rendering, readable
 from crl.envs.scratch import scratch_folder
 from crl.errors import CrlError, RolloutError
 from crl.protocols import Environment, EnvironmentPool
@@ -152,18 +152,18 @@ class ThreadEnvironment:
         made: list[Game] = []
 
         def make() -> Game:
-            made.append(self.spec.make_game(self.rendering))
+            made.append(CheckedGame(self.spec.make_game(self.rendering), self.spec.reward_range))
             return made[0]
 
         return await self._call("make", make, abandoned=lambda: [game.close() for game in made])
 
     async def reset(self, task: Task) -> Observation:
         game = self._alive()
-        return Observation(await self._call("reset", lambda: checked_text(game.reset(task)), abandoned=game.close))
+        return Observation(await self._call("reset", lambda: game.reset(task), abandoned=game.close))
 
     async def step(self, text: str) -> StepResult:
         game = self._alive()
-        return await self._call("step", lambda: checked_result(game.step(text)), abandoned=game.close)
+        return await self._call("step", lambda: game.step(text), abandoned=game.close)
 
     async def aclose(self) -> None:
         """Closes the game for good."""
@@ -284,19 +284,58 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def checked_text(text: object) -> str:
-    """What a game's reset returned. Raises `TypeError` when it is no text."""
-    if not isinstance(text, str):
-        raise TypeError(f"reset must return the observation's text, not {type(text).__name__}")
-    return text
+class CheckedGame:
+    """A `Game` that plays another one, `game`, and lets nothing through that a run could not go on with.
+
+    What is no answer, or would bring the episode's reward out of `reward_range`, raises `TypeError` or `ValueError`.
+    """
+
+    def __init__(self, game: Game, reward_range: tuple[float, float]) -> None:
+        self.game = game
+        self._low, self._high = reward_range
+        self._reward = 0.0
+
+    def reset(self, task: Task) -> str:
+        self._reward = 0.0
+        text = self.game.reset(task)
+        if not isinstance(text, str):
+            raise TypeError(f"reset must return the observation's text, not {type(text).__name__}")
+        return readable(text)
+
+    def step(self, action: str) -> StepResult:
+        result = _checked(self.game.step(action))
+        self._reward += result.reward
+        if not self._low - _ROUNDING <= self._reward <= self._high + _ROUNDING:
+            raise ValueError(f"an episode's reward must be in [{self._low:g}, {self._high:g}], not {self._reward:g}")
+        return result
+
+    def close(self) -> None:
+        self.game.close()
 
 
-def checked_result(result: object) -> StepResult:
-    """What a game's step returned. Raises `TypeError` when it is no `StepResult`, `ValueError` when its reward is no number."""
+_ROUNDING = 1e-6
+"""What a sum of rewards may be off."""
+
+_PARTS = {
+    "text": (str, "a str"),
+    "reward": (int | float, "a float"),
+    "done": (bool, "a bool"),
+    "success": (bool, "a bool"),
+    "valid": (bool, "a bool"),
+    "score": (int | float | None, "a float or None"),
+}
+"""The parts of a `StepResult` and what they are."""
+
+
+def _checked(result: object) -> StepResult:
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
+    for name, (form, words) in _PARTS.items():
+        if not isinstance(part := getattr(result, name), form):
+            raise TypeError(f"a result's {name} must be {words}, not {type(part).__name__}")
     if not math.isfinite(result.reward):
         raise ValueError(f"a reward must be finite, not {result.reward}")
     if result.score is not None and not 0 <= result.score <= 1:
         raise ValueError(f"a score must be in [0, 1], not {result.score}")
-    return result
+    text = readable(result.text)
+    return result if text == result.text else replace(result, text=text)

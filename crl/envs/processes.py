@@ -147,7 +147,7 @@ class ProcessEnvironment:
 
     async def make(self, number: int) -> None:
         self.game = number
-        await self._call("make", self.spec.make_game, self.rendering)
+        await self._call("make", self.spec.make_game, self.rendering, self.spec.reward_range)
 
     async def reset(self, task: Task) -> Observation:
         return Observation(await self._call("reset", task))

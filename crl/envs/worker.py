@@ -15,7 +15,7 @@ import time
 from typing import Any, BinaryIO
 
 from crl.envs.base import Game
-from crl.envs.host import checked_result, checked_text, describe
+from crl.envs.host import CheckedGame, describe
 from crl.errors import ConfigError
 
 LENGTH = struct.Struct(">I")
@@ -72,12 +72,12 @@ def _reply(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str
 def _play(games: dict[int, Game], number: int, method: str, arguments: tuple[Any, ...]) -> Any:
     match method:
         case "make":
-            make_game, rendering = arguments
-            games[number] = make_game(rendering)
+            make_game, rendering, reward_range = arguments
+            games[number] = CheckedGame(make_game(rendering), reward_range)
         case "reset":
-            return checked_text(games[number].reset(*arguments))
+            return games[number].reset(*arguments)
         case "step":
-            return checked_result(games[number].step(*arguments))
+            return games[number].step(*arguments)
         case "close":
             games.pop(number).close()
 

@@ -19,10 +19,12 @@ from crl.types import Condition, Split, Task, Trajectory
 
 @dataclass(frozen=True)
 class Rate:
-    """A success rate with its 95 % Wilson interval over episodes."""
+    """A success rate with its 95 % Wilson interval. effective: how many independent episodes say as much, where these are not; None =
+    they are."""
 
     successes: int
     episodes: int
+    effective: float | None = None
 
     @property
     def value(self) -> float:
@@ -30,13 +32,13 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's score interval at z = 1.96: (low, high)."""
-        n, z = self.episodes, 1.96
+        """Wilson's score interval at z = 1.96, over the effective number of episodes: (low, high)."""
+        n, z = self.effective or self.episodes, 1.96
         if not n:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
-        return centre - half if self.successes else 0.0, centre + half if self.successes < n else 1.0  # at the ends exactly
+        return centre - half if self.successes else 0.0, centre + half if self.successes < self.episodes else 1.0  # at the ends exactly
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -155,16 +157,19 @@ class Evaluator:
         compare_lessons: also let the extractor that the run started with distil what this one distils.
         """
         played: dict[Setting, list[Trajectory]] = {}
+        visited: dict[Setting, list[Trajectory]] = {}
         for (name, split), tasks in self._sets.items():
             played[name, split, "free"] = await self._play(self.runner, "free", name, split, tasks)
             if self._guided and split == "known":
                 played[name, split, "guided"] = await self._play(self._guided, "guided", name, split, tasks)
         found = await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
         for name, result in found.items():
-            played[name, "new", "online"] = [t for visit in result.settled for t in visit]
-            played[name, "new", "alone"] = [t for visit in result.alone for t in visit]
+            visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
+            visited[name, "new", "alone"] = [t for visit in result.alone for t in visit]
+        rates = {setting: rate(ts) for setting, ts in played.items()} | {setting: rate_of_visits(ts) for setting, ts in visited.items()}
+        played |= visited
         return Evaluation(
-            rates={setting: rate(ts) for setting, ts in played.items()},
+            rates=rates,
             turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
             errors=sum(t.error is not None for ts in played.values() for t in ts),
             scores={setting: score for setting, ts in played.items() if (score := mean_score(ts)) is not None},
@@ -182,3 +187,19 @@ class Evaluator:
 
 def rate(played: Sequence[Trajectory]) -> Rate:
     return Rate(sum(t.success for t in played), len(played))
+
+
+def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
+    """Of episodes in places that are visited again and again: those of one place share its lessons and its difficulty.
+
+    Their effective number is p(1−p) over the variance of p between places (the design effect of Kish 1965, as in Korn & Graubard 1998);
+    at least the number of places, which it also is where all are won or all are lost, and at most that of episodes.
+    """
+    places: defaultdict[str, list[bool]] = defaultdict(list)
+    for t in played:
+        places[t.task.goal].append(t.success)
+    whole, k = rate(played), len(places)
+    p, n = whole.value, whole.episodes
+    between = sum((len(won) / n * (fmean(won) - p)) ** 2 for won in places.values()) * k / (k - 1) if k > 1 else math.inf
+    effective = p * (1 - p) / between if between else math.inf
+    return replace(whole, effective=float(min(max(effective, k), n)) if 0 < p < 1 else float(k))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from crl.config import TaskConfig
 from crl.config.catalog import mixture, task_file
 from crl.config.load import task_settings
 from crl.envs.base import EnvSpec, Played, Rendering, ScriptedPlayer, no_player, play
+from crl.envs.host import CheckedGame, describe
 from crl.envs.registry import get_spec, require_extra
-from crl.errors import ConfigError
+from crl.errors import ConfigError, CrlError, RolloutError
 from crl.protocols import ContextProvider
 from crl.run.context import chat_context
 from crl.run.tasks import first_tasks
 from crl.seeds import generator
 from crl.types import Observation, Segment, Split, StepResult, Task
+
+T = TypeVar("T")
 
 
 class Person:
@@ -64,6 +68,34 @@ class Shown:
             self._show(segment.text)
 
 
+class ShownGame:
+    """A `Game` as a run plays it: what it raises is a `RolloutError` in a run's words; what its end raises is shown."""
+
+    def __init__(self, spec: EnvSpec, rendering: Rendering, show: Callable[[str], None]) -> None:
+        self._name, self._show = spec.name, show
+        self._game = CheckedGame(self._said("make", spec.make_game, rendering), spec.reward_range)
+
+    def reset(self, task: Task) -> str:
+        return self._said("reset", self._game.reset, task)
+
+    def step(self, action: str) -> StepResult:
+        return self._said("step", self._game.step, action)
+
+    def close(self) -> None:
+        try:
+            self._said("close", self._game.close)
+        except CrlError as error:
+            self._show(" ".join(str(error).split()))
+
+    def _said(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except CrlError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever a game raises
+            raise RolloutError("env", f"{self._name}: {what}: {describe(error)}") from error
+
+
 @dataclass(frozen=True)
 class Table:
     """A task that is ready to be played, in one rendering."""
@@ -88,11 +120,12 @@ class Table:
         return self.spec.scripted_player(generator(seed, "scripted player"))
 
     def episodes(self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]) -> Iterator[Played]:
-        """Plays the first n tasks that a run with this seed trains or is evaluated on."""
+        """Plays the first n tasks that a run with this seed trains or is evaluated on. Raises `RolloutError` for an episode that would
+        be an error of the run."""
         name, config = self.config.name, self.config
         context = chat_context({name: config}, {name: self.spec})
         tasks = first_tasks(name, config, self.spec, split, n, seed)
-        game = self.spec.make_game(config.rendering)
+        game = ShownGame(self.spec, config.rendering, show)
         try:
             for task in tasks:
                 shown = Shown(player, context, task, show)

@@ -33,7 +33,9 @@ def success_lines(
 ) -> list[str]:
     """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
-    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes]:"]
+    visited = any(setting == "online" for _, _, setting in before.rates)
+    over = "the effective number of episodes where places are visited again" if visited else "episodes"
+    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over {over}]:"]
     tasks = list(dict.fromkeys(task for task, _, _ in (*before.rates, *before.overall)))
     width = max(map(len, tasks), default=0)
     by_task = sorted(before.rates.items(), key=lambda row: tasks.index(row[0][0]))

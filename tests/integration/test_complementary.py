@@ -32,7 +32,6 @@ from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import Bank, Model, Rollout, _followed
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
-from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
 from crl.types import RolloutPlan, Segment, Task, Trajectory
 
@@ -332,8 +331,8 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
         ("new", "online"): "with a bank built online",
     }  # fmt: skip
     for (split, setting), words in settings.items():
-        n = last[f"eval/room/{split}/episodes/{setting}"]
-        rate = Rate(round(n * last[f"eval/room/{split}/success/{setting}"]), n)
+        n, name = last[f"eval/room/{split}/episodes/{setting}"], f"eval/room/{split}/success/{setting}"
+        rate = f"{last[name]:.3f} [{last[f'{name}/low']:.3f}, {last[f'{name}/high']:.3f}]"
         assert f"  room {split:<6} {words:<25} {n:>4} episodes   {rate}\n" in result.stdout
     assert last["eval/room/new/episodes/online"] == 2 * 4 * 3
     assert {"eval/room/lessons/correct", "eval/room/lessons/correct/untrained"} <= last.keys()

@@ -63,6 +63,17 @@ class Shaky(Lottery):
         return result
 
 
+class Unruly(Lottery):
+    """Of four episodes of a task one ends without a text and one with more than can be won."""
+
+    def reset(self, task: Task) -> str:
+        return f"{super().reset(task)} \ud83d"
+
+    def step(self, action: str) -> StepResult:
+        results = StepResult("\udcff", done=True), StepResult("", 1.0, done=True, success=True), StepResult(None), StepResult("", 5.0)  # type: ignore[arg-type]
+        return results[next(self.tickets) % 4]
+
+
 class Bell(Lottery):
     """Presses Ctrl-C when it is played for the first time, and has all the time in the world."""
 
@@ -96,7 +107,7 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
 
 
 LOTTERY, BROKEN = spec_of("lottery", Lottery), spec_of("broken", Broken)
-SHAKY, BELL = spec_of("shaky", Shaky), spec_of("bell", Bell)
+SHAKY, BELL, UNRULY = spec_of("shaky", Shaky), spec_of("bell", Bell), spec_of("unruly", Unruly)
 
 
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
@@ -344,6 +355,15 @@ def test_errors_are_never_trained_on(tmp_path: Path) -> None:
         assert (line["rollout/groups_with_signal"], line["actor/updates"]) == (0, 0)
         assert line["env/failures"] >= line["rollout/errors"]
         assert line["env/replaced"] == 0
+
+
+def test_what_no_run_could_go_on_with_costs_its_episodes_alone(tmp_path: Path) -> None:
+    train(tmp_path / "run", tasks=task_file(tmp_path, "unruly"))
+    (line,) = metrics(tmp_path / "run", "train")
+    assert (line["rollout/errors"], line["env/replaced"], line["actor/version"]) == (4, 0, 1)
+    errors = [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl") if t["error"]]
+    assert sum("a result's text must be a str" in error for error in errors) == 2
+    assert sum("an episode's reward must be in [0, 1], not 5" in error for error in errors) == 2
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

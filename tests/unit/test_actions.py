@@ -80,6 +80,16 @@ def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_ac
     assert parse_call("click[2 0]", {"click": ("2 0", "20")}) == ("click", "2 0")
 
 
+def test_of_actions_that_differ_by_case_or_spaces_alone_each_has_its_own_spelling() -> None:
+    values = ("straße", "strasse", "a  b", "a\tb", "Mug", "mug")
+    for value in values:
+        for text in (f"click[{value}]", f"<answer>click[{value}]</answer>", f'click["{value}"].'):
+            assert parse_call(text, {"click": values}) == ("click", value)
+    for either in ("STRASSE", "a b", "ab", "A  B", "MUG"):
+        assert parse_call(f"click[{either}]", {"click": values}) is None
+    assert parse_choice("n", ("north", "N", "n."), {"n": "north"}) == "N"
+
+
 def test_aliases_map_to_actions_and_never_shadow_them() -> None:
     aliases = {"n": "north", "go north": "north", "south": "north"}
     assert parse_choice("<answer>N</answer>", DIRECTIONS, aliases) == "north"

@@ -473,6 +473,24 @@ def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: 
 
 
 @pytest.mark.parametrize(
+    ("folder", "chore"),
+    [
+        ("pick_and_place_simple-Mug-None-Desk-308", Chore("pick_and_place_simple", "Mug", "Desk")),
+        ("pick_and_place_simple-Mug-None", None),
+        ("pick_and_place_simple-Mug-None-Desk", None),
+        ("pick_and_place_simple--None-Desk-308", None),
+        ("pick_and_place_simple-Mug-None--308", None),
+        ("pick_and_place_simple-Mug-None-Desk-308-2", None),
+        ("pick_and_place_simple-Mug-Plate-Desk-308", None),
+        ("pick_and_place_simple-AppleSliced-None-Desk-308", None),
+        ("juggle-Mug-None-Desk-308", None),
+    ],
+)
+def test_a_game_is_known_by_the_name_of_its_folder(folder: str, chore: Chore | None) -> None:
+    assert games.official_chore(f"json_2.1.1/train/{folder}/trial_1/game.tw-pddl") == chore
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (None, "FileNotFoundError: "),
@@ -490,6 +508,21 @@ def test_a_file_that_is_no_game_is_named(official: Path, players: dict[Rendering
         path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
         players["full"].reset(task)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [("pddl_problem", "ParseError: Missing ')'"), ("grammar", "FailedToken: "), ("pddl_domain", "ParseError: ")]
+)
+def test_a_game_of_which_nothing_can_be_made_is_named(
+    official: Path, players: dict[Rendering, alfworld.Game], part: str, reason: str
+) -> None:
+    bad, good, *_ = AlfworldStream(0, SETTINGS).draw(2)
+    first = players["full"].reset(good)
+    path = official / str(bad.params["game"])
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: "(define (problem"}))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
+        players["full"].reset(bad)
+    assert players["full"].reset(good) == first
 
 
 def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ MISDEEDS: dict[str, Callable[[Guess], StepResult]] = {
     "nothing": lambda game: None,  # type: ignore[dict-item, return-value]
     "nan": lambda game: StepResult("?", reward=float("nan")),
     "grade": lambda game: StepResult("?", score=1.5),
+    "mute": lambda game: StepResult(None),  # type: ignore[arg-type]
+    "bytes": lambda game: StepResult(b"won"),  # type: ignore[arg-type]
+    "words": lambda game: StepResult("?", reward="1"),  # type: ignore[arg-type]
+    "over": lambda game: StepResult("?", done=1),  # type: ignore[arg-type]
+    "perhaps": lambda game: StepResult("?", success=None),  # type: ignore[arg-type]
+    "rich": lambda game: StepResult("?", reward=5.0, done=True, success=True),
+    "poor": lambda game: StepResult("?", reward=-0.5),
+    "half": lambda game: StepResult("?", reward=0.6),
+    "truncated": lambda game: StepResult("a smile: \ud83d."),
 }
 
 
@@ -128,7 +138,7 @@ async def hosting(make: Callable[[], Game] = Guess, **settings: float) -> AsyncI
 
 
 def game_of(environment: object) -> Guess:
-    game = environment.game  # type: ignore[attr-defined]
+    game = environment.game.game  # type: ignore[attr-defined]
     assert isinstance(game, Guess)
     return game
 
@@ -161,6 +171,13 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
         ("nothing", "must return a StepResult, not NoneType"),
         ("nan", "finite"),
         ("grade", r"a score must be in \[0, 1\], not 1.5"),
+        ("mute", "TypeError: a result's text must be a str, not NoneType"),
+        ("bytes", "TypeError: a result's text must be a str, not bytes"),
+        ("words", "TypeError: a result's reward must be a float, not str"),
+        ("over", "TypeError: a result's done must be a bool, not int"),
+        ("perhaps", "TypeError: a result's success must be a bool, not NoneType"),
+        ("rich", r"ValueError: an episode's reward must be in \[0, 1\], not 5"),
+        ("poor", r"ValueError: an episode's reward must be in \[0, 1\], not -0.5"),
     ],
 )
 async def test_a_failing_game_costs_its_episode_and_is_never_reused(misdeed: str, words: str) -> None:
@@ -179,6 +196,34 @@ async def test_a_failing_game_costs_its_episode_and_is_never_reused(misdeed: str
         assert game_of(again) is not broken
         await again.reset(TASK)
         assert (host.failures, host.replaced) == (1, 0)
+
+
+async def test_the_range_of_rewards_is_an_episodes() -> None:
+    async with hosting() as host:
+        environment = await host.acquire(TASK)
+        for _ in range(2):
+            await environment.reset(TASK)
+            await environment.step("half")
+        with pytest.raises(RolloutError, match=r"an episode's reward must be in \[0, 1\], not 1.2"):
+            await environment.step("half")
+
+
+async def test_a_lone_surrogate_is_replaced() -> None:
+    async with hosting() as host:
+        environment = await host.acquire(TASK)
+        assert (await environment.reset(replace(TASK, goal="\udcff"))).text == "Guess a number from 0 to 7. (\ufffd)"
+        assert (await environment.step("truncated")).text == "a smile: \ufffd."
+
+
+async def test_a_reset_that_returns_no_text() -> None:
+    class Mute(Guess):
+        def reset(self, task: Task) -> str:
+            return None  # type: ignore[return-value]
+
+    async with hosting(Mute) as host:
+        environment = await host.acquire(TASK)
+        with pytest.raises(RolloutError, match="reset: TypeError: reset must return the observation's text, not NoneType"):
+            await environment.reset(TASK)
 
 
 async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays() -> None:

@@ -26,8 +26,8 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference
-from crl.types import Completion, Sampling, Split, Task
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference, rate_of_visits
+from crl.types import Completion, Sampling, Split, Task, Trajectory
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,6 +154,31 @@ class Crowd(ScriptedEngine):
         await asyncio.sleep(0.005)
         self._now -= 1
         return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+@pytest.mark.parametrize(
+    ("won", "effective"),
+    [
+        # p = 1/2 of 16 in four places, so p(1−p) = 1/4; the variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))²
+        ((4, 2, 2, 0), 6.0),  # 4/3 · 2 · (1/8)² = 1/24
+        ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, and no more than there are
+        ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, and no fewer than places
+        ((2, 2, 2, 2), 16.0),
+        ((0, 0, 0, 0), 4.0),
+        ((4, 4, 4, 4), 4.0),
+        ((2,), 1.0),
+    ],
+)
+def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: float) -> None:
+    played = [
+        Trajectory(replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", (), (), {}, success=i < wins)
+        for place, wins in enumerate(won)
+        for i in range(4)
+    ]
+    rate = rate_of_visits(played)
+    assert rate == Rate(sum(won), 4 * len(won), pytest.approx(effective))  # pyright: ignore[reportArgumentType]
+    if won == (4, 2, 2, 0):  # z²/n = 3.8416/6: half = 1.96 / 1.640267 · √(1/24 + 3.8416/144)
+        assert rate.interval == pytest.approx((0.5 - 0.312387, 0.5 + 0.312387), abs=1e-6)
 
 
 async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> None:

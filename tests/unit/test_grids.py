@@ -114,16 +114,22 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
 
 def test_the_same_task_is_the_same_episode_in_another_process() -> None:
     code = (
-        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import ALL, first_transcripts\n"
-        "print(json.dumps({name: first_transcripts(name) for name in reversed(ALL)}))"
+        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import all_transcripts\nprint(json.dumps(all_transcripts()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {name: first_transcripts(name) for name in ALL}
+    assert json.loads(done.stdout) == all_transcripts()
     assert done.stderr == "", "games speak through their texts only"
 
 
-def first_transcripts(name: str) -> list[list[str]]:
-    return [transcript(game(name, "full"), task, get_spec(name).actions) for task in reversed(new(name, 4))]
+def all_transcripts() -> dict[str, list[list[str]]]:
+    """Of the first tasks of every use, of every game in either rendering."""
+    return {f"{name} {rendering}": first_transcripts(name, rendering) for name in ALL for rendering in RENDERINGS}
+
+
+def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
+    spec = get_spec(name)
+    tasks = [*new(name, 2), *spec.eval_tasks("known", 2, 7, SETTINGS), *spec.task_source(7, SETTINGS).draw(2)]
+    return [transcript(game(name, rendering), task, spec.actions) for task in tasks]
 
 
 # ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────

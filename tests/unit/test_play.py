@@ -68,12 +68,18 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "generated games of the same domain; the official ones are played when ALFWORLD_DATA names their folder"
     )
     games = tmp_path / ".cache" / "alfworld"
-    (games / "json_2.1.1").mkdir(parents=True)
+    for split in ("train", "valid_seen", "valid_unseen"):
+        trial = games / "json_2.1.1" / split / "pick_and_place_simple-Mug-None-Desk-308" / "trial_1"
+        trial.mkdir(parents=True)
+        assert f"ALFWORLD_DATA = {str(games)!r}: holds no game in json_2.1.1/{split} that can be played" in line_of("alfworld")
+        (trial / "game.tw-pddl").write_text('{"solvable": true}')
     assert line_of("alfworld").endswith(f"the official games in {games}"), "where alfworld-download puts them"
     monkeypatch.setenv("WEBSHOP_DATA", str(WEBSHOP))
     assert line_of("webshop").endswith(f"the official data in {WEBSHOP}")
     monkeypatch.setenv("WEBSHOP_DATA", str(games))
     assert f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project" in line_of("webshop")
+    (games / "items_shuffle_1000.json").touch()
+    assert "holds no items_ins_v2_1000.json. See" in line_of("webshop")
 
 
 def test_listing_imports_no_library_of_an_environment():
@@ -153,6 +159,61 @@ def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
     assert result.stderr.startswith("error: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+UNRULY = """
+from crl.envs.base import EnvSpec
+from crl.envs.seeded import SeededTasks
+from crl.types import StepResult
+
+class Game:
+    def reset(self, task):
+        return {reset}
+    def step(self, action):
+        return {step}
+    def close(self):
+        {close}
+
+TASKS = SeededTasks("unruly", "Try.")
+SPEC = EnvSpec("unruly", "threads", 2, (0.0, 1.0), (), "any text", False, lambda rendering: Game(), TASKS.source, TASKS.eval_tasks)
+"""
+WINNING = {"reset": "'say something.'", "step": "StepResult('won.', 1.0, True, True)", "close": "pass"}
+
+
+def play_unruly(folder: Path, **parts: str):
+    folder.mkdir(exist_ok=True)
+    (folder / "unruly.py").write_text(UNRULY.format(**WINNING | parts))
+    (folder / "unruly.toml").write_text('env = "unruly.py:SPEC"\nrendering = "full"\nturns = 2\nmax_response_tokens = 4\n')
+    return crl("play", str(folder / "unruly.toml"), stdin="go\n")
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "says"),
+    [
+        ("reset", "None", "reset: TypeError: reset must return the observation's text, not NoneType"),
+        ("step", "{'text': 'won.'}", "step: TypeError: step must return a StepResult, not dict"),
+        ("step", "StepResult('won.', float('nan'), True)", "step: ValueError: a reward must be finite, not nan"),
+        ("step", "StepResult('won.', 5.0, True, True)", "step: ValueError: an episode's reward must be in [0, 1], not 5"),
+        ("step", "int('one\\ntwo')", "step: ValueError: invalid literal for int() with base 10: 'one\\ntwo'"),
+        ("step", "exit('enough')", "step: SystemExit: enough"),
+    ],
+)
+def test_what_a_run_would_not_go_on_with_is_one_line(tmp_path: Path, part: str, code: str, says: str):
+    result = play_unruly(tmp_path, **{part: code})
+    assert (result.exit_code, result.stderr) == (1, f"error: env: unruly: {says}\n")
+    assert "won in" not in result.output
+
+
+def test_what_goes_wrong_at_the_end_is_told_and_hides_nothing(tmp_path: Path):
+    result = play_unruly(tmp_path, close="raise RuntimeError('no end')")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [line for line in result.output.splitlines() if line][-2:] == [
+        "won in 1 turn, reward 1",
+        "env: unruly: close: RuntimeError: no end",
+    ]
+    result = play_unruly(tmp_path / "lost", step="1 / 0", close="raise RuntimeError('no end')")
+    assert (result.exit_code, result.stderr) == (1, "error: env: unruly: step: ZeroDivisionError: division by zero\n")
+    assert "env: unruly: close: RuntimeError: no end" in result.output
 
 
 def test_a_stream_that_cannot_be_is_one_line(tmp_path: Path):

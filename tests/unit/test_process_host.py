@@ -99,6 +99,11 @@ async def test_games_are_spread_over_workers_and_stay_where_they_are() -> None:
         assert {environment.game: await process_of(environment) for environment in again} == games, "none was made anew"
 
 
+async def test_a_lone_surrogate_is_replaced() -> None:
+    async with hosting(processes=1) as host:
+        assert (await (await begun(host)).step("truncated")).text == "a smile: \ufffd."
+
+
 async def test_games_in_one_worker_do_not_mix() -> None:
     async with hosting(processes=1) as host:
         environments = [await begun(host) for _ in range(5)]
@@ -119,6 +124,8 @@ async def test_games_in_one_worker_do_not_mix() -> None:
         ("raise", "env: toy: step: ValueError: broken dice"),
         ("exit", "SystemExit: 3"),
         ("nothing", "must return a StepResult, not NoneType"),
+        ("mute", "TypeError: a result's text must be a str, not NoneType"),
+        ("rich", r"ValueError: an episode's reward must be in \[0, 1\], not 5"),
     ],
 )
 async def test_a_raising_game_costs_its_episode_alone(misdeed: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from pathlib import Path
 from typing import get_args
@@ -39,15 +40,18 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
         assert ("ratio" in row) == (row["what"] == "known")
 
 
-async def test_updates_are_applied_in_every_measurement(benchmark, tmp_path):
-    """In the second one, too, of entries that the first one updated: all that there are."""
+async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_stays_as_large(benchmark, tmp_path):
+    """In the second round, too, of entries that the first one updated, merged and added: all that there are."""
     embeddings = benchmark.Embeddings(HashEmbedder())
-    keys, episodes = await benchmark.fill(tmp_path / "bank.sqlite", 2, embeddings), benchmark.Episodes(2)
-    await embeddings.learn([benchmark.goal(0)])
+    keys, episodes = await benchmark.fill(tmp_path / "bank.sqlite", 20, embeddings), benchmark.Episodes(20)
+    await embeddings.learn([benchmark.goal(0), benchmark.goal(1)])
     async with benchmark.opened(tmp_path / "bank.sqlite", embeddings) as manager:
-        for waiting in (1, 20):
-            measured = await benchmark.measure(manager, embeddings, keys, episodes, waiting, "writes", 0.3)
-            assert measured["known"]["updates/s"] > 0
+        for waiting, load in itertools.product((1, 20), ("writes", "merge")):
+            kind, before = benchmark.COUNTED[load], await manager.stats()
+            measured = await benchmark.measure(manager, embeddings, keys, episodes, waiting, load, 0.3)
+            assert measured["known"][f"{kind}s/s"] >= 0
+            assert (await manager.stats())[f"ops/{kind}"] > before.get(f"ops/{kind}", 0)
+            assert 16 <= len(manager._bank.entries) <= 22
 
 
 def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,10 @@ from shipped import as_set
 from crl.envs.base import Rendering, StreamSettings, play
 from crl.envs.host import ThreadHost
 from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
+from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.shop import open_shop
+from crl.envs.webshop.text import RENDERERS
 from crl.errors import ConfigError
 from crl.types import StepResult, Task
 
@@ -168,6 +171,19 @@ def test_compact_links_of_one_brand_are_numbered() -> None:
         links = [found.split()[0] for found in page.split(", ") if found != "next >"]
         assert len(set(links)) == len(links) == 5
         assert all(re.fullmatch(r"[a-z]+\d?", link) for link in links)
+
+
+@pytest.mark.parametrize(
+    ("brands", "links"),
+    [
+        (["acme", "acme", "acme2"], ["acme", "acme3", "acme2"]),
+        (["acme2", "acme", "acme", "acme"], ["acme2", "acme", "acme3", "acme4"]),
+        (["acme", "bolt", "acme", "bolt"], ["acme", "bolt", "acme2", "bolt2"]),
+    ],
+)
+def test_a_numbered_brand_is_no_other_products(brands: list[str], links: list[str]) -> None:
+    found = [cast("Product", {"asin": "", "Title": f"{name} tent, green"}) for name in brands]
+    assert RENDERERS["compact"].name_links(found) == links
 
 
 # ── buying ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -61,6 +61,15 @@ def test_what_may_be_missing_of_an_item() -> None:
     assert ORIGINAL["B000000007"]["instruction_text"] is None
 
 
+def test_empty_values_are_no_options_and_a_truncated_escape_is_replaced(tmp_path: Path) -> None:
+    items = read_files(FILES)["items"]
+    items[0]["customization_options"] = {"Color": [{"value": " "}, {"value": "Red \ud83d"}], "Size": [{"value": ""}], "Fit": []}
+    for name in (ITEMS, INSTRUCTIONS):
+        shutil.copy(FILES / name, tmp_path)
+    (tmp_path / ITEMS).write_text(json.dumps(items))
+    assert products(read_files(tmp_path))[0]["options"] == {"color": ["red \ufffd"]}
+
+
 def test_what_cannot_be_sold() -> None:
     assert list(ORIGINAL) == [f"B00000000{i}" for i in range(1, 8)], "a second of one ASIN, one without, and one that is too long"
 

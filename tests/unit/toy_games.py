@@ -66,6 +66,12 @@ class Guess:
                 return StepResult(f"{os.getpid()} {tempfile.gettempdir()}")
             case "nothing":
                 return None  # type: ignore[return-value]
+            case "mute":
+                return StepResult(None)  # type: ignore[arg-type]
+            case "rich":
+                return StepResult("?", reward=5.0, done=True, success=True)
+            case "truncated":
+                return StepResult("a smile: \ud83d.")
         guess = parse_choice(action, NUMBERS)
         if guess is None:
             return StepResult("Answer with one number from 0 to 7.", valid=False)

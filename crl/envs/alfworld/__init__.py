@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.alfworld import small
-from crl.envs.alfworld.games import VARIABLE, data_folder, official_chore, official_games
+from crl.envs.alfworld.games import VARIABLE, data_folder, official_chore, official_games, playable_games
 from crl.envs.alfworld.house import phrase
 from crl.envs.alfworld.lessons import HouseAdvisor, digest
 from crl.envs.alfworld.player import AlfworldPlayer
@@ -83,6 +83,8 @@ def _games(split: Split) -> Sequence[str | int]:
 def data() -> Data:
     folder = data_folder()
     if folder:
+        for split in _FOLDERS.values():
+            next(playable_games(folder, split))  # or a ConfigError
         return Data(f"the official games in {folder}", official=True)
     return Data(
         "generated games of the same domain", official=False, hint=f"the official ones are played when {VARIABLE} names their folder"

@@ -40,6 +40,7 @@ class Engine:
     def start(self, data: GameData) -> str:
         """Starts the game from its beginning; returns TextWorld's first text."""
         if data != self._loaded:
+            self._loaded = None  # which a game that cannot be loaded leaves half there
             self._env.load(data)
             self._loaded = data
         self._state = self._env.reset()

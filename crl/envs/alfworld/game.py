@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from crl.envs.alfworld import text
 from crl.envs.alfworld.engine import Engine
-from crl.envs.alfworld.games import game_of
+from crl.envs.alfworld.games import game_of, official_path
 from crl.envs.base import Rendering
+from crl.envs.host import describe
 from crl.types import StepResult, Task
 
 _LEFT_OUT = frozenset({"help"})
@@ -27,8 +28,14 @@ class AlfworldGame:
         self._over = True
 
     def reset(self, task: Task) -> str:
-        """Starts the game that the task's params name. Raises `KeyError` when they name none."""
-        said = self._engine.start(game_of(task))
+        """Starts the game that the task's params name. Raises `KeyError` when they name none, `ValueError` for a file that holds none."""
+        data, path = game_of(task), official_path(task)
+        try:
+            said = self._engine.start(data)
+        except Exception as error:  # whatever the parsers of TextWorld and of the planner make of it
+            if path is None:
+                raise
+            raise ValueError(f"{path} is no game of ALFWorld's: {describe(error)}") from error
         self.moves, self._owed, self._over = 0, -1.0, False
         return self._told(said)
 

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,22 +43,33 @@ def data_folder() -> Path | None:
     return None
 
 
-@cache
-def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+def playable_games(folder: Path, split: str) -> Iterator[str]:
     """The playable games of one of ALFWorld's splits (train, valid_seen, valid_unseen), relative to `folder`: solvable ones without
-    movable receptacles and slicing, as ALFWorld chooses them; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
-    paths = sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl"))
-    games = [str(path.relative_to(folder)) for path in paths if official_chore(str(path)) and _SOLVABLE in path.read_bytes()]
-    if not games:
+    movable receptacles and slicing, as ALFWorld chooses them. Raises `ConfigError` when there are none."""
+    none = True
+    for path in sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl")):
+        if official_chore(str(path)) and _SOLVABLE in path.read_bytes():
+            none = False
+            yield str(path.relative_to(folder))
+    if none:
         reason = f"holds no game in {_GAMES}/{split} that can be played (game.tw-pddl, of alfworld-download)"
         raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+
+
+@cache
+def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+    """The playable games of a split; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
+    games = list(playable_games(folder, split))
     return tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
 
 
 def official_chore(path: str) -> Chore | None:
     """What ALFRED names the game's folder after: kind-Thing-MovableReceptacle-Receptacle-floor plan. None for chores that ALFWorld
-    leaves out."""
-    kind, thing, movable, receptacle, _ = (Path(path).parts[-3].split("-") + [""] * 5)[:5]
+    leaves out, and for other names."""
+    parts = Path(path).parts[-3].split("-")
+    if len(parts) != 5 or not all(parts):
+        return None
+    kind, thing, movable, receptacle, _ = parts
     if kind not in KINDS or movable != "None" or "Sliced" in path:
         return None
     return Chore(kind, thing, receptacle)
@@ -69,11 +81,8 @@ def game_of(task: Task) -> GameData:
     from crl.envs.alfworld.pddl import game_data
 
     params = task.params
-    if "game" in params:
-        folder = data_folder()
-        if folder is None:
-            raise ConfigError(VARIABLE, None, f"is needed for {params['game']}", "Set it as where the run began")
-        return _read(folder / str(params["game"]))
+    if path := official_path(task):
+        return _read(path)
     if "lgen" in params:
         layout = int(params["lgen"])
         _prove(small.house(layout, None))  # what else lies about is in nobody's way: no receptacle is ever full
@@ -81,6 +90,17 @@ def game_of(task: Task) -> GameData:
     house = floorplans.house(str(params["use"]), int(params["number"]))
     _prove(house)
     return game_data(house)
+
+
+def official_path(task: Task) -> Path | None:
+    """The file of the one of ALFWorld's own games that a task's params name."""
+    game = task.params.get("game")
+    if game is None:
+        return None
+    folder = data_folder()
+    if folder is None:
+        raise ConfigError(VARIABLE, None, f"is needed for {game}", "Set it as where the run began")
+    return folder / str(game)
 
 
 def _read(path: Path) -> GameData:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
+from crl.envs.base import readable
 from crl.errors import ConfigError
 from crl.seeds import generator
 
@@ -121,6 +122,7 @@ def read_files(folder: Path) -> DataFiles:
 def _read(path: Path, form: type) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(readable(json.dumps(content, ensure_ascii=False)))
     except OSError as error:
         raise ConfigError(VARIABLE, str(path.parent), f"{path.name} cannot be read ({error.strerror})", DOWNLOAD) from error
     except ValueError as error:
@@ -181,11 +183,12 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
 
 
 def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[str]]:
-    return {
-        name.lower(): [option.value.strip().replace("/", " | ").lower() for option in options]
+    """An empty value is none: nobody can click on it, though the original sends for it too."""
+    values = {
+        name.lower(): [value for option in options or () if (value := option.value.strip().replace("/", " | ").lower())]
         for name, options in offered.items()
-        if options
     }
+    return {name: own for name, own in values.items() if own}
 
 
 def price_tag(product: Product) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from crl.envs.base import Rendering
 from crl.envs.webshop.catalogue import Product, price_tag
@@ -106,11 +106,12 @@ def _wanted(goal: Goal) -> str:
 
 
 def _brands(products: Sequence[Product]) -> list[str]:
-    """The products' brands, numbered where one comes again."""
-    seen, names = Counter[str](), []
-    for name in map(brand, products):
-        seen[name] += 1
-        names.append(f"{name}{seen[name]}" if seen[name] > 1 else name)
+    """The products' brands, numbered where one comes again; no number makes another's brand of it."""
+    brands, names = [brand(product) for product in products], list[str]()
+    for name in brands:
+        numbered = (f"{name}{n}" for n in count(2))
+        free = (other for other in numbered if other not in names and other not in brands)
+        names.append(next(free) if name in names else name)
     return names
 
 
