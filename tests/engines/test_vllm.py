@@ -136,9 +136,12 @@ async def test_a_ctrl_c_at_the_terminal_is_not_for_them(pair: Pair) -> None:
     """Both engines have two processes, and a terminal sends the signal to all."""
     theirs = [child for child in psutil.Process().children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
     assert len(theirs) == 4
-    for child in theirs:
-        status = Path(f"/proc/{child.pid}/status").read_text().split()
-        assert int(status[status.index("SigBlk:") + 1], 16) >> (signal.SIGINT - 1) & 1
+    assert all(blocked(child.pid, signal.SIGINT) for child in theirs)
+
+
+def blocked(process: int, number: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text("utf-8").split()
+    return bool(int(status[status.index("SigBlk:") + 1], 16) >> (number - 1) & 1)
 
 
 # ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
