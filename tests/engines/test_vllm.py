@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingIm
 
 from crl.engines.vllm import VllmEngine, VllmSettings
 from crl.errors import ConfigError, EngineError, RolloutError, TransientError
-from crl.modeling import InProcessWeights
+from crl.modeling import InProcessWeights, checksum
 from crl.sync import FileWeights
 from crl.types import Completion, Sampling
 
@@ -182,7 +182,7 @@ async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path:
     published = InProcessWeights.snapshot(pair.new_model, 9)
     lacking = {name: tensor for name, tensor in published.tensors.items() if not name.endswith("norm.weight")}
     with pytest.raises(EngineError, match="lack"):
-        await pair.old.update_weights(InProcessWeights(9, lacking, 0))
+        await pair.old.update_weights(InProcessWeights(9, lacking, checksum(lacking)))
     with pytest.raises(EngineError, match="lack"):
         await pair.old.generate(LONG, GREEDY)
     damaged = FileWeights.write(tmp_path / "weights", published.tensors, 9)
