@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingIm
 
 from crl.engines.vllm import VllmEngine, VllmSettings
 from crl.errors import ConfigError, EngineError, RolloutError, TransientError
-from crl.modeling import InProcessWeights
+from crl.modeling import InProcessWeights, checksum
 from crl.sync import FileWeights
 from crl.types import Completion, Sampling
 
@@ -132,6 +132,18 @@ async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
 
 
+async def test_a_ctrl_c_at_the_terminal_is_not_for_them(pair: Pair) -> None:
+    """Both engines have two processes, and a terminal sends the signal to all."""
+    theirs = [child for child in psutil.Process().children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
+    assert len(theirs) == 4
+    assert all(blocked(child.pid, signal.SIGINT) for child in theirs)
+
+
+def blocked(process: int, number: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text("utf-8").split()
+    return bool(int(status[status.index("SigBlk:") + 1], 16) >> (number - 1) & 1)
+
+
 # ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -170,7 +182,7 @@ async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path:
     published = InProcessWeights.snapshot(pair.new_model, 9)
     lacking = {name: tensor for name, tensor in published.tensors.items() if not name.endswith("norm.weight")}
     with pytest.raises(EngineError, match="lack"):
-        await pair.old.update_weights(InProcessWeights(9, lacking, 0))
+        await pair.old.update_weights(InProcessWeights(9, lacking, checksum(lacking)))
     with pytest.raises(EngineError, match="lack"):
         await pair.old.generate(LONG, GREEDY)
     damaged = FileWeights.write(tmp_path / "weights", published.tensors, 9)
