@@ -317,7 +317,12 @@ class LearnerSection(Section):
     threads: Count = 1
     """CPU threads of the learner's compute"""
     micro_batch_tokens: Count = 8192
-    """padded tokens of one forward and backward pass; gradients do not depend on it"""
+    """tokens of one forward and backward pass; gradients do not depend on it"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the weights in forward and backward passes, and of those that engines of this process sample with; log-probs, loss and the
+    optimizer's weights are float32 in any case; auto = bfloat16 on cuda for a checkpoint in half precision, else float32"""
+    activation_checkpointing: bool = False
+    """compute activations again for the gradient instead of keeping them: a third more compute, much less memory"""
 
 
 class EvalSection(Section):
