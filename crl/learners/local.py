@@ -42,6 +42,7 @@ class LocalLearner:
             lr=optimizer.learning_rate,
             betas=(optimizer.beta1, optimizer.beta2),
             weight_decay=optimizer.weight_decay,
+            fused=model.device.type == "cuda",  # without as much memory again for the update
         )
         if self._masters:
             self._masters.follow(adamw)
