@@ -55,7 +55,8 @@ def qwen2(dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).to(dtype).cuda().eval()
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**(sizes | changes)))
+    return model.to("cuda", dtype).eval()
 
 
 def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
