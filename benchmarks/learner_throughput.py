@@ -204,6 +204,8 @@ def measured(shape: str, name: str, size: Size, device: torch.device, rate: floa
     row |= {"seconds": seconds, "tokens_per_s": sum(lengths) / median, "mfu": needed_operations(shape, batch) / median / rate}
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if name == "crl":
+        step = None  # with its optimizer and gradients: a learner of this size publishes to another GPU
+        free(device)
         row["snapshot_s"] = timed(lambda: InProcessWeights.snapshot(model, 1), device)  # with its checksum
     return row
 
@@ -214,6 +216,12 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     work()
     finish(device)
     return time.perf_counter() - begin
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def finish(device: torch.device) -> None:
@@ -292,9 +300,7 @@ def main() -> None:
     for shape in shapes:
         for name in ("crl", "plain"):
             rows.append(measured(shape, name, size, device, rate))
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(device)
             print(line(rows[-1]), flush=True)
             if arguments.out:  # after every row: what was measured is there, whatever comes next
                 write_results(arguments.out, results)

@@ -309,7 +309,7 @@ class _HeadFigures(torch.autograd.Function):
             else:
                 slope = ctx.held_to.log(part).neg_().add_(log_p).sub_(kl[part, None]).mul_(grad_kl[part, None])
                 grad.mul_(slope.sub_(grad_logp[part, None]))
-            grad.scatter_add_(-1, tokens[part, None], grad_logp[part, None])
+            grad[torch.arange(len(grad), device=grad.device), tokens[part]] += grad_logp[part]
             grad = grad.div_(ctx.temperature).to(weight.dtype)
             if grad_x is not None:
                 grad_x[part] = grad @ weight

@@ -155,7 +155,6 @@ class Trainer:
                 continue
             learning_rate = float(self.schedule.get_last_lr()[0])  # the one about to be applied
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)  # before anything is published: it needs room too
             self.schedule.step()
             updates += 1
             grad_norms.append(grad_norm)
