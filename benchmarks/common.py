@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,23 @@ T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """The raw numbers as JSON, with the machine and the commit that they come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, "commit": commit, **results}, indent=1) + "\n", "utf-8")
+    path.write_text(json.dumps({"machine": machine | accelerator(), "commit": commit(), **results}, indent=1) + "\n", "utf-8")
+
+
+def commit() -> str | None:
+    """Of the working tree; None for a copy of it without its history."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def accelerator() -> dict[str, str]:
+    """The GPU and its software, for a benchmark that has loaded torch and finds one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
 
 
 def write_plot(plot: Callable[[Sequence[Mapping[str, Any]], Path], None], rows: Sequence[Mapping[str, Any]], results: Path) -> None:

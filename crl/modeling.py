@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from crl.errors import ConfigError
+from crl.packing import Gather, Packing, pack_sequences, reads_packed
 from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+LOGITS = 1 << 26
+"""Logits in float32 that may exist at a time in training: 256 MiB, which are 441 tokens of a vocabulary of 152 thousand."""
 
 
 def resolve_device(device: str, key: str = "device") -> torch.device:
@@ -101,12 +107,62 @@ def first_line(error: Exception) -> str:
 
 
 def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise ConfigError(key, str(path), "its output head is no linear layer", "use a model with a plain head")
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     with torch.no_grad():
         plain = head_logits(model, hidden_states(model, ids))
         full = model(input_ids=ids, use_cache=False).logits
     if not torch.equal(plain, full):
         raise ConfigError(key, str(path), "it post-processes the logits of its output head", "use a model with a plain head")
+
+
+def precision(name: str, path: Path, device: torch.device) -> torch.dtype:
+    """What the settings' `auto`, `float32` or `bfloat16` means for the weights of the model at `path`, trained on `device`.
+
+    auto: bfloat16 on CUDA for a checkpoint in half precision, else float32.
+    """
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    declared = json.loads((path / "config.json").read_text("utf-8"))
+    half = declared.get("dtype", declared.get("torch_dtype")) in ("bfloat16", "float16")
+    return torch.bfloat16 if half and device.type == "cuda" else torch.float32
+
+
+@torch.no_grad()
+def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model") -> None:
+    """Makes the model read packed sequences, and raises `ConfigError` where it then reads them otherwise than alone."""
+    ids = torch.arange(16, device=model.device) % model.config.vocab_size
+    alone = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:9], ids[9:])])
+    pack_sequences(model)
+    if not reads_packed(model):
+        return
+    try:
+        together = _packed_states(model, ids, Packing((9, 7), model.device))
+    except Exception as error:  # a model of its own kind fails in its own way
+        raise ConfigError(key, str(path), f"it cannot be trained ({first_line(error)})", "use a model with plain attention") from error
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if not bool((together - alone).norm() <= tolerance * alone.norm()):
+        raise ConfigError(key, str(path), "it does not keep packed sequences apart", "use a model with plain attention")
+
+
+def checkpoint_activations(model: PreTrainedModel, key: str = "learner.activation_checkpointing") -> None:
+    """From now on the gradient computes a layer's activations again instead of keeping them.
+
+    Raises `ConfigError` for a model that cannot, or that has dropout: transformers couples both to its training mode, and with
+    dropout log-probs would be random.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(key, True, f"{type(model).__name__} has no layers that could do so", "leave it out")
+    for name, value in model.config.to_dict().items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            raise ConfigError(key, True, f"the model's {name} is {value:g}, which would act too", f"set {name} to 0 in its config.json")
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in layers:
+        layer.training = True  # of itself, not of what it holds
 
 
 def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model") -> tuple[int, ...]:
@@ -130,9 +186,13 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    return _output_head(model)(hidden)
+
+
+def _output_head(model: PreTrainedModel) -> torch.nn.Linear:
     head = model.get_output_embeddings()
-    assert head is not None
-    return head(hidden)
+    assert isinstance(head, torch.nn.Linear)
+    return head
 
 
 class TokenFigures(NamedTuple):
@@ -150,25 +210,119 @@ def token_logprobs(
 ) -> TokenFigures:  # fmt: skip
     """Log-probs of the tokens that `mask` selects, and figures of the distributions that they come from, at `temperature`.
 
-    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). Logits are computed at selected positions only.
+    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). A model that reads packed sequences reads no padding, and
+    nothing behind the last selected token; any other model reads the rows as they are. Logits are computed at selected positions
+    only, and so many at a time that none of their tensors has more than LOGITS elements.
     """
-    log_p = _distributions(model, ids, mask, temperature)
-    logp = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    entropy, kl = torch.zeros_like(logp), torch.zeros_like(logp)
-    logp[mask] = log_p.gather(-1, ids[mask][:, None])[:, 0]
-    with torch.no_grad():
-        entropy[mask] = -(log_p.exp() * log_p).sum(-1)
+    hidden, head = predicting_states(model, ids, mask), _output_head(model)
+    held_to = None
     if reference is not None:
         with torch.no_grad():
-            held_to = _distributions(reference, ids, mask, temperature)
-        kl[mask] = (log_p.exp() * (log_p - held_to)).sum(-1)
-    return TokenFigures(logp, entropy, kl)
+            states, other = predicting_states(reference, ids, mask), _output_head(reference)
+        held_to = Softmax(states, other.weight, other.bias, temperature)
+    with _calling(head, lambda x: _HeadFigures.apply(x, head.weight, head.bias, ids[mask], temperature, held_to)):
+        figures = head(hidden)
+    return TokenFigures(*(torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, values) for values in figures))
 
 
-def _distributions(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log p [n, V] of the n selected tokens' distributions."""
-    hidden = hidden_states(model, ids)
-    return (head_logits(model, hidden[:, :-1][mask[:, 1:]]).float() / temperature).log_softmax(-1)
+def predicting_states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Hidden states [n, h] that the n selected tokens are predicted from: those of the tokens before them."""
+    before = mask[:, 1:]
+    if not reads_packed(model):
+        return hidden_states(model, ids)[:, :-1][before]
+    places = torch.arange(1, ids.shape[1], device=ids.device)
+    packing = Packing((before * places).amax(-1).clamp(min=1).tolist(), ids.device)
+    packed = ids[packing.rows, packing.positions]
+    row, column = before.nonzero(as_tuple=True)
+    return Gather.apply(_packed_states(model, packed, packing), packing.offsets[row] + column)
+
+
+def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Last hidden states [T, h] of packed ids [T]."""
+    positions = packing.positions[None]
+    return model.base_model(input_ids=ids[None], position_ids=positions, use_cache=False, packing=packing).last_hidden_state[0]
+
+
+@contextmanager
+def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a call of `module` runs `forward`: whatever gathers a module's weights around its calls does so for it too."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class Softmax(NamedTuple):
+    """Distributions of n tokens: x [n, h] through a linear head, at a temperature."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+
+    def log(self, part: slice) -> torch.Tensor:
+        """log p [m, V] of the m tokens in `part`, float32."""
+        logits = torch.nn.functional.linear(self.x[part], self.weight, self.bias).float()
+        return (logits if self.temperature == 1 else logits.div_(self.temperature)).log_softmax(-1)
+
+
+class _HeadFigures(torch.autograd.Function):
+    """A linear head's log-probs of given tokens, with the entropy and the KL of their distributions, a part of the tokens at a time.
+
+    With z = (x Wᵀ + b) / T, p = softmax(z) and log q the reference's: ∂ logp / ∂z = 1[token] − p, ∂ KL / ∂z = p (log p − log q − KL).
+    Logits of more than one part are computed again for the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, temperature: float,
+        held_to: Softmax | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        logp, entropy, kl = (torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3))
+        parts, log_p = _parts(len(x), len(weight)), None
+        for part in parts:
+            log_p = Softmax(x, weight, bias, temperature).log(part)
+            logp[part] = log_p.gather(-1, tokens[part, None])[:, 0]
+            p = log_p.exp()
+            if held_to is not None:
+                kl[part] = held_to.log(part).sub_(log_p).mul_(p).sum(-1).neg_()
+            entropy[part] = p.mul_(log_p).sum(-1).neg_()
+        ctx.save_for_backward(x, weight, bias, tokens, kl, log_p if len(parts) == 1 else None)
+        ctx.temperature, ctx.held_to = temperature, held_to
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy, kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: torch.Tensor, _: Any, grad_kl: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, tokens, kl, kept = ctx.saved_tensors
+        wanted = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
+        grad_x, grad_weight, grad_bias = (torch.zeros_like(tensor) if needed else None for tensor, needed in wanted)
+        for part in _parts(len(x), len(weight)):
+            log_p = Softmax(x, weight, bias, ctx.temperature).log(part) if kept is None else kept
+            grad = log_p.exp()
+            if ctx.held_to is None:
+                grad.mul_(-grad_logp[part, None])
+            else:
+                slope = ctx.held_to.log(part).neg_().add_(log_p).sub_(kl[part, None]).mul_(grad_kl[part, None])
+                grad.mul_(slope.sub_(grad_logp[part, None]))
+            grad[torch.arange(len(grad), device=grad.device), tokens[part]] += grad_logp[part]
+            grad = grad.div_(ctx.temperature).to(weight.dtype)
+            if grad_x is not None:
+                grad_x[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), x[part])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _parts(n: int, vocabulary: int) -> list[slice]:
+    size = max(1, LOGITS // vocabulary)
+    return [slice(begin, begin + size) for begin in range(0, n, size)]
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths`, each exactly once, packed so that rows × longest row ≤ budget in every micro-batch.
+def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
+    """Indices of `lengths`, each exactly once, so that every micro-batch has at most `budget` tokens; padded: rows × longest row.
 
-    lengths: tokens of each sample, ≥ 1; budget: padded tokens, ≥ 1, else `ValueError`. A sample longer than the budget gets a
-    micro-batch of its own. Longest first, ties by index: neighbours in length share a micro-batch, so padding is small, and a step
+    lengths: tokens of each sample, ≥ 1; budget ≥ 1, else `ValueError`. A sample longer than the budget gets a micro-batch of its
+    own. Longest first, ties by index: neighbours in length share a micro-batch, so padding is small where there is any, and a step
     that does not fit in memory fails at its start.
     """
     if budget < 1:
@@ -25,11 +25,15 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     if any(length < 1 for length in lengths):
         raise ValueError("every length must be at least 1 token")
     batches: list[list[int]] = []
+    tokens = 0  # of the last micro-batch
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
+        length = lengths[batches[-1][0]] if padded and batches else lengths[index]
+        if batches and tokens + length <= budget:
             batches[-1].append(index)
+            tokens += length
         else:
             batches.append([index])
+            tokens = lengths[index]
     return batches
 
 

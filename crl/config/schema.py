@@ -351,11 +351,12 @@ class LearnerSection(Section):
     threads: Count = 1
     """CPU threads of the learner's compute; of each rank's with deepspeed"""
     micro_batch_tokens: Count = 8192
-    """padded tokens of one forward and backward pass; gradients do not depend on it"""
+    """tokens of one forward and backward pass; gradients do not depend on it"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """numbers that forward and backward passes compute with; auto = bfloat16 on a GPU, float32 on the CPU"""
+    """of the weights in forward and backward passes, and of those that engines of this process sample with; log-probs, loss and the
+    optimizer's weights are float32 in any case; auto = bfloat16 on cuda for a checkpoint in half precision, else float32"""
     activation_checkpointing: bool = False
-    """keep each layer's input alone and compute the rest again in the backward pass: less memory for a third more compute"""
+    """compute activations again for the gradient instead of keeping them: a third more compute, much less memory"""
     ranks: Count = 1
     """processes in which deepspeed trains one model, each with a GPU of its own where there are any"""
     zero: Annotated[int, Field(ge=0, le=3)] = 2

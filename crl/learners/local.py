@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
+from crl.learners.master import MasterWeights
 from crl.learners.step import Trainer, TrainSettings, adamw
 from crl.modeling import InProcessWeights, load_model
 from crl.protocols import Loss, State
@@ -20,18 +20,29 @@ from crl.types import Minibatch, StepStats
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from crl.config.schema import OptimizerSection
+
 T = TypeVar("T")
 
 
 class LocalLearner:
-    """`crl.protocols.Learner` in this process. `version` counts the steps that changed the weights."""
+    """`crl.protocols.Learner` in this process. `version` counts the steps that changed the weights.
+
+    A model in half precision is trained through `MasterWeights`.
+    """
 
     def __init__(
         self, model: PreTrainedModel, loss: Loss, optimizer: OptimizerSection, settings: TrainSettings, *, threads: int = 1
     ) -> None:
         self.model = model
         self.version = 0
-        self._trainer = Trainer(model, *adamw(model.parameters(), optimizer), loss, settings)
+        self._masters = None if model.dtype == torch.float32 else MasterWeights(model)
+        trained = self._masters.parameters if self._masters else model.parameters()
+        cuda = model.device.type == "cuda"
+        optim, schedule = adamw(trained, optimizer, fused=cuda)  # fused: without as much memory again for the update
+        if self._masters:
+            self._masters.follow(optim)
+        self._trainer = Trainer(model, optim, schedule, loss, settings)
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
@@ -67,14 +78,18 @@ class LocalLearner:
 
     def _save(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
-        optimizer = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
-        torch.save(optimizer, directory / "optimizer.pt")
+        state: State = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
+        if self._masters:
+            state["masters"] = [master.detach() for master in self._masters.parameters]
+        torch.save(state, directory / "optimizer.pt")
 
     def _load(self, directory: Path) -> None:
         self.model.load_state_dict(load_model(directory, self.model.device, self.model.dtype).state_dict())
         saved = torch.load(directory / "optimizer.pt", map_location=self.model.device, weights_only=True)
         self._trainer.optimizer.load_state_dict(saved["optimizer"])
         self._trainer.schedule.load_state_dict(saved["schedule"])
+        if self._masters:
+            self._masters.load(saved["masters"])
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
-from crl.config.schema import OptimizerSection
-from crl.modeling import TokenFigures, token_logprobs
+from crl.modeling import TokenFigures, checkpoint_activations, token_logprobs
+from crl.packing import pack_sequences
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TrainSample
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class TrainSettings:
     """What a training step needs to know.
 
-    temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: padded tokens of one forward pass;
+    temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: tokens of one forward pass;
     max_grad_norm: gradient clipping; recompute: old log-probs are the trainer's at the start of the step instead of the
     engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute); kl_coef: weight of
     KL(model ‖ the model at the start), summed over the samples that the minibatch still has and divided by all its trained tokens;
-    0 = no reference is kept.
+    0 = no reference is kept; activation_checkpointing: activations are computed again for the gradient instead of kept.
     """
 
     temperature: float
@@ -43,6 +43,7 @@ class TrainSettings:
     recompute: bool = False
     importance_cap: float | None = None
     kl_coef: float = 0.0
+    activation_checkpointing: bool = False
 
 
 def adamw(
@@ -115,14 +116,40 @@ class Figures:
         return {name: total / counts[name] for name, total in sums.items()} | maxima
 
 
+def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How far log-probs [n] of the same tokens under the same weights are apart, and in which way.
+
+    mismatch_kl: KL of the trainer against the engine (k3 estimator), nats a token; mismatch_correlation: of the two, 1 where either
+    does not vary; mismatch_explained: share of the gap's variance that follows linearly from the engine's log-prob.
+    """
+    gap = trainer - engine
+    return {
+        "mismatch_kl": (gap.exp() - 1 - gap).mean(),
+        "mismatch_correlation": _correlation(trainer, engine, constant=1.0),
+        "mismatch_explained": _correlation(gap, engine, constant=0.0).square(),
+    }
+
+
+def _correlation(a: torch.Tensor, b: torch.Tensor, constant: float) -> torch.Tensor:
+    a, b = (x.double() - x.double().mean() for x in (a, b))
+    size = a.norm() * b.norm()
+    return torch.where(size > 0, (a @ b) / size, constant).float()
+
+
 class Trainer:
-    """Applies minibatches to one model, which is as the run started when it comes here. Not thread-safe: a learner calls it
-    from its one worker."""
+    """Applies minibatches to one model, which is as the run started when it comes here, and from then on reads packed sequences.
+
+    The gradients are those of the optimizer's parameters, which need not be the model's (`MasterWeights`). Not thread-safe: a
+    learner calls it from its one worker.
+    """
 
     def __init__(
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler,
         loss: Loss, settings: TrainSettings,
     ) -> None:  # fmt: skip
+        pack_sequences(model)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loss, self.settings = loss, settings
         self._reference = copy.deepcopy(model).requires_grad_(False) if settings.kl_coef else None
@@ -130,15 +157,15 @@ class Trainer:
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         """One optimizer update per minibatch. `version` is the trainer's policy version at the start of the step."""
         figures = Figures()
+        measured = [Figures() for _ in minibatches]
         if self.settings.recompute:
-            minibatches = [self._recomputed(m) for m in minibatches]
+            minibatches = [self._recomputed(m, own, version) for m, own in zip(minibatches, measured, strict=True)]
         updates = skipped = 0
         grad_norms = []
         learning_rate = float(self.schedule.get_last_lr()[0])
-        for minibatch in minibatches:
+        for minibatch, own in zip(minibatches, measured, strict=True):
             # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
             # against the engine's.
-            own = Figures()
             total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
             grad_norm = self._update(total)
             if grad_norm is None:
@@ -161,7 +188,7 @@ class Trainer:
         """Leaves the minibatch's gradient in the parameters; returns its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for batch in self._micro_batches(minibatch):
+        for _, batch in self._micro_batches(minibatch):
             loss = self._loss(batch, minibatch.total_tokens, figures, probe)
             loss.backward()
             total += loss.item()
@@ -199,28 +226,29 @@ class Trainer:
         return figures
 
     def _add_mismatch(self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int) -> None:
-        """KL of the trainer against the engine (k3 estimator), on tokens of the trainer's own version."""
+        """The trainer against the engine, on tokens of the trainer's own version."""
         same = batch.mask & (batch.versions == version)
         tokens = int(same.sum())
         if tokens:
-            gap = (logp - batch.old_logp)[same]
-            figures.add({"mismatch_kl": (gap.exp() - 1 - gap).mean()}, tokens)
+            figures.add(mismatch(logp[same], batch.old_logp[same]), tokens)
 
-    def _micro_batches(self, minibatch: Minibatch) -> list[Tensors]:
-        samples = minibatch.samples
-        cut = micro_batches([len(s.trace.ids) for s in samples], self.settings.micro_batch_tokens)
-        return [Tensors.of([samples[i] for i in indices], self.model.device) for indices in cut]
+    def _micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
+        for indices in micro_batches([len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens):
+            samples = [minibatch.samples[i] for i in indices]
+            yield samples, Tensors.of(samples, self.model.device)
 
     @torch.no_grad()
-    def _recomputed(self, minibatch: Minibatch) -> Minibatch:
+    def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
         """The minibatch with the trainer's own log-probs as the old ones, importance weights folded into the advantages."""
-        samples = []
-        for sample in minibatch.samples:
-            batch = Tensors.of([sample], self.model.device)
+        recomputed = []
+        for samples, batch in self._micro_batches(minibatch):
             logp = self._tokens(batch).logp
+            self._add_mismatch(figures, logp, batch, version)
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
                 advantage = advantage * truncated_importance_weights(logp, batch.old_logp, batch.mask, cap=self.settings.importance_cap)
-            trace = replace(sample.trace, logprobs=tuple(logp[0].tolist()))
-            samples.append(replace(sample, trace=trace, advantage=tuple(advantage[0].tolist())))
-        return replace(minibatch, samples=tuple(samples))
+            for sample, own, weighted in zip(samples, logp.tolist(), advantage.tolist(), strict=True):
+                length = len(sample.trace.ids)
+                trace = replace(sample.trace, logprobs=tuple(own[:length]))
+                recomputed.append(replace(sample, trace=trace, advantage=tuple(weighted[:length])))
+        return replace(minibatch, samples=tuple(recomputed))

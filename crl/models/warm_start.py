@@ -155,6 +155,6 @@ def epoch(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) 
     draw.shuffle(order)
     # Lengths are blurred so that samples of neighbouring lengths mix.
     blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
-    batches = [[traces[order[i]] for i in batch] for batch in micro_batches(blurred, batch_tokens)]
+    batches = [[traces[order[i]] for i in batch] for batch in micro_batches(blurred, batch_tokens, padded=True)]
     draw.shuffle(batches)
     return batches

@@ -43,7 +43,7 @@ from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
-from crl.modeling import load_model, load_tokenizer, resolve_device, stop_ids
+from crl.modeling import load_model, load_tokenizer, precision, require_packing, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
 from crl.prompts import prompt
 from crl.protocols import Engine, EnvironmentPool, Learner, Loss, Method, Monitor, Retriever
@@ -235,6 +235,7 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
         recompute=actor is not None and actor.old_logp == "recompute",
         importance_cap=actor.importance_cap if actor else None,
         kl_coef=section.kl_coef,
+        activation_checkpointing=config.learner.activation_checkpointing,
     )
 
 
@@ -275,10 +276,15 @@ def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
-    model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), key=role.key)
+    model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), _precision(config, role), key=role.key)
     _require_context(role, model)
     context = role.section.max_context_tokens
     return TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
+
+
+def _precision(config: RunConfig, role: ModelRole) -> torch.dtype:
+    """One for learner and engine: what is published is what is sampled with, bit for bit."""
+    return precision(config.learner.precision, role.path, resolve_device(config.learner.device, "learner.device"))
 
 
 def _require_context(role: ModelRole, model: PreTrainedModel) -> None:

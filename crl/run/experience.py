@@ -17,6 +17,7 @@ from statistics import fmean
 from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample
 from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
 from crl.run.diagnostics import Diagnostics
+from crl.run.mismatch import MismatchWatch
 from crl.run.sync import sync
 from crl.types import Minibatch, TrainSample, Trajectory
 
@@ -30,6 +31,7 @@ class ExtractorTrainer:
     def __init__(self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine, monitor: Monitor) -> None:
         self.learner = learner
         self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
+        self._mismatch = MismatchWatch("extractor", monitor)
         self._turn = asyncio.Lock()
         self.updates = 0
         self.skipped = 0
@@ -72,6 +74,7 @@ class ExtractorTrainer:
                 "perf/sync_bytes": sent,
             },
         )
+        self._mismatch.observe(step, stats.metrics)
         return True
 
 

@@ -29,6 +29,7 @@ from crl.run.critic import CriticSide
 from crl.run.evaluate import Evaluation, Evaluator
 from crl.run.experience import ExperienceSide
 from crl.run.figures import rollout_figures
+from crl.run.mismatch import MismatchWatch
 from crl.run.probe import AdviceProbe
 from crl.run.sync import sync
 from crl.seeds import generator
@@ -77,6 +78,9 @@ class Loop:
     skipped_updates: int = 0
     mid_step: bool = False
     """Between a batch's training and the step's completion: weights and counters do not belong together."""
+
+    def __post_init__(self) -> None:
+        self._mismatch = MismatchWatch("actor", self.monitor)
 
     @property
     def completed(self) -> int:
@@ -148,6 +152,7 @@ class Loop:
         figures |= self._step_figures(stats, batch, clock)
         figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures | self.environments.figures())
+        self._mismatch.observe(step, stats.metrics)
         # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)

@@ -1,58 +1,248 @@
-"""The torch engine and the local learner on a CUDA device: `pytest -m gpu tests/gpu`."""
+"""The torch engine and the local learner on a CUDA device: `pytest -m gpu tests/gpu`.
+
+Needs torch, transformers and pytest, and no other package of the project: it runs on a bare machine.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from crl.config.schema import OptimizerSection
+import crl
 from crl.engines.torch import TorchEngine
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import load_model, resolve_device
+from crl.modeling import LOGITS, TokenFigures, checkpoint_activations, load_model, require_packing, resolve_device, token_logprobs
+from crl.packing import pack_sequences
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
+TINY_ACTOR = Path(crl.__file__).parent / "models" / "tiny-actor"
 PROMPT = tuple(range(5, 45))
+VOCABULARY = 151_936
 
 
-async def test_greedy_output_equals_transformers(tiny_actor: Path) -> None:
-    model = load_model(tiny_actor, resolve_device("auto"))
+@dataclass(frozen=True)
+class Optimizer:
+    """What a learner reads of `crl.config.schema.OptimizerSection`."""
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+
+
+def learner_of(model: PreTrainedModel, **settings: Any) -> LocalLearner:
+    chosen = TrainSettings(**({"temperature": 1.0, "micro_batch_tokens": 1024, "max_grad_norm": 1.0} | settings))
+    return LocalLearner(model, SurrogateLoss(0.2, 0.2, "token"), Optimizer(), chosen)  # pyright: ignore[reportArgumentType]
+
+
+def qwen2(dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    """Grouped-query attention with heads of 64, as in the family's real models."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 512, "tie_word_embeddings": False,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**(sizes | changes)))
+    return model.to("cuda", dtype).eval()
+
+
+def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [b, t], right-padded; from a third of its length on a row is trained, but for its last token."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary, (len(lengths), max(lengths)), generator=draw)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, max(1, length // 3) : length - 1] = True
+    return ids.cuda(), mask.cuda()
+
+
+def pull(figures: TokenFigures) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(2)
+    return (torch.randn(figures.logp.shape, generator=draw).cuda() * figures.logp).sum() + figures.kl.sum()
+
+
+def gradient(model: PreTrainedModel, value: torch.Tensor) -> torch.Tensor:
+    """All of it, in one float32 row."""
+    model.zero_grad(set_to_none=True)
+    value.backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that `work` needs at most beyond those there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ── engine and learner ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_greedy_output_equals_transformers() -> None:
+    model = load_model(TINY_ACTOR, resolve_device("auto"))
     assert model.device.type == "cuda"
-    engine = TorchEngine(model, max_batch=8, max_context=256)
-    try:
-        completion = await engine.generate(PROMPT, Sampling(16, (), 0.0))
-    finally:
-        await engine.aclose()
+
+    async def generated() -> tuple[int, ...]:
+        engine = TorchEngine(model, max_batch=8, max_context=256)
+        try:
+            return (await engine.generate(PROMPT, Sampling(16, (), 0.0))).ids
+        finally:
+            await engine.aclose()
+
     expected = model.generate(  # pyright: ignore[reportCallIssue]
         torch.tensor([PROMPT], device="cuda"), max_new_tokens=16, do_sample=False, eos_token_id=None
     )
-    assert list(completion.ids) == expected[0, len(PROMPT) :].tolist()
+    assert list(asyncio.run(generated())) == expected[0, len(PROMPT) :].tolist()
 
 
-async def test_a_step_and_a_sync(tiny_actor: Path) -> None:
+@pytest.mark.parametrize(("dtype", "mismatch"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
     """A positive advantage raises the log-prob of its tokens, and the engine samples with the new weights after the swap."""
-    device = resolve_device("auto")
-    engine = TorchEngine(load_model(tiny_actor, device), max_batch=8, max_context=256)
-    learner = LocalLearner(
-        load_model(tiny_actor, device), SurrogateLoss(0.2, 0.2, "token"), OptimizerSection(learning_rate=1e-3),
-        TrainSettings(temperature=1.0, micro_batch_tokens=1024, max_grad_norm=1.0),
-    )  # fmt: skip
-    try:
-        completion = await engine.generate(PROMPT, Sampling(8, ()), rng=1)
-        trace = TokenTrace().with_context(PROMPT).with_sampled(completion)
-        before = await engine.score(trace.ids)
-        stats = await learner.step([Minibatch((TrainSample(trace, 1.0, 1.0),), 8)])
-        assert stats.metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-5)
-        handle = await learner.publish()
-        await engine.update_weights(handle)
-        after = await engine.score(trace.ids)
-        assert engine.version == 1
-        assert sum(after[-8:]) > sum(before[-8:])
-    finally:
-        await engine.aclose()
-        await learner.aclose()
+
+    async def trained() -> None:
+        device = resolve_device("auto")
+        engine = TorchEngine(load_model(TINY_ACTOR, device, dtype), max_batch=8, max_context=256)
+        learner = learner_of(load_model(TINY_ACTOR, device, dtype))
+        try:
+            completion = await engine.generate(PROMPT, Sampling(8, ()), rng=1)
+            trace = TokenTrace().with_context(PROMPT).with_sampled(completion)
+            before = await engine.score(trace.ids)
+            stats = await learner.step([Minibatch((TrainSample(trace, 1.0, 1.0),), 8)])
+            assert stats.metrics["mismatch_kl"] == pytest.approx(0.0, abs=mismatch)
+            handle = await learner.publish()
+            assert set(handle.manifest.dtypes) == {str(dtype)}
+            await engine.update_weights(handle)
+            after = await engine.score(trace.ids)
+            assert engine.version == 1
+            assert sum(after[-8:]) > sum(before[-8:])
+        finally:
+            await engine.aclose()
+            await learner.aclose()
+
+    asyncio.run(trained())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
+    """With the same weights to the bit, and the same step up to the order in which a GPU adds."""
+    samples = tuple(
+        TrainSample(TokenTrace(tuple(range(5, 5 + n)), (0, *(1,) * (n - 1)), (-6.0,) * n, (0,) * n), 1.0 - n / 20, 0.1)
+        for n in (30, 21, 12, 5)
+    )
+    step = [Minibatch(samples, 64)]
+
+    async def resumed() -> None:
+        device = resolve_device("auto")
+        learner, other = (learner_of(load_model(TINY_ACTOR, device, dtype)) for _ in range(2))
+        try:
+            await learner.step(step)
+            await learner.save(tmp_path)
+            await other.load(tmp_path)
+            assert (await other.publish()).checksum == (await learner.publish()).checksum
+            going_on, again = [(await one.step(step)).metrics for one in (learner, other)]
+            assert again["loss"] == pytest.approx(going_on["loss"], rel=1e-2, abs=1e-4)
+            assert again["grad_norm"] == pytest.approx(going_on["grad_norm"], rel=1e-2)
+        finally:
+            await learner.aclose()
+            await other.aclose()
+
+    asyncio.run(resumed())
+
+
+# ── packing and log-probs in parts ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packed_sequences_are_read_like_padded_rows_in_float32() -> None:
+    ids, mask = batch([97, 95, 40, 7, 3])
+    plain, packed = qwen2(torch.float32), qwen2(torch.float32)
+    require_packing(packed, Path("qwen2"))
+    expected, found = token_logprobs(plain, ids, mask), token_logprobs(packed, ids, mask)
+    torch.testing.assert_close(found.logp, expected.logp, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-4, atol=1e-4)
+    assert distance(gradient(packed, pull(found)), gradient(plain, pull(expected))) < 1e-4
+
+
+@pytest.mark.parametrize("lengths", [[200], [97, 95, 40, 7, 3], [64, 64, 64]], ids=str)
+def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(lengths: list[int]) -> None:
+    """Against float32, its error is that of plain bfloat16, forward and backward."""
+    ids, mask = batch(lengths)
+    exact, plain, packed = qwen2(torch.float32), qwen2(torch.bfloat16), qwen2(torch.bfloat16)
+    exact.load_state_dict(plain.state_dict())  # the same rounded weights
+    require_packing(packed, Path("qwen2"))
+    figures = [token_logprobs(model, ids, mask) for model in (exact, plain, packed)]
+    truth, theirs, ours = (f.logp[mask].detach() for f in figures)
+    assert ours.dtype == torch.float32
+    assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-3)
+    truth, theirs, ours = (gradient(m, pull(f)) for m, f in zip((exact, plain, packed), figures, strict=True))
+    assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-2) < 0.1
+
+
+def test_sequences_do_not_see_each_other_in_bfloat16() -> None:
+    model = qwen2(torch.bfloat16)
+    pack_sequences(model)
+    ids, mask = batch([60, 59, 20])
+    before = token_logprobs(model, ids, mask).logp
+    ids[0] = (ids[0] + 1) % 1000
+    after = token_logprobs(model, ids, mask).logp
+    assert after[1:].equal(before[1:])
+    assert not after[0].equal(before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_vocabulary_costs_parts_of_its_logits(dtype: torch.dtype) -> None:
+    """8 thousand tokens: all logits in float32 are 4.6 GiB, and plain autograd keeps several such; in parts they are 1.5 GiB at most."""
+    ids, mask = batch([2048] * 6, VOCABULARY)
+    model = qwen2(dtype, vocab_size=VOCABULARY, num_hidden_layers=1)
+    pack_sequences(model)
+    tokens = int(mask.sum())
+    assert tokens * VOCABULARY > 17 * LOGITS
+    weights = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    used = peak(lambda: pull(token_logprobs(model, ids, mask)).backward())
+    assert used - weights < 6 * 4 * LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_in_parts_are_those_of_the_whole_softmax(dtype: torch.dtype) -> None:
+    ids, mask = batch([300, 250, 200, 100, 100], VOCABULARY)
+    model, plain = (qwen2(dtype, vocab_size=VOCABULARY, num_hidden_layers=1) for _ in range(2))
+    assert int(mask.sum()) * VOCABULARY > LOGITS, "more than one part"
+    found = token_logprobs(model, ids, mask, 0.8)
+    p = (plain(input_ids=ids).logits[:, :-1].float() / 0.8).log_softmax(-1)
+    expected = torch.nn.functional.pad(p.gather(-1, ids[:, 1:, None])[..., 0], (1, 0)) * mask
+    torch.testing.assert_close(found.logp, expected, rtol=1e-3, atol=1e-3)
+    draw = torch.Generator().manual_seed(2)
+    theirs = (torch.randn(expected.shape, generator=draw).cuda() * expected).sum()
+    assert distance(gradient(model, pull(found)), gradient(plain, theirs)) < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+def test_activations_computed_again_need_less_memory_for_the_same_gradient() -> None:
+    ids, mask = batch([4000, 3900, 100])
+    grads, used = [], []
+    for checkpointing in (False, True):
+        model = qwen2(torch.bfloat16, num_hidden_layers=8)
+        pack_sequences(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        used.append(peak(lambda model=model: grads.append(gradient(model, pull(token_logprobs(model, ids, mask))))))
+    assert used[1] < used[0] / 2
+    assert distance(grads[1], grads[0]) < 1e-2

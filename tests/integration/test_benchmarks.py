@@ -53,3 +53,35 @@ def test_the_memory_of_a_process_is_what_it_holds():
     code = "from environments import memory; before = memory(); held = b'x' * (64 << 20); print(memory() - before)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True)
     assert 32 < float(done.stdout) < 96, "64 MiB, give or take what others share with it meanwhile"
+
+
+def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
+    out = tmp_path / "results.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "learner_throughput.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    results = json.loads(out.read_text("utf-8"))
+    crl, plain = results["rows"]
+    assert (crl["step"], plain["step"]) == ("crl", "plain")
+    assert len([line for line in done.stdout.splitlines() if line.startswith("tiny")]) == 2
+    for row in (crl, plain):
+        assert len(row["seconds"]) == 2
+        assert min(row["seconds"]) > 0
+        assert row["tokens_per_s"] * sorted(row["seconds"])[0] <= row["tokens"] <= row["tokens_per_s"] * sorted(row["seconds"])[1] + 1
+        assert 0 < row["mfu"] < 1
+        assert row["trained_tokens"] < row["tokens"]
+    assert crl["read_tokens"] == crl["tokens"] == plain["tokens"] < plain["read_tokens"]
+    assert crl["snapshot_s"] > 0
+    assert min(results["copies_gb_per_s"].values()) > 0
+    assert results["machine"]["cpus"] >= 1
+
+
+def test_the_operations_of_a_batch_by_hand():
+    code = """
+from learner_throughput import SHAPES, needed_operations
+from crl.types import Minibatch, TokenTrace, TrainSample
+sample = TrainSample(TokenTrace((1, 2, 3), (0, 1, 1), (0.0, 0.0, 0.0), (-1, 0, 0)), 1.0, 1.0)
+print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True)
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # query, key and value, output, MLP
+    assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4

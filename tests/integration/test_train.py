@@ -18,7 +18,21 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from whole_runs import DETERMINISTIC, SMALL, WIDER, arguments, contents, crl, equal_weights, lines, metrics, one_line, train, untimed
+from whole_runs import (
+    DETERMINISTIC,
+    SMALL,
+    WIDER,
+    arguments,
+    contents,
+    crl,
+    equal_weights,
+    lines,
+    metrics,
+    one_line,
+    train,
+    untimed,
+    weights,
+)
 
 from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
@@ -137,6 +151,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ── the run directory ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> None:
+    """Engine and learner agree to the rounding, and what is saved can be evaluated as it is."""
+    run = tmp_path / "run"
+    sets = ("learner.precision=bfloat16", "learner.activation_checkpointing=true", "rollout.max_staleness=0")
+    out = train(run, *sets, steps=2).stdout
+    for line in metrics(run, "train"):
+        if line["actor/samples"]:
+            assert 0 < line["actor/mismatch_kl"] < 0.02
+            assert line["actor/mismatch_correlation"] > 0.99
+    assert "nats a token (KL)" not in out
+    saved = weights(latest_checkpoint(run / "checkpoints") / "actor")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert crl("eval", run).exit_code == 0
 
 
 def test_what_a_run_leaves(done: Path) -> None:

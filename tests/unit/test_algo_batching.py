@@ -17,16 +17,23 @@ from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
 
 
 def test_neighbours_in_length_share_a_micro_batch():
+    # By length: 9 | 4, 3, 2 | 1.
+    assert micro_batches([3, 9, 4, 1, 2], 9) == [[1], [2, 0, 4], [3]]
+
+
+def test_padded_rows_count_as_the_longest():
     # By length: 9 | 4, 3 | 2, 1. 9 fills the budget; 2 rows of 4 are 8, a third would be 12; 2 rows of 2 are 4.
-    assert micro_batches([3, 9, 4, 1, 2], 9) == [[1], [2, 0], [4, 3]]
+    assert micro_batches([3, 9, 4, 1, 2], 9, padded=True) == [[1], [2, 0], [4, 3]]
 
 
-def test_a_sample_longer_than_the_budget_goes_alone():
-    assert micro_batches([20, 2, 30, 2], 9) == [[2], [0], [1, 3]]
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sample_longer_than_the_budget_goes_alone(padded):
+    assert micro_batches([20, 2, 30, 2], 9, padded=padded) == [[2], [0], [1, 3]]
 
 
-def test_equal_lengths_stay_in_order():
-    assert micro_batches([5, 5, 5, 5, 5], 10) == [[0, 1], [2, 3], [4]]
+@pytest.mark.parametrize("padded", [False, True])
+def test_equal_lengths_stay_in_order(padded):
+    assert micro_batches([5, 5, 5, 5, 5], 10, padded=padded) == [[0, 1], [2, 3], [4]]
 
 
 def test_nothing_gives_no_micro_batch():
@@ -34,13 +41,17 @@ def test_nothing_gives_no_micro_batch():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200))
-def test_every_index_once_and_within_the_budget(lengths, budget):
-    batches = micro_batches(lengths, budget)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200), st.booleans())
+def test_every_index_once_and_within_the_budget(lengths, budget, padded):
+    batches = micro_batches(lengths, budget, padded=padded)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
-    assert micro_batches(lengths, budget) == batches
+        held = [lengths[i] for i in batch]
+        assert len(batch) == 1 or (len(batch) * max(held) if padded else sum(held)) <= budget
+    assert micro_batches(lengths, budget, padded=padded) == batches
+    if not padded:  # no two neighbours could have been one
+        totals = [sum(lengths[i] for i in batch) for batch in batches]
+        assert all(total + lengths[after[0]] > budget for total, after in zip(totals, batches[1:], strict=False))
 
 
 # ── optimizer minibatches ───────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from crl.algo import cispo
 from crl.config.schema import OptimizerSection
 from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
-from crl.learners.step import Trainer, TrainSettings
+from crl.learners.step import Trainer, TrainSettings, mismatch
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
@@ -307,6 +307,98 @@ def test_mismatch_is_not_measured_after_an_update() -> None:
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_recomputed_too() -> None:
+    off, older = die_sample(1.0, shift=-LOG_2), die_sample(1.0, shift=-5.0, version=3)
+    stats = sgd_step(die(), [Minibatch((off, older), 4), of_sample(off)], recompute=True, micro_batch_tokens=4)
+    assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
+
+
+def test_mismatch_by_hand() -> None:
+    engine = torch.tensor([-1.0, -2.0, -3.0])
+    same = mismatch(engine, engine)
+    assert [float(same[f"mismatch_{name}"]) for name in ("kl", "correlation", "explained")] == pytest.approx([0, 1, 0])
+    sharper = mismatch(2 * engine, engine)  # gaps −1, −2, −3
+    assert float(sharper["mismatch_kl"]) == pytest.approx((math.exp(-1) + math.exp(-2) + math.exp(-3) - 3 + 6) / 3, rel=1e-5)
+    assert [float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")] == pytest.approx([1, 1])
+    apart = mismatch(torch.tensor([-2.0, -1.0, -2.0]), engine)  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
+    assert float(apart["mismatch_correlation"]) == pytest.approx(0, abs=1e-6)
+    assert float(apart["mismatch_explained"]) == pytest.approx(2**2 / (24 / 9 * 2), rel=1e-5)
+    constant = mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
+    assert [float(constant[f"mismatch_{name}"]) for name in ("correlation", "explained")] == [1, 0]
+
+
+# ── half precision ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bf16(model: PreTrainedModel) -> PreTrainedModel:
+    return model.bfloat16()
+
+
+async def test_updates_too_small_for_the_models_precision_add_up() -> None:
+    """AdamW without memory moves every weight by the rate: 60 updates of 1e-4 each, where bfloat16 knows steps of 4e-3 at 1."""
+    model = bf16(qwen2())
+    norm = model.get_parameter("model.norm.weight")
+    assert bool((norm == 1).all())
+    sampled = of_sample(TrainSample(trace(model, [1, 5, 7, 2, 9], [0, 1, 1, 0, 1]), 1.0, 1.0))
+    async with learning(model, token_mean_cispo, learning_rate=1e-4, beta1=0, beta2=0) as learner:
+        await learner.step([sampled] * 10)
+        assert bool((norm == 1).all()), "an update is smaller than what bfloat16 can tell apart"
+        await learner.step([sampled] * 50)
+    assert float((norm.detach().float() - 1).abs().median()) == pytest.approx(60e-4, rel=0.4)
+    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in model.parameters())
+
+
+def test_logprobs_and_loss_are_float32_in_half_precision() -> None:
+    seen = []
+
+    def watching(logp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        loss, metrics = SURROGATE(logp, *args, **kwargs)
+        seen.extend([logp.dtype, loss.dtype])
+        return loss, metrics
+
+    full = sgd_step(qwen2(), [minibatch(qwen2())])
+    half = sgd_step(bf16(qwen2()), [minibatch(qwen2())], loss=watching)
+    assert seen == [torch.float32, torch.float32]
+    for name in ("loss", "entropy", "grad_norm"):
+        assert half.metrics[name] == pytest.approx(full.metrics[name], rel=0.05), name
+
+
+async def test_gradients_of_half_precision_micro_batches_add_up_in_float32() -> None:
+    batch = minibatch(qwen2(), samples=24)
+    norms = []
+    for budget in (10_000, 1):
+        async with learning(bf16(qwen2()), settings=replace(SETTINGS, micro_batch_tokens=budget), learning_rate=0) as learner:
+            norms.append((await learner.step([batch])).metrics["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=5e-3)
+
+
+async def test_a_resumed_learner_in_half_precision_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model = bf16(qwen2())
+    batches = [[minibatch(model, i)] for i in range(2)]
+    async with learning(model, learning_rate=1e-4) as learner:
+        await learner.step(batches[0])
+        await learner.save(tmp_path)
+        handle = await learner.publish()
+        going_on = await learner.step(batches[1])
+        expected = (await learner.publish()).checksum
+    assert set(handle.manifest.dtypes) == {"torch.bfloat16"}
+    async with learning(bf16(qwen2(seed=9)), learning_rate=1e-4) as learner:
+        await learner.load(tmp_path)
+        learner.load_state({"version": 1})
+        assert (await learner.publish()).checksum == handle.checksum
+        assert await learner.step(batches[1]) == going_on
+        assert (await learner.publish()).checksum == expected
+
+
+async def test_activation_checkpointing_changes_no_step() -> None:
+    stats = []
+    for checkpointing in (False, True):
+        model = qwen2()
+        async with learning(model, settings=replace(SETTINGS, activation_checkpointing=checkpointing, kl_coef=0.1)) as learner:
+            stats.append((await learner.step([minibatch(qwen2()), minibatch(qwen2(), 1)]), (await learner.publish()).checksum))
+    assert stats[0] == stats[1]
+
+
 # ── what is not finite ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -444,7 +536,7 @@ async def test_failures_are_learner_errors(tmp_path: Path) -> None:
     model = qwen2()
     outside = TokenTrace((1, V + 3), (0, 1), (0.0, -1.0), (-1, 0))
     async with learning(model) as learner:
-        with pytest.raises(LearnerError, match=r"the learner failed: .*out of range"):
+        with pytest.raises(LearnerError, match=r"the learner failed: .*out of (range|bounds)"):
             await learner.step([of_sample(TrainSample(outside, 1.0, 1.0))])
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(LearnerError, match="the learner failed"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
-from crl.config.schema import ActorSection
 from crl.protocols import AdvantageTerm, Role
 from crl.types import TokenTrace, Trajectory
+
+if TYPE_CHECKING:
+    from crl.config.schema import ActorSection
 
 
 @dataclass(frozen=True)

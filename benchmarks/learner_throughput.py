@@ -1,0 +1,310 @@
+"""How fast the learner trains models of real sizes, beside a plain transformers step; and the copy rates that bound a weight sync.
+
+    python benchmarks/learner_throughput.py --out benchmarks/results/learner_throughput.json          # one GPU
+    python benchmarks/learner_throughput.py --quick                                                   # a tiny shape, anywhere
+
+Models: the shapes of Qwen2.5 0.5B, 1.5B and 7B with random weights, in bfloat16 on CUDA (float32 with --quick). Batches: episodes whose
+lengths are log-normal, most of a few hundred to a few thousand tokens and some of 8192, of which about a third was sampled, in turns.
+
+`crl`: a step of the learner as `crl train` takes it (clipped surrogate, one update): packed sequences, log-probs in parts. `plain`: the
+model on padded rows in the order of the batch, with transformers' own loss on the same tokens. Both take micro-batches of the same size
+(in tokens, `plain` with its padding), compute activations again or not as given, and update the same float32 master weights with the
+same AdamW. tokens/s counts the batch's own tokens, padding never. MFU: floating-point operations that the batch needs (6 per weight and
+token, 6 per head weight and trained token, causal attention; nothing that is computed twice or for padding) over seconds and over the
+rate of a large matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from common import write_results
+
+from crl.algo import micro_batches
+from crl.learners.master import MasterWeights
+from crl.learners.step import Trainer, TrainSettings
+from crl.methods.parts.training import SurrogateLoss
+from crl.modeling import InProcessWeights, checkpoint_activations, require_packing
+from crl.types import Minibatch, TokenTrace, TrainSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+             "vocab_size": 1024, "tie_word_embeddings": True},
+    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+             "vocab_size": 151_936, "tie_word_embeddings": True},
+    "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960,
+             "vocab_size": 151_936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18_944,
+           "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+CHECKPOINTED = {"tiny": False, "0.5B": False, "1.5B": False, "7B": True}
+
+
+@dataclass(frozen=True)
+class Size:
+    """episodes: of one batch; median and longest: tokens of an episode; budget: tokens of a micro-batch; repetitions: timed steps;
+    copied: MiB of the copies."""
+
+    episodes: int
+    median: int
+    longest: int
+    budget: int
+    repetitions: int
+    copied: int
+
+
+FULL = Size(episodes=64, median=1200, longest=8192, budget=16_384, repetitions=3, copied=4096)
+QUICK = Size(episodes=8, median=40, longest=96, budget=192, repetitions=2, copied=8)
+
+
+# ── models and batches ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def made(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with random weights, which are drawn where it will be."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=size.longest, dtype=dtype)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            torch.manual_seed(0)
+            return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def episodes(size: Size, vocabulary: int) -> Minibatch:
+    """One batch: log-normal lengths, in each episode turns of 40 to 160 read tokens and 20 to 80 sampled ones."""
+    draw = random.Random(0)
+    samples = []
+    for _ in range(size.episodes):
+        length = min(size.longest, max(16, round(size.median * math.exp(draw.gauss(0, 0.8)))))
+        mask: list[int] = []
+        while len(mask) < length:
+            mask += [0] * draw.randint(40, 160) + [1] * draw.randint(20, 80)
+        mask = [*mask[: length - 8], *[1] * 8]
+        ids = tuple(draw.randrange(vocabulary) for _ in mask)
+        trace = TokenTrace(ids, tuple(mask), tuple(-math.log(vocabulary) * m for m in mask), tuple(m - 1 for m in mask))
+        samples.append(TrainSample(trace, draw.gauss(0, 1), 1 / size.episodes))
+    return Minibatch(tuple(samples), sum(sum(s.trace.mask) for s in samples))
+
+
+def needed_operations(shape: str, batch: Minibatch) -> float:
+    """Floating-point operations of one forward and backward pass over the batch's tokens."""
+    s = SHAPES[shape]
+    h, heads = s["hidden_size"], s["num_attention_heads"]
+    key_values = s["num_key_value_heads"] * (h // heads)
+    layer = 2 * h * h + 2 * h * key_values + 3 * h * s["intermediate_size"]
+    lengths = [len(sample.trace.ids) for sample in batch.samples]
+    attention = 6 * s["num_hidden_layers"] * h * sum(n * n for n in lengths)
+    return 6 * s["num_hidden_layers"] * layer * sum(lengths) + attention + 6 * h * s["vocab_size"] * batch.total_tokens
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def optimizer_of(model: PreTrainedModel) -> torch.optim.AdamW:
+    masters = None if model.dtype == torch.float32 else MasterWeights(model)
+    adamw = torch.optim.AdamW(masters.parameters if masters else model.parameters(), lr=1e-6, fused=model.device.type == "cuda")
+    if masters:
+        masters.follow(adamw)
+    return adamw
+
+
+def crl_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool) -> Callable[[], object]:
+    require_packing(model, Path("benchmark"))
+    adamw = optimizer_of(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: 1.0)
+    settings = TrainSettings(1.0, size.budget, 1.0, activation_checkpointing=checkpointing)
+    trainer = Trainer(model, adamw, schedule, SurrogateLoss(0.2, 0.2, "token"), settings)
+    return lambda: trainer.step([batch], version=1)
+
+
+def plain_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool) -> Callable[[], object]:
+    if checkpointing:
+        checkpoint_activations(model)
+    adamw = optimizer_of(model)
+    cut = in_order([len(s.trace.ids) for s in batch.samples], size.budget)
+
+    def step() -> None:
+        adamw.zero_grad(set_to_none=True)
+        for indices in cut:
+            rows = [batch.samples[i].trace for i in indices]
+            width = max(len(row.ids) for row in rows)
+            pad = [width - len(row.ids) for row in rows]
+            ids = torch.tensor([[*row.ids, *[0] * n] for row, n in zip(rows, pad, strict=True)], device=model.device)
+            read = torch.tensor([[1] * len(row.ids) + [0] * n for row, n in zip(rows, pad, strict=True)], device=model.device)
+            trained = torch.tensor([[*row.mask, *[0] * n] for row, n in zip(rows, pad, strict=True)], device=model.device)
+            labels = ids.masked_fill(trained == 0, -100)
+            loss = model(input_ids=ids, attention_mask=read, labels=labels, use_cache=False, num_items_in_batch=batch.total_tokens).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for group in adamw.param_groups for p in group["params"]], 1.0)
+        adamw.step()
+
+    return step
+
+
+def in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Consecutive samples, padded to at most `budget` tokens."""
+    cut: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        held = [lengths[i] for i in cut[-1]] if cut else []
+        if held and max(*held, length) * (len(held) + 1) <= budget:
+            cut[-1].append(index)
+        else:
+            cut.append([index])
+    return cut
+
+
+def measured(shape: str, name: str, size: Size, device: torch.device, rate: float) -> dict[str, Any]:
+    """One row of the results. A step that does not fit in memory is a row that says so."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    batch = episodes(size, SHAPES[shape]["vocab_size"])
+    lengths = [len(s.trace.ids) for s in batch.samples]
+    ways = {"crl": crl_step, "plain": plain_step}
+    row: dict[str, Any] = {
+        "shape": shape,
+        "step": name,
+        "tokens": sum(lengths),
+        "trained_tokens": batch.total_tokens,
+        "longest": max(lengths),
+    }
+    cut = micro_batches(lengths, size.budget) if name == "crl" else in_order(lengths, size.budget)
+    read = sum(sum(lengths[i] for i in part) if name == "crl" else len(part) * max(lengths[i] for i in part) for part in cut)
+    row |= {"micro_batches": len(cut), "read_tokens": read}
+    try:
+        model = made(shape, size, device, dtype)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        step = ways[name](model, batch, size, CHECKPOINTED[shape])
+        step()  # warms up, and makes the optimizer's state
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [timed(step, device) for _ in range(size.repetitions)]
+    except torch.OutOfMemoryError:
+        return {**row, "seconds": None, "out_of_memory": True}
+    median = statistics.median(seconds)
+    row |= {"seconds": seconds, "tokens_per_s": sum(lengths) / median, "mfu": needed_operations(shape, batch) / median / rate}
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    if name == "crl":
+        step = None  # with its optimizer and gradients: a learner of this size publishes to another GPU
+        free(device)
+        row["snapshot_s"] = timed(lambda: InProcessWeights.snapshot(model, 1), device)  # with its checksum
+    return row
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    finish(device)
+    begin = time.perf_counter()
+    work()
+    finish(device)
+    return time.perf_counter() - begin
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ── the machine's own rates ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def product_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a large matrix product, in the precision of training."""
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / statistics.median([timed(lambda: a @ b, device) for _ in range(13)][3:])
+
+
+def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
+    """GB/s of copies of one large tensor, and of a safetensors file in shared memory: bytes copied, not read plus written."""
+    from safetensors.torch import load_file, save_file
+
+    count = size.copied << 20
+    host = torch.randint(256, (count,), dtype=torch.uint8)
+    target = torch.empty_like(host)
+    copies: dict[str, Callable[[], object]] = {"host to host": lambda: target.copy_(host)}
+    if device.type == "cuda":
+        pinned, there, other = host.pin_memory(), host.to(device), torch.empty(count, dtype=torch.uint8, device=device)
+        copies |= {
+            "host to device": lambda: there.copy_(host),
+            "host (pinned) to device": lambda: there.copy_(pinned, non_blocking=True),
+            "device to host": lambda: target.copy_(there),
+            "device to host (pinned)": lambda: pinned.copy_(there, non_blocking=True),
+            "device to device": lambda: other.copy_(there),
+        }
+    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(".")
+    file = shared / f"crl-copy-rates-{time.monotonic_ns()}.safetensors"
+    copies |= {
+        "write to shared memory": lambda: save_file({"x": host}, file),
+        "read from shared memory": lambda: load_file(file)["x"].clone(),
+    }
+    try:
+        return {name: count / 1e9 / statistics.median([timed(copy, device) for _ in range(4)][1:]) for name, copy in copies.items()}
+    finally:
+        file.unlink(missing_ok=True)
+
+
+# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def line(row: dict[str, Any]) -> str:
+    start = f"{row['shape']:<6}{row['step']:<7}"
+    if row["seconds"] is None:
+        return f"{start}  out of memory"
+    peak = "–" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    padding = row["read_tokens"] / row["tokens"] - 1
+    return f"{start}{statistics.median(row['seconds']):>9.3f}{row['tokens_per_s']:>12,.0f}{row['mfu']:>8.1%}{peak:>11}{padding:>10.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B", "7B"])
+    parser.add_argument("--quick", action="store_true", help="a tiny shape and short episodes: only to see that it runs")
+    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    arguments = parser.parse_args()
+    size, shapes = (QUICK, ["tiny"]) if arguments.quick else (FULL, arguments.shapes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    rate, copies = product_rate(device), copy_rates(size, device)
+    print(f"{device.type}: a large matrix product runs at {rate / 1e12:,.2f} TFLOP/s")
+    for name, gigabytes in copies.items():
+        print(f"{name:<26}{gigabytes:>9.2f} GB/s")
+    print(f"\n{'shape':<6}{'step':<7}{'seconds':>9}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>11}{'padding':>10}")
+    rows: list[dict[str, Any]] = []
+    results = {"product_tflops": rate / 1e12, "copies_gb_per_s": copies, "rows": rows}
+    for shape in shapes:
+        for name in ("crl", "plain"):
+            rows.append(measured(shape, name, size, device, rate))
+            free(device)
+            print(line(rows[-1]), flush=True)
+            if arguments.out:  # after every row: what was measured is there, whatever comes next
+                write_results(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()

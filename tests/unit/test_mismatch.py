@@ -1,0 +1,94 @@
+"""A large mismatch of trainer and engine is noted with its probable cause: what the figures say of real models that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from crl.learners.step import mismatch
+from crl.modeling import token_logprobs
+from crl.run.mismatch import EVERY, LARGE, MismatchWatch, probable_cause
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"only notes are expected, not {name}")
+
+
+def qwen2(seed: int = 0) -> PreTrainedModel:
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
+        initializer_range=0.3, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def sampled(engine: PreTrainedModel, temperature: float, *, rows: int = 24, tokens: int = 12) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(64, (rows, 1), generator=draw)
+    for _ in range(tokens):
+        p = (engine(input_ids=ids).logits[:, -1].float() / temperature).softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=draw)], dim=1)
+    return ids
+
+
+@torch.no_grad()
+def measured(engine: PreTrainedModel, trainer: PreTrainedModel, temperature: float = 1.0, told: float | None = None) -> dict[str, float]:
+    """Of tokens that the engine samples at `temperature`, whose log-probs it gives at `told`."""
+    ids = sampled(engine, temperature)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    theirs = token_logprobs(engine, ids, mask, temperature if told is None else told).logp[mask]
+    figures = mismatch(token_logprobs(trainer, ids, mask, temperature).logp[mask], theirs)
+    return {name: float(value) for name, value in figures.items()}
+
+
+def test_an_engine_that_agrees_is_not_mentioned() -> None:
+    notes = Notes()
+    watch = MismatchWatch("actor", notes)  # pyright: ignore[reportArgumentType]
+    figures = measured(qwen2(), qwen2())
+    assert figures["mismatch_kl"] < 1e-9
+    rounded = measured(qwen2().bfloat16(), qwen2().bfloat16().float())
+    assert 1e-7 < rounded["mismatch_kl"] < LARGE
+    for step, metrics in enumerate((figures, rounded, {})):
+        watch.observe(step, metrics)
+    assert notes.texts == []
+
+
+def test_other_weights_are_told_from_another_temperature_and_from_rounding() -> None:
+    stale = measured(qwen2(), qwen2(seed=1))
+    raw = measured(qwen2(), qwen2(), temperature=0.5, told=1.0)
+    assert min(stale["mismatch_kl"], raw["mismatch_kl"]) > LARGE
+    assert "other weights" in probable_cause(stale)
+    assert "another temperature" in probable_cause(raw)
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.25
+    engine = torch.linspace(-6, -0.1, 2000)
+    rough = {name: float(value) for name, value in mismatch(engine + noise, engine).items()}
+    assert rough["mismatch_kl"] > LARGE
+    assert "rounding" in probable_cause(rough)
+    assert "learner.precision=float32" in probable_cause(rough)
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_it_is_said_once_in_so_many_steps(role: str) -> None:
+    notes = Notes()
+    watch = MismatchWatch(role, notes)  # pyright: ignore[reportArgumentType]
+    bad = {"mismatch_kl": 0.5, "mismatch_correlation": 0.3, "mismatch_explained": 0.1}
+    said = []
+    for step in range(3, 3 + 2 * EVERY + 1):
+        watch.observe(step, bad)
+        said.append(len(notes.texts))
+    assert said == [1] * EVERY + [2] * EVERY + [3]
+    assert notes.texts[0].startswith(f"{role}: the trainer's log-probs are 0.500 nats a token (KL) from the engine's")
