@@ -314,6 +314,7 @@ class Foreign:
     manifest: Any = None
 
     async def done(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 async def test_a_handle_of_another_transport_is_refused_and_nothing_breaks() -> None:
