@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines ins
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
 SETS = (
-    "engine.kind=vllm", "rollout.groups=4", "rollout.group_size=8", "extractor.batch=4", "tasks.room.eval.known=8", "tasks.room.eval.new=8",
+    "engine.kind=vllm", "rollout.groups=4", "rollout.group_size=8", "extractor.batch=2", "tasks.room.eval.known=8", "tasks.room.eval.new=8",
     "tasks.room.eval.online=0", "eval.probe_every=0",
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ def command(run: Path, steps: int) -> list[str]:
 
 
 def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
-    run, steps = tmp_path / "run", 3
+    run, steps = tmp_path / "run", 5
     done = subprocess.run(command(run, steps), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = metrics(run, "train")
