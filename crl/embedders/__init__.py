@@ -16,11 +16,13 @@ from crl.protocols import Embedder
 
 
 @asynccontextmanager
-async def open_embedder(section: EmbedderSection, *, deterministic: bool = False, gpus: Sequence[int] = ()) -> AsyncIterator[Embedder]:
+async def open_embedder(
+    section: EmbedderSection, *, deterministic: bool = False, gpus: Sequence[str] = (), fraction: float | None = None
+) -> AsyncIterator[Embedder]:  # fmt: skip
     """The embedder, loaded or reached, and closed on the way out. Raises `ConfigError`.
 
-    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch. gpus: of a
-    pooling engine.
+    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch. gpus, fraction:
+    of a pooling engine, see `VllmEmbedder.start`.
     """
     if section.model == "hash":
         yield HashEmbedder()
@@ -41,7 +43,7 @@ async def open_embedder(section: EmbedderSection, *, deterministic: bool = False
         prepare_vllm("embedder.kind", "vllm")
         from crl.embedders.vllm import VllmEmbedder
 
-        pooling = await VllmEmbedder.start(read_recipe(Path(section.model)), gpus, batch=section.batch, threads=section.threads)
+        pooling = await VllmEmbedder.start(read_recipe(Path(section.model)), gpus, fraction, batch=section.batch, threads=section.threads)
         try:
             yield pooling
         finally:

@@ -21,15 +21,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from crl.embedders.encoder import encoder_tokenizer, token_limit
 from crl.embedders.recipe import KEY, Pooling, Recipe
-from crl.engines.vllm_replica import Replica, on_cpu, start_vllm
+from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, TransientError
 from crl.modeling import first_line
 
 POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
 """vLLM's names of them."""
-
-MEMORY_FRACTION = 0.1
-"""Share of its GPU's memory that the engine takes: weights and one batch, there is next to no cache."""
 
 CPU_CACHE_BYTES = 1 << 28
 """Size of what it takes for a cache on the CPU."""
@@ -44,19 +41,22 @@ class VllmEmbedder:
     name: str
     dim: int
 
-    def __init__(self, recipe: Recipe, gpus: Sequence[int], *, batch: int, threads: int) -> None:
+    def __init__(self, recipe: Recipe, gpus: Sequence[str], fraction: float | None, *, batch: int, threads: int) -> None:
         config = AutoConfig.from_pretrained(recipe.folder, local_files_only=True)
         self._recipe, self._kind = recipe, config.model_type
         self._tokenizer = encoder_tokenizer(recipe)
         self._limit = token_limit(recipe, self._tokenizer, config)
         self._gate = asyncio.Semaphore(2 * batch)  # more would wait in vLLM's queue only
-        arguments = _engine_arguments(recipe, self._limit, batch, config)
+        arguments = _engine_arguments(recipe, self._limit, batch, fraction, config)
         self._replica = Replica(partial(start_vllm, arguments, tuple(gpus), threads), _as_it_was)
 
     @classmethod
-    async def start(cls, recipe: Recipe, gpus: Sequence[int], *, batch: int = 32, threads: int = 1) -> VllmEmbedder:
-        """Returns when it serves. gpus: none with vLLM's CPU build. Raises `ConfigError` for an encoder that vLLM does not serve."""
-        embedder = cls(recipe, gpus, batch=batch, threads=threads)
+    async def start(
+        cls, recipe: Recipe, gpus: Sequence[str] = (), fraction: float | None = None, *, batch: int = 32, threads: int = 1
+    ) -> VllmEmbedder:  # fmt: skip
+        """Returns when it serves. gpus: as CUDA_VISIBLE_DEVICES names them; none = the first one, or vLLM's CPU build; fraction: of a GPU's
+        memory that it takes. Raises `ConfigError` for an encoder that vLLM does not serve."""
+        embedder = cls(recipe, gpus, fraction, batch=batch, threads=threads)
         try:
             embedder.dim = len(await embedder._vector(embedder._ids(["Go north?"])[0]))
         except Exception as error:  # a model that vLLM does not know fails in many ways
@@ -97,7 +97,7 @@ async def _as_it_was(llm: AsyncLLM) -> None:
     """An encoder's weights never change."""
 
 
-def _engine_arguments(recipe: Recipe, limit: int, batch: int, config: Any) -> dict[str, Any]:
+def _engine_arguments(recipe: Recipe, limit: int, batch: int, fraction: float | None, config: Any) -> dict[str, Any]:
     dtype = getattr(config, "dtype", None)
     return {
         "model": str(recipe.folder),
@@ -108,10 +108,9 @@ def _engine_arguments(recipe: Recipe, limit: int, batch: int, config: Any) -> di
         "max_model_len": limit,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": MEMORY_FRACTION,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-    } | ({"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu() else {})
+    } | ({"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu() else gpu_share(fraction))
 
 
 def _checksum(recipe: Recipe) -> int:

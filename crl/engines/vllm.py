@@ -35,7 +35,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from crl.config.models import model_size
 from crl.engines.vllm_heads import WiderHeads
-from crl.engines.vllm_replica import Replica, on_cpu, start_vllm
+from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
@@ -54,14 +54,16 @@ SEED_BITS = 63
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """placements: the GPUs of each replica, as many as tensor_parallel (of the CPU build: empty tuples); memory_fraction: of a GPU that
-    an engine may fill; max_batch: requests decoded together by a replica; max_context: prompt and completion tokens of one request;
-    threads: CPU threads of a worker of the CPU build.
+    """placements: the GPUs of each replica, as many as tensor_parallel, as CUDA_VISIBLE_DEVICES names them (of the CPU build: empty
+    tuples); dtype: of the weights, the one that they are published in; memory_fraction: of a GPU that an engine may fill (None = as much as vLLM chooses); max_batch:
+    requests decoded together by a replica; max_context: prompt and completion tokens of one request; threads: CPU threads of a worker of
+    the CPU build.
     """
 
-    placements: tuple[tuple[int, ...], ...]
+    placements: tuple[tuple[str, ...], ...]
+    dtype: Literal["float32", "bfloat16"] = "float32"
     tensor_parallel: int = 1
-    memory_fraction: float = 0.85
+    memory_fraction: float | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     transfer: Literal["file", "nccl"] = "file"
     max_batch: int = 256
@@ -80,7 +82,7 @@ class VllmEngine:
         self._connected = False
         self.version = 0
         self._meter = _Meter()
-        arguments = engine_arguments(self._widened(model) if self._heads else model, settings, config)
+        arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
         self._replicas = [Replica(partial(self._start, arguments, gpus), self._restore) for gpus in settings.placements]
 
     @classmethod
@@ -176,7 +178,7 @@ class VllmEngine:
         if not (min(ids) >= 0 and max(ids) < self._vocabulary):
             raise RolloutError("engine", f"the prompt holds a token id outside the model's {self._vocabulary}")
 
-    async def _start(self, arguments: dict[str, Any], gpus: tuple[int, ...]) -> AsyncLLM:
+    async def _start(self, arguments: dict[str, Any], gpus: tuple[str, ...]) -> AsyncLLM:
         llm = await start_vllm(arguments, gpus, self._settings.threads)
         await llm.update_weight_version(str(self.version))
         return llm
@@ -285,12 +287,11 @@ def completion(output: RequestOutput) -> Completion:
 # ── what vLLM is told, and what it is not asked for ─────────────────────────────────────────────────────────────────
 
 
-def engine_arguments(model: Path, settings: VllmSettings, config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of vLLM's `AsyncEngineArgs`. Weights keep the type of the checkpoint: vLLM would sample a float32 one in bfloat16."""
-    dtype = getattr(config, "dtype", None)
+def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
+    """Fields of vLLM's `AsyncEngineArgs`."""
     return {
         "model": str(model),
-        "dtype": str(dtype).removeprefix("torch.") if dtype is not None else "auto",
+        "dtype": settings.dtype,
         "load_format": settings.load_format,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # none of the model's own sampling defaults, which truncate
@@ -299,11 +300,10 @@ def engine_arguments(model: Path, settings: VllmSettings, config: PreTrainedConf
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_prefix_caching": True,
-        "gpu_memory_utilization": settings.memory_fraction,
         "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-    } | (_cpu_arguments(settings) if on_cpu() else {})
+    } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
 
 
 def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:

@@ -32,8 +32,6 @@ Output = TypeVar("Output")
 OWNER = "CRL_ENGINE_OWNER"
 """Environment variable that tells vLLM's processes whom they serve (vllm_worker.py)."""
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
 _starting = threading.Lock()
 """A start changes the process's environment while its children are made."""
 
@@ -43,8 +41,13 @@ def on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[int], threads: int) -> AsyncLLM:
-    """A running engine on `gpus`, indices among those that this process sees; none with vLLM's CPU build.
+def gpu_share(fraction: float | None) -> dict[str, Any]:
+    """How `start_vllm` is told of a share of a GPU's memory."""
+    return {} if fraction is None else {"gpu_memory_utilization": fraction}
+
+
+async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
+    """A running engine on `gpus`, as CUDA_VISIBLE_DEVICES names them; none = the first ones, or vLLM's CPU build.
 
     settings: fields of vLLM's `AsyncEngineArgs`; threads: OpenMP threads of a worker of the CPU build. Raises `EngineError`.
     """
@@ -65,7 +68,7 @@ def _discard(started: Future[AsyncLLM]) -> None:
         started.result().shutdown()
 
 
-def _start(settings: Mapping[str, Any], gpus: Sequence[int], threads: int) -> AsyncLLM:
+def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
     # Its processes inherit this thread's mask: a Ctrl-C at the terminal is the run's, which still needs its engines.
     resource_tracker.ensure_running()  # else the start of the first process would start that, and unblock the signal again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -77,15 +80,10 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[int], threads: int) -> As
     }
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-    else:
-        environment[VISIBLE] = ",".join(_physical(gpus))
+    elif gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with _starting, _environment(environment):
         return AsyncLLM.from_engine_args(AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings))
-
-
-def _physical(gpus: Sequence[int]) -> list[str]:
-    seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
-    return [seen[gpu] if seen else str(gpu) for gpu in gpus]
 
 
 @contextmanager

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
-import torch
-
 from crl.algo import rank_shares
 from crl.config.models import model_size
 from crl.config.schema import OptimizerSection
@@ -417,12 +415,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(torch.cuda.device_count())] if named is None else [name for name in named.split(",") if name.strip()]
 
 
 # ── what goes through the pipe ──────────────────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,8 @@ from crl.types import Minibatch, StepStats, TrainSample
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from crl.config.schema import OptimizerSection
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -50,13 +52,8 @@ def adamw(
     parameters: Iterable[torch.nn.Parameter], section: OptimizerSection, **options: bool
 ) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
     """The optimizer of a model, and its warm-up: a learning rate that rises linearly over the first updates."""
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=section.learning_rate,
-        betas=(section.beta1, section.beta2),
-        weight_decay=section.weight_decay,
-        **options,
-    )
+    betas = (section.beta1, section.beta2)
+    optimizer = torch.optim.AdamW(parameters, lr=section.learning_rate, betas=betas, weight_decay=section.weight_decay, **options)
     warmup = max(section.warmup_steps, 1)
     return optimizer, LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
 

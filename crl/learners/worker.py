@@ -40,7 +40,7 @@ from safetensors import safe_open
 from crl.errors import CrlError, LearnerError
 from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
 from crl.learners.step import Figures, Tensors, Trainer, adamw
-from crl.modeling import TokenFigures, checksum, load_model, token_logprobs
+from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
 from crl.sync import write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
@@ -139,6 +139,7 @@ class ZeroTrainer(Trainer):
     def __init__(self, settings: RankSettings, ranks: int, device: torch.device) -> None:
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
+        require_packing(model, settings.model, settings.key)  # later ZeRO has cut it up
         optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload)
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
@@ -151,7 +152,7 @@ class ZeroTrainer(Trainer):
         """Of the whole minibatch, like the loss."""
         if self.stage == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        own = self._micro_batches(minibatch)
+        own = [batch for _, batch in self._micro_batches(minibatch)]
         count = max(self._most(len(own)), 1)
         total = 0.0
         for i in range(count):
@@ -185,12 +186,12 @@ class ZeroTrainer(Trainer):
         return Figures([row for share in shares for row in share])
 
     @torch.no_grad()
-    def _recomputed(self, minibatch: Minibatch) -> Minibatch:
-        idle = self._most(len(minibatch.samples)) - len(minibatch.samples)
-        done = super()._recomputed(minibatch)
-        for _ in range(idle):
+    def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
+        recomputed = super()._recomputed(minibatch, figures, version)
+        own = sum(1 for _ in self._micro_batches(minibatch))
+        for _ in range(self._most(own) - own):
             self._tokens(self._idle())
-        return done
+        return recomputed
 
     def _idle(self) -> Tensors:
         return Tensors.of([IDLE], self._device)

@@ -7,12 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from crl.engines import prepare_vllm
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
-from crl.learners.deepspeed import DeepSpeedLearner, RankSettings, visible_gpus
+from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
@@ -46,7 +46,7 @@ from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.modeling import load_model, load_tokenizer, precision, require_packing, resolve_device, stop_ids
 from crl.monitor.run_dir import RunDir
 from crl.prompts import prompt
-from crl.protocols import Engine, EnvironmentPool, Learner, Loss, Method, Monitor, Retriever
+from crl.protocols import Embedder, Engine, EnvironmentPool, Learner, Loss, Method, Monitor, Retriever
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
@@ -60,6 +60,7 @@ from crl.run.critic import CriticSide, Warmup
 from crl.run.diagnostics import Diagnostics
 from crl.run.evaluate import Evaluator
 from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted
+from crl.run.gpu_plan import Assigned, assigned_gpus
 from crl.run.loop import Loop, Schedule
 from crl.run.online import OnlineBank
 from crl.run.probe import AdviceProbe
@@ -70,8 +71,7 @@ from crl.tokens import ChatRenderer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MEMORY_FRACTION = 0.85
-"""Share of its GPU's memory that a vLLM engine takes where nothing else is said."""
+NO_GPU = Assigned()
 
 CACHE_BYTES = 96 << 20
 """Size of the vectors that are remembered: of 65,536 texts at 384 dimensions."""
@@ -86,13 +86,13 @@ async def training(
     adviser: guides instead of a bank, and nothing is distilled (a control). bar: a progress bar may be drawn in the terminal.
     """
     async with AsyncExitStack() as stack:
-        specs = tasks.specs(config)
+        specs, gpus = tasks.specs(config), assigned_gpus(config)
         method, actor = _method(config, specs), _actor(config)
         if adviser:
             method = replace(method, distiller=None, extractor=None)
-        learner = await _learner(config, actor, method.actor.loss, stack)
-        engine, pool = await _engine(config, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
-        experience, bank = await _experience(config, specs, method, run, monitor, stack, bar=bar)
+        learner = await _learner(config, gpus, actor, method.actor.loss, stack)
+        engine, pool = await _engine(config, gpus, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
+        experience, bank = await _experience(config, specs, gpus, method, run, monitor, stack, bar=bar)
         retriever = experience.retriever if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
         critic = _critic_side(config, specs, runner) if config.critic.enabled else None
@@ -131,23 +131,23 @@ async def training(
 async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncIterator[Evaluator]:
     """The evaluator of a finished run on the models of a checkpoint, with a copy of its bank: no learner, no train stream."""
     async with AsyncExitStack() as stack:
-        specs = tasks.specs(config)
+        specs, gpus = tasks.specs(config), assigned_gpus(config)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
-        engine, pool = await _engine(config, actor, stack), tasks.environment_pool(config, specs, stack)
+        engine, pool = await _engine(config, gpus, actor, stack), tasks.environment_pool(config, specs, stack)
         bank = None
         if method.distiller:
             trained = checkpoint / "extractor"
             extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
             progress = embedding_progress(partial(print, file=sys.stderr))
-            parts = await _bank_parts(config, specs, progress, stack)
+            parts = await _bank_parts(config, specs, gpus, progress, stack)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if not run.bank.is_file():
                 raise ConfigError("run", str(run.path), f"its bank is gone: there is no {run.bank.name}", "Restore the file")
             await copy_database(run.bank, folder / run.bank.name)
-            distilling = await _engine(config, extractor, stack)
+            distilling = await _engine(config, gpus, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
-            bank = RunBank(manager, distilling, parts, partial(_engine, config, _extractor(config)))
+            bank = RunBank(manager, distilling, parts, partial(_untrained_engine, config, gpus))
         runner = _runner(config, specs, actor, method, engine, pool, Nothing())
         rates = None
         if config.critic.enabled:
@@ -156,16 +156,21 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
         yield _measures(config, specs, runner, engine, bank, rates)[0]
 
 
-# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ModelRole:
-    """One of the two models, as its section of the config describes it. key: the setting that names it."""
+    """One of the two models, as its section of the config describes it."""
 
+    name: Literal["actor", "extractor"]
     path: Path
-    key: str
     section: ActorSection | ExtractorSection
+
+    @property
+    def key(self) -> str:
+        """The setting that names the model."""
+        return f"{self.name}.model"
 
     @property
     def renderer(self) -> ChatRenderer:
@@ -174,11 +179,11 @@ class ModelRole:
 
 
 def _actor(config: RunConfig) -> ModelRole:
-    return ModelRole(resolve_model(config.actor.model), "actor.model", config.actor)
+    return ModelRole("actor", resolve_model(config.actor.model), config.actor)
 
 
 def _extractor(config: RunConfig) -> ModelRole:
-    return ModelRole(resolve_model(config.extractor.model, "extractor.model"), "extractor.model", config.extractor)
+    return ModelRole("extractor", resolve_model(config.extractor.model, "extractor.model"), config.extractor)
 
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
@@ -187,43 +192,55 @@ def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     return module.build(config, chat_context(config.tasks, specs, config.prompts.files, asks=config.ask.enabled, goal_keys=goal_keys))
 
 
-async def _learner(config: RunConfig, role: ModelRole, loss: Loss, stack: AsyncExitStack) -> Learner:
+async def _learner(config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, loss: Loss, stack: AsyncExitStack) -> Learner:
     section, settings = role.section, _train_settings(config, role.section)
-    device = resolve_device(config.learner.device, "learner.device")
     if config.learner.kind == "deepspeed":
-        learner = await _deepspeed_learner(config, role, loss, settings, device)
+        learner = await _deepspeed_learner(config, gpus.get(f"{role.name} learner", NO_GPU), role, loss, settings)
     else:
-        model = load_model(role.path, device, key=role.key)
+        model = load_model(role.path, _learner_device(config), _precision(config, role), key=role.key)
+        require_packing(model, role.path, role.key)
         learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)
     stack.push_async_callback(learner.aclose)
     return learner
 
 
 async def _deepspeed_learner(
-    config: RunConfig, role: ModelRole, loss: Loss, settings: TrainSettings, device: torch.device
+    config: RunConfig, assigned: Assigned, role: ModelRole, loss: Loss, settings: TrainSettings
 ) -> DeepSpeedLearner:  # fmt: skip
-    learner = config.learner
-    gpus = visible_gpus() if device.type == "cuda" else []
-    if device.type == "cuda" and learner.ranks > len(gpus):
-        raise ConfigError("learner.ranks", learner.ranks, f"each needs a GPU and torch finds {len(gpus)}", f"Choose at most {len(gpus)}")
-    if gpus and not learner.zero:
+    learner, cuda = config.learner, _learner_device(config).type == "cuda"
+    half = _precision(config, role) == torch.bfloat16
+    if half and not learner.zero:
         reason = "keeps no float32 weights, which training in bfloat16 needs"
-        raise ConfigError("learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.device=cpu")
+        raise ConfigError("learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32")
+    if cuda:
+        _require_assigned("learner.device", learner.device, assigned, "learner.device=cpu")
+    nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
+    if nccl and not cuda:
+        raise ConfigError("engine.transfer", "nccl", "NCCL sends from GPU to GPU, and the learner has none", "Use engine.transfer=file")
     ranks = RankSettings(
         model=role.path,
         key=role.key,
         loss=loss,
         optimizer=role.section.optimizer,
         train=settings,
-        device="cuda" if gpus else "cpu",
-        precision="bfloat16" if gpus else "float32",
+        device="cuda" if cuda else "cpu",
+        precision="bfloat16" if half else "float32",
         threads=learner.threads,
         zero=learner.zero,
         offload=learner.offload,
         deterministic=config.run.deterministic,
         deadline=learner.deadline,
     )
-    return await DeepSpeedLearner.start(ranks, learner.ranks, deadline=learner.deadline, gpus=gpus[: learner.ranks])
+    receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
+    gpus = assigned.gpus if cuda else ()
+    return await DeepSpeedLearner.start(ranks, learner.ranks, deadline=learner.deadline, gpus=gpus, receivers=receivers)
+
+
+def _require_assigned(key: str, value: str, assigned: Assigned, remedy: str) -> None:
+    """Raises `ConfigError` where torch finds GPUs that no plan could be made of."""
+    if torch.cuda.is_available() and not assigned.gpus:
+        reason = "torch finds a GPU, but nvidia-smi lists none with its memory, so nothing says who gets it"
+        raise ConfigError(key, value, reason, f"Mend nvidia-smi (see crl doctor), or use {remedy}")
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
@@ -239,21 +256,34 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
     )
 
 
-async def _engine(config: RunConfig, role: ModelRole, stack: AsyncExitStack) -> Engine:
-    engine = await _vllm_engine(config, role) if config.engine.kind == "vllm" else _torch_engine(config, role)
+async def _engine(config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, stack: AsyncExitStack) -> Engine:
+    assigned = gpus.get(f"{role.name} engine", NO_GPU)
+    return await _open_engine(config, assigned, role, config.engine.replicas, stack)
+
+
+async def _untrained_engine(config: RunConfig, gpus: Mapping[str, Assigned], stack: AsyncExitStack) -> Engine:
+    """One replica of the extractor that the run started with, beside all others."""
+    return await _open_engine(config, gpus.get("untrained extractor", NO_GPU), _extractor(config), 1, stack)
+
+
+async def _open_engine(config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int, stack: AsyncExitStack) -> Engine:
+    engine = await _vllm_engine(config, assigned, role, replicas) if config.engine.kind == "vllm" else _torch_engine(config, role)
     stack.push_async_callback(engine.aclose)
     return engine
 
 
-async def _vllm_engine(config: RunConfig, role: ModelRole) -> Engine:
+async def _vllm_engine(config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int) -> Engine:
     prepare_vllm("engine.kind", "vllm")
+    _require_assigned("engine.kind", "vllm", assigned, "engine.kind=torch")
     from crl.engines.vllm import VllmEngine, VllmSettings
 
     section = config.engine
+    width = section.tensor_parallel
     settings = VllmSettings(
-        placements=_placements(config, role),
-        tensor_parallel=section.tensor_parallel,
-        memory_fraction=section.memory_fraction or MEMORY_FRACTION,
+        placements=tuple(assigned.gpus[width * i : width * (i + 1)] for i in range(replicas)),
+        dtype="bfloat16" if _precision(config, role) == torch.bfloat16 else "float32",
+        tensor_parallel=width,
+        memory_fraction=assigned.fraction,
         load_format=section.load_format,
         transfer=section.transfer,
         max_batch=section.max_batch,
@@ -261,15 +291,6 @@ async def _vllm_engine(config: RunConfig, role: ModelRole) -> Engine:
         threads=section.threads,
     )
     return await VllmEngine.start(role.path, settings, role.key)
-
-
-def _placements(config: RunConfig, role: ModelRole) -> tuple[tuple[int, ...], ...]:
-    """The GPUs of each replica of the role's engine: the actor's first, then the extractor's; none with vLLM's CPU build."""
-    ranks, replicas = config.engine.tensor_parallel, config.engine.replicas
-    if not torch.cuda.is_available():
-        return ((),) * replicas
-    first = ranks * replicas if role.key.startswith("extractor") else 0
-    return tuple(tuple(range(start, start + ranks)) for start in range(first, first + ranks * replicas, ranks))
 
 
 def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
@@ -282,15 +303,19 @@ def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
     return TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
 
 
+def _learner_device(config: RunConfig) -> torch.device:
+    return resolve_device(config.learner.device, "learner.device")
+
+
 def _precision(config: RunConfig, role: ModelRole) -> torch.dtype:
     """One for learner and engine: what is published is what is sampled with, bit for bit."""
-    return precision(config.learner.precision, role.path, resolve_device(config.learner.device, "learner.device"))
+    return precision(config.learner.precision, role.path, _learner_device(config))
 
 
 def _require_context(role: ModelRole, model: PreTrainedModel) -> None:
     longest, wanted = getattr(model.config, "max_position_embeddings", None), role.section.max_context_tokens
     if longest is not None and wanted > longest:
-        key = f"{role.key.partition('.')[0]}.max_context_tokens"
+        key = f"{role.name}.max_context_tokens"
         raise ConfigError(key, wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
 
 
@@ -397,7 +422,9 @@ class RunBank:
             yield await self.parts.open(path, await self.untrained_engine(stack), stack, on_distilled)
 
 
-async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress: Progress, stack: AsyncExitStack) -> BankParts:
+async def _bank_parts(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], progress: Progress, stack: AsyncExitStack
+) -> BankParts:  # fmt: skip
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     trained = extractor.train and not bank.frozen  # else answers would be kept for a training that never comes
     settings = ManagerSettings(
@@ -418,12 +445,17 @@ async def _bank_parts(config: RunConfig, specs: Mapping[str, EnvSpec], progress:
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None),
     )
-    gpus = (0,) if torch.cuda.is_available() else ()
-    embedder = await stack.enter_async_context(open_embedder(config.embedder, deterministic=config.run.deterministic, gpus=gpus))
+    embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
     cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
     prompts = _prompts(config, specs, renderer)
     return BankParts(cached, renderer, prompts, settings, seed, progress)
+
+
+def _embedder(config: RunConfig, assigned: Assigned) -> AbstractAsyncContextManager[Embedder]:
+    if config.embedder.kind == "vllm":
+        _require_assigned("embedder.kind", "vllm", assigned, "embedder.kind=local")
+    return open_embedder(config.embedder, deterministic=config.run.deterministic, gpus=assigned.gpus, fraction=assigned.fraction)
 
 
 def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> Prompts:
@@ -443,14 +475,14 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
 
 
 async def _experience(
-    config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack,
-    *, bar: bool,
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], method: Method, run: RunDir, monitor: Monitor,
+    stack: AsyncExitStack, *, bar: bool,
 ) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:  # fmt: skip
     if method.distiller is None:
         return None, None
     role = _extractor(config)
-    engine = await _engine(config, role, stack)
-    parts = await _bank_parts(config, specs, embedding_progress(monitor.note, bar=bar), stack)
+    engine = await _engine(config, gpus, role, stack)
+    parts = await _bank_parts(config, specs, gpus, embedding_progress(monitor.note, bar=bar), stack)
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
     mark = "run"
     if config.bank.init:
@@ -461,14 +493,14 @@ async def _experience(
     manager = await parts.open(run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size)
     trainer = None
     if method.extractor:
-        learner = await _learner(config, role, method.extractor.loss, stack)
+        learner = await _learner(config, gpus, role, method.extractor.loss, stack)
         trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor)
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,
         against_free=config.extractor.baseline == "group",
     )  # fmt: skip
-    return side, RunBank(manager, engine, parts, partial(_engine, config, role))
+    return side, RunBank(manager, engine, parts, partial(_untrained_engine, config, gpus))
 
 
 # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -53,7 +53,7 @@ class Memory:
 
 
 def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
-    """Of the numbers that a learner on a GPU computes with, and the torch engine beside it."""
+    """Of the numbers that a learner on a GPU computes with, and the engine that gets its weights."""
     half = shape.half if learner.precision == "auto" else learner.precision == "bfloat16"
     return 2 if half else 4
 
@@ -86,11 +86,14 @@ def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
     return float(states * shape.parameters) if learner.kind == "deepspeed" and learner.offload else 0.0
 
 
-def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int) -> Memory:
-    """Of one GPU of an engine: the least that it takes, with keys and values of one sequence of `tokens`; what more it gets is cache."""
+def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
+    """Of one GPU of an engine: the least that it takes, with keys and values of one sequence of `tokens`; what more it gets is cache.
+
+    width: bytes of its numbers.
+    """
     heads = max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads  # fewer heads than GPUs are copied to several
     return Memory(
-        weights=2 * shape.parameters / tensor_parallel, cache=tokens * shape.kv_bytes(2) * heads, other=PROCESS + SERVING
+        weights=width * shape.parameters / tensor_parallel, cache=tokens * shape.kv_bytes(width) * heads, other=PROCESS + SERVING
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Which GPUs every role of a run gets, what each GPU then holds, and what would fit where that does not. Arithmetic alone, no torch.
 
-Roles: engine and learner of either model, and the embedder. Each has GPUs of its own where there are enough; else they are placed the most
-needful first, on what then has most room, and share it. The embedder is small and shares. What is left of a GPU becomes its vLLM engines'
-caches. What runs in this process (the torch engine, the local learner) is on the first GPU.
+Roles: engine and learner of either model, the embedder, and at the end of a run the extractor as it was at the start, where lessons of
+both are compared. Engines and learners have GPUs of their own where there are enough; else they are placed the most needful first, on what
+then has most room, and share it. The others always share. What is left of a GPU becomes its vLLM engines' caches. What runs in this process
+(the torch engine, the local learner) is on the first GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ FRACTIONS = (0.8, 0.5, 0.3)
 MOST_GPUS = 64
 """Up to here it is tried how many GPUs would do."""
 
-Role = Literal["actor engine", "actor learner", "extractor engine", "extractor learner", "embedder"]
+Role = Literal["actor engine", "actor learner", "extractor engine", "extractor learner", "untrained extractor", "embedder"]
+
+SHARING: tuple[Role, ...] = ("untrained extractor", "embedder")
+"""Roles that are no reason to give another one less."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,25 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None) -> GpuPlan
     return GpuPlan(count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives)
 
 
-def require_gpus(config: RunConfig) -> None:
-    """Raises `ConfigError` for a run that this machine's GPUs cannot serve."""
+@dataclass(frozen=True)
+class Assigned:
+    """What a role has of this machine. gpus: as CUDA_VISIBLE_DEVICES names them, a replica's side by side; fraction: as a placement's."""
+
+    gpus: tuple[str, ...] = ()
+    fraction: float | None = None
+
+
+def assigned_gpus(config: RunConfig) -> dict[str, Assigned]:
+    """By role, what it has; of those that are on a GPU. Raises `ConfigError` for a run that this machine's GPUs cannot serve."""
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
         remedy = f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
         raise ConfigError("gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy)
-    if plan := gpu_plan(config, visible):
-        plan.require_fit()
+    plan = gpu_plan(config, visible)
+    if plan is None:
+        return {}
+    plan.require_fit()
+    return {p.need.role: Assigned(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction) for p in plan.placements}
 
 
 def _sizes(config: RunConfig, count: int, visible: Sequence[Gpu]) -> tuple[tuple[float, ...] | None, str]:
@@ -172,6 +187,8 @@ def _needs(config: RunConfig, shapes: Mapping[str, ModelShape]) -> list[Need]:
             needs.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
             needs.append(_learner(config, model, shapes[model]))
+    if _lessons_compared(config) and (config.engine.kind == "vllm" or config.engine.device != "cpu"):
+        needs.append(_untrained(config, _engine(config, "extractor", shapes["extractor"])))
     embedder = config.embedder
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
@@ -187,11 +204,23 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
         memory = torch_engine_memory(shape, engine.max_batch, tokens, number_bytes(shape, config.learner))
         what = f"{_billions(shape)}, torch, in this process: rows for {engine.max_batch} sequences of {tokens:,} tokens"
         return Need(role, 1, memory, what, first=True)
-    width = engine.tensor_parallel
-    memory, kv = vllm_memory(shape, width, tokens), shape.kv_bytes(2) / min(width, shape.kv_heads)
+    width, number = engine.tensor_parallel, number_bytes(shape, config.learner)
+    memory, kv = vllm_memory(shape, width, tokens, number), shape.kv_bytes(number) / min(width, shape.kv_heads)
     what = f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
     gpus = engine.replicas * width
     return Need(role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv)
+
+
+def _lessons_compared(config: RunConfig) -> bool:
+    """Whether the extractor that the run starts with is asked again at the end (crl.run.online)."""
+    return config.with_experience and not config.bank.frozen and any(task.eval.online for task in config.tasks.values())
+
+
+def _untrained(config: RunConfig, engine: Need) -> Need:
+    """One replica like the extractor's, with the least cache."""
+    what = f"{engine.what.partition(',')[0]}, as at the start, for a comparison after the last step"
+    gpus = config.engine.tensor_parallel if engine.vllm else 1
+    return replace(engine, role="untrained extractor", gpus=gpus, what=what, key="engine.tensor_parallel", grows=False)
 
 
 def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
@@ -220,19 +249,21 @@ def _place(
     config: RunConfig, needs: Sequence[Need], count: int, sizes: tuple[float, ...] | None
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
     """In the order of `needs`. A role that asks for more GPUs than there are is a problem, and is not placed."""
-    loads, chosen = [0.0] * count, {}
+    loads, growing, chosen = [0.0] * count, [False] * count, {}
     problems = [_too_many(config, need, count) for need in needs if need.gpus > count]
     crowded = _asked(needs) > count
 
     def place_in_line(need: Need) -> tuple[bool, bool, float]:
-        return not need.first, need.role == "embedder", -need.memory.total if crowded else 0.0
+        return not need.first, need.role in SHARING, -need.memory.total if crowded else 0.0
 
     for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
-        freest = sorted(range(count), key=lambda gpu: (loads[gpu], gpu))
+        aside = need.role == "untrained extractor"  # beside learners, which rest then, and not in the place of a cache
+        freest = sorted(range(count), key=lambda gpu: (aside and growing[gpu], loads[gpu], gpu))
         gpus = tuple(sorted(range(1) if need.first else freest[: need.gpus]))
         chosen[need.role] = gpus
         for gpu in gpus:
             loads[gpu] += need.memory.total
+            growing[gpu] |= need.grows
     placed = [Placement(need, chosen[need.role], need.memory) for need in needs if need.role in chosen]
     if sizes:
         placed, refused = _sized(config, placed, sizes)
@@ -241,8 +272,8 @@ def _place(
 
 
 def _asked(needs: Sequence[Need]) -> int:
-    """By engines and learners, those of this process on one; the embedder always shares."""
-    return any(need.first for need in needs) + sum(need.gpus for need in needs if not need.first and need.role != "embedder")
+    """By engines and learners, those of this process on one; other roles always share."""
+    return any(need.first for need in needs) + sum(need.gpus for need in needs if not need.first and need.role not in SHARING)
 
 
 def _too_many(config: RunConfig, need: Need, count: int) -> Problem:

@@ -26,7 +26,7 @@ from crl.protocols import Monitor
 from crl.run.assemble import evaluation, training
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
-from crl.run.gpu_plan import require_gpus
+from crl.run.gpu_plan import assigned_gpus
 from crl.run.installed import require_learner
 from crl.run.loop import Loop
 from crl.run.plan import overview
@@ -45,7 +45,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     begin = time.monotonic()
     prompts = hashes(config.prompts.files)
     require_models(config)
-    require_gpus(config)
+    assigned_gpus(config)
     require_told(config)
     require_bank(config)
     require_embedder(config)

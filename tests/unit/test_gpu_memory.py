@@ -159,11 +159,11 @@ def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
 
 
 def test_a_vllm_engine():
-    memory = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768)
+    memory = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768, 2)
     assert (memory.weights, memory.cache, memory.other) == (2 * 7_615_616_512, 1.75 * GIB, PROCESS + SERVING)
-    halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768)
+    halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
     assert (halves.weights, halves.cache) == (7_615_616_512, 0.875 * GIB)
-    assert vllm_memory(SMALL, 4, 1000).cache == vllm_memory(SMALL, 2, 1000).cache  # two heads cannot be cut into four
+    assert vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache  # two heads cannot be cut into four
 
 
 def test_the_torch_engine_has_rows_for_a_whole_batch_and_as_much_for_prefixes():

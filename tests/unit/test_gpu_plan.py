@@ -17,7 +17,7 @@ from crl.errors import ConfigError
 from crl.run import gpu_plan as module
 from crl.run import gpus
 from crl.run.gpu_memory import GIB
-from crl.run.gpu_plan import USABLE, GpuPlan, describe, gpu_plan, require_gpus
+from crl.run.gpu_plan import USABLE, Assigned, GpuPlan, assigned_gpus, describe, gpu_plan
 from crl.run.gpus import Gpu
 
 
@@ -222,12 +222,29 @@ def test_models_that_nothing_makes_fit():
 
 def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="gpus = 8: this machine shows 0 GPUs"):
-        require_gpus(config())
+        assigned_gpus(config())
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
     with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
-        require_gpus(config())
-    monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(8)])
-    require_gpus(config())
+        assigned_gpus(config())
+    assert assigned_gpus(config("gpus=1", preset="cpu")).keys() == {"actor engine", "actor learner", "extractor engine", "extractor learner"}
+
+
+def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch):
+    assert assigned_gpus(config(preset="cpu")) == {}
+    monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in (7, 6, 5, 4, 3, 2, 1, 0)])
+    assigned, plan = assigned_gpus(config()), planned()
+    assert assigned["actor engine"] == Assigned(("GPU-7aa", "GPU-6aa"), plan["actor engine"].fraction)
+    assert assigned["extractor learner"] == Assigned(("GPU-1aa", "GPU-0aa"))
+
+
+def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are_compared():
+    plan = planned("tasks.room.eval.online=4")
+    untrained, caches = plan["untrained extractor"], [plan[role].memory.cache for role in ("actor engine", "extractor engine")]
+    assert untrained.gpus == (2,)
+    assert untrained.fraction == untrained.memory.total / (80 * GIB)
+    assert untrained.memory.cache == plan["extractor engine"].need.memory.cache
+    assert caches == [planned()[role].memory.cache for role in ("actor engine", "extractor engine")]
+    assert (plan.asked, plan.problems) == (8, ())
 
 
 # ── the command line ────────────────────────────────────────────────────────────────────────────────────────────────
