@@ -55,9 +55,9 @@ SEED_BITS = 63
 @dataclass(frozen=True)
 class VllmSettings:
     """placements: the GPUs of each replica, as many as tensor_parallel, as CUDA_VISIBLE_DEVICES names them (of the CPU build: empty
-    tuples); dtype: of the weights, the one that they are published in; memory_fraction: of a GPU that an engine may fill (None = as much as vLLM chooses); max_batch:
-    requests decoded together by a replica; max_context: prompt and completion tokens of one request; threads: CPU threads of a worker of
-    the CPU build.
+    tuples); dtype: of the weights, the one that they are published in; memory_fraction: of a GPU that an engine may fill (None = as much as
+    vLLM chooses); max_batch: requests decoded together by a replica; max_context: prompt and completion tokens of one request; threads: CPU
+    threads of a worker of the CPU build.
     """
 
     placements: tuple[tuple[str, ...], ...]

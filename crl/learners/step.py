@@ -49,7 +49,7 @@ class TrainSettings:
 
 
 def adamw(
-    parameters: Iterable[torch.nn.Parameter], section: OptimizerSection, **options: bool
+    parameters: Iterable[torch.Tensor], section: OptimizerSection, **options: bool
 ) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
     """The optimizer of a model, and its warm-up: a learning rate that rises linearly over the first updates."""
     betas = (section.beta1, section.beta2)

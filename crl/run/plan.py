@@ -70,14 +70,18 @@ def _engine(engine: EngineSection) -> str:
     if engine.kind == "torch":
         return f"torch on {_device(engine.device)}, {_count(engine.threads, 'CPU thread')}"
     gpus = f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
-    return f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; weights by {engine.transfer}"
+    weights = "random ones at the start, then " if engine.load_format == "dummy" else ""
+    return f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; weights {weights}by {engine.transfer}"
 
 
 def _learner(learner: LearnerSection) -> str:
+    where = f"on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
+    how = f", {learner.precision}" if learner.precision != "auto" else ""
+    how += ", activations computed again" if learner.activation_checkpointing else ""
     if learner.kind == "local":
-        return f"local on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
+        return f"local {where}{how}"
     offload = ", optimizer offloaded" if learner.offload else ""
-    return f"deepspeed, {_count(learner.ranks, 'rank')} of each model, ZeRO-{learner.zero}{offload}"
+    return f"deepspeed {where} each; {_count(learner.ranks, 'rank')} of each model, ZeRO-{learner.zero}{offload}{how}"
 
 
 def _hosts(config: RunConfig) -> str:

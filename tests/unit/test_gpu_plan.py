@@ -226,7 +226,12 @@ def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
     with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
         assigned_gpus(config())
-    assert assigned_gpus(config("gpus=1", preset="cpu")).keys() == {"actor engine", "actor learner", "extractor engine", "extractor learner"}
+    assert assigned_gpus(config("gpus=1", preset="cpu")).keys() == {
+        "actor engine",
+        "actor learner",
+        "extractor engine",
+        "extractor learner",
+    }
 
 
 def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch):
@@ -262,7 +267,8 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     assert "engines and learners ask for 8: each gets GPUs of its own" in lines
     assert "actor      Qwen/Qwen2.5-7B-Instruct (not downloaded: hf download Qwen/Qwen2.5-7B-Instruct)" in lines
     assert "engine       vllm, 2 replicas of each model; weights by file" in lines
-    assert "learner      deepspeed, 2 ranks of each model, ZeRO-3, optimizer offloaded" in lines
+    how = "ZeRO-3, optimizer offloaded, bfloat16, activations computed again"
+    assert f"learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; 2 ranks of each model, {how}" in lines
     (learner,) = [line for line in lines if line.startswith("actor learner ")]
     assert "GPU 2–3" in learner
     assert "127.7 GiB of states, 113.5 of them in the machine's memory; 32,768 tokens at a time; alone there" in learner
