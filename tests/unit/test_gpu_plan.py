@@ -226,12 +226,7 @@ def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
     with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
         assigned_gpus(config())
-    assert assigned_gpus(config("gpus=1", preset="cpu")).keys() == {
-        "actor engine",
-        "actor learner",
-        "extractor engine",
-        "extractor learner",
-    }
+    assert assigned_gpus(config("gpus=1", preset="cpu", method="grpo")).keys() == {"actor engine", "actor learner"}
 
 
 def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch):
