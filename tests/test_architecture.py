@@ -193,3 +193,14 @@ def test_it_imports_without_torch(statement):
     done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_a_bare_machine_can_train_and_sample():
+    """The GPU tests and the learner's benchmark run where torch and transformers are all that there is."""
+    missing = ("pydantic", "typer", "hnswlib", "bm25s", "deepspeed", "vllm")
+    hidden = "\n".join(f"sys.modules[{name!r}] = None" for name in missing)
+    modules = "crl.learners.local, crl.engines.torch, crl.methods.parts.training"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{hidden}\nimport {modules}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

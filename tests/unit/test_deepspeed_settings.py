@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from crl.algo import micro_batches, rank_shares
 from crl.config.load import load
 from crl.errors import ConfigError
-from crl.learners.deepspeed import shared_out
+from crl.learners.deepspeed import RankSettings, shared_out
+from crl.run import assemble
+from crl.run.assemble import NO_GPU
+from crl.run.gpu_plan import Assigned
 from crl.run.installed import require_learner
 from crl.run.plan import plan
 from crl.types import Minibatch, TokenTrace, TrainSample
@@ -101,3 +104,52 @@ def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
     assert second == [Minibatch((whole[0].samples[2], whole[0].samples[0]), 40), Minibatch((), 2)]
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         rank_shares([1], 0)
+
+
+# ── what a run gives its ranks ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, dict[str, Any]]]:
+    """What learners are started with, in the place of their ranks."""
+    calls: list[tuple[RankSettings, int, dict[str, Any]]] = []
+
+    async def start(settings: RankSettings, ranks: int, **options: Any) -> None:
+        calls.append((settings, ranks, options))
+
+    monkeypatch.setattr(assemble.DeepSpeedLearner, "start", start)
+    return calls
+
+
+async def handed_out(*sets: str, assigned: Assigned = NO_GPU) -> None:
+    config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
+    role = assemble._actor(config)
+    await assemble._deepspeed_learner(config, assigned, role, None, assemble._train_settings(config, role.section))  # pyright: ignore
+
+
+async def test_ranks_on_the_cpu(started: list[Any]) -> None:
+    await handed_out("learner.device=cpu", "learner.activation_checkpointing=true")
+    await handed_out("learner.device=cpu", "learner.precision=bfloat16", "engine.kind=vllm", "engine.replicas=3")
+    (first, ranks, options), (second, _, others) = started
+    assert (first.device, first.precision, first.train.activation_checkpointing, ranks) == ("cpu", "float32", True, 2)
+    assert (second.precision, second.train.activation_checkpointing) == ("bfloat16", False)
+    assert (options["gpus"], options["receivers"], others["receivers"]) == ((), 0, 0)
+
+
+async def test_ranks_on_gpus_are_those_of_the_plan(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    nccl = ("engine.kind=vllm", "engine.replicas=3", "engine.tensor_parallel=2", "engine.transfer=nccl")
+    await handed_out(*nccl, assigned=Assigned(("GPU-a", "GPU-b")))
+    settings, _, options = started[0]
+    assert (settings.device, settings.precision) == ("cuda", "float32"), "the bundled models are in float32"
+    assert (options["gpus"], options["receivers"]) == (("GPU-a", "GPU-b"), 6)
+    with pytest.raises(ConfigError, match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi lists none"):
+        await handed_out()
+
+
+async def test_what_ranks_cannot_do(started: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.zero = 0: keeps no float32 weights"):
+        await handed_out("learner.device=cpu", "learner.precision=bfloat16", "learner.zero=0")
+    with pytest.raises(ConfigError, match=r"engine\.transfer = 'nccl': NCCL sends from GPU to GPU"):
+        await handed_out("learner.device=cpu", "engine.kind=vllm", "engine.transfer=nccl")
+    assert not started
