@@ -308,12 +308,15 @@ class ExperienceManager:
 
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
         """Runs a change of store and memory to its end, also when the caller is cancelled."""
+        await asyncio.shield(self._begun(change))
+
+    def _begun(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changed)
-        await asyncio.shield(task)
+        return task
 
-    def _changed(self, task: asyncio.Task[None]) -> None:
+    def _changed(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # it counts as seen when its caller was cancelled meanwhile
@@ -455,15 +458,21 @@ class ExperienceManager:
         """
         if self._queue.busy or self._merging or self._changes:
             raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
+        return await to_its_end(self._begun(self._go_back(seq)))
+
+    async def _go_back(self, seq: int) -> RolledBack:
         await self._write_counts()
         done = await self._store.rollback(seq)
-        await self._searcher.aclose()
+        before = self._searcher
         self._step = done.step
         self._begin_empty()
         self._offered.clear()
         self._offered_by.clear()
-        await self._load()
-        self._queue.wake()
+        try:
+            await self._load()
+            self._queue.wake()
+        finally:
+            await before.aclose()
         return done
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────

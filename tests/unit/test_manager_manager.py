@@ -780,6 +780,42 @@ async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):
     await again.aclose()
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_rollback_that_is_cancelled_goes_to_its_end(turns: int, tmp_path: Path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."), b=add("Go north."))
+    made.advance(1)
+    seq = await made.snapshot()
+    made.advance(3)
+    await made.submit(request(3, note="b"))
+    await made.drain()
+    going_back = asyncio.create_task(made.rollback(seq))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    going_back.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going_back
+    assert (made.step, texts(made)) == ((1, {"run/0/0/0#0@1": "Go west."}) if turns else (3, texts(made)))
+    assert texts(made) == {str(entry.unit): entry.text for entry, _ in await made._store.entries()}
+    await made.aclose()
+
+
+async def test_a_rollback_is_whole_also_where_an_index_could_not_be_built(tmp_path: Path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."), b=add("Go north."))
+    seq = await made.snapshot()
+    await made.submit(request(3, note="b"))
+    await made.drain()
+
+    async def failing() -> None:
+        raise MemoryError
+
+    made._searcher._builds.add(asyncio.create_task(failing()))
+    with pytest.raises(MemoryError):
+        await made.rollback(seq)
+    assert texts(made) == {"run/0/0/0#0@1": "Go west."}
+    assert (await found(made)).text == "Go west."
+    await made.aclose()
+
+
 async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):
     engine = Gated()
     made = await manager(bank(tmp_path), engine, SETTINGS)
