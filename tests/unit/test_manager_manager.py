@@ -10,13 +10,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from doors import renderer, until
 from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update, write_merge
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, StoreError, TransientError
-from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
+from crl.manager import (
+    CachedEmbedder,
+    CreditSettings,
+    DistilRequest,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    Prompts,
+    RetrievalSettings,
+)
 from crl.manager.store import Store
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, Trajectory
@@ -490,6 +500,31 @@ async def test_identical_queries_are_embedded_once(tmp_path):
     assert embedder.calls == [[GOAL, "another"]]
     assert await made.search([]) == []
     await made.aclose()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["nan", "infinity", "another dim"])
+async def test_vectors_that_cannot_be_compared_never_reach_the_bank(bad: float | None, tmp_path: Path):
+    class Failing(WordEmbedder):
+        async def embed(self, texts: Sequence[str]) -> np.ndarray:
+            vectors = await super().embed(texts)
+            if "bad" not in " ".join(texts):
+                return vectors
+            return np.full_like(vectors, bad) if bad is not None else vectors[:, :32]
+
+    embedder = CachedEmbedder(Failing(), 99)
+    settings = ManagerSettings(attempts=2, backoff=0.0, retrieval=ANY)
+    made = await manager(bank(tmp_path), by_note(a=add("Go west."), b=add("Go bad.")), settings, embedder=embedder)
+    for member, note in enumerate("ab"):
+        await made.submit(request(member=member, note=note))
+    await made.drain()
+    with pytest.raises(EngineError, match=r"embedder words: .* 64 finite numbers"):
+        await made.search([search("a bad query")])
+    assert (await found(made)).text == "Go west."
+    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/dead": 1}.items()
+    await made.aclose()
+    again = await manager(bank(tmp_path), by_note(), settings, embedder=embedder)
+    assert list(texts(again).values()) == ["Go west."]
+    await again.aclose()
 
 
 async def test_the_time_of_every_search_is_kept_until_it_is_taken(tmp_path):
