@@ -218,7 +218,8 @@ class ExperienceManager:
     async def submit(self, request: DistilRequest) -> bool:
         """Queues an episode for distillation: durable when it returns True. A repeat of an id changes nothing.
 
-        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted.
+        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted. Raises
+        `UnicodeEncodeError`, and stores nothing, where its texts hold lone surrogates.
         """
         return await self._queue.submit(request)
 

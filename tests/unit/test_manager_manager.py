@@ -255,6 +255,25 @@ async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_reque
         ]  # fmt: skip
 
 
+async def test_what_an_engine_says_is_kept_as_far_as_it_is_unicode(tmp_path):
+    made = await manager(bank(tmp_path), Faltering({"a": (1, RolloutError("engine", "no \ud800"))}))
+    await made.submit(request(note="a"))
+    await made.drain()
+    assert (await made._store._database.rows("SELECT state, reason FROM requests"))[0][:] == ("dead", "engine: no ?")
+    await made.aclose()
+
+
+@pytest.mark.parametrize("bad", [{"of": task(goal="no \ud800")}, {"note": "\ud800"}, {"shown": (hit("b#0", text="\udfff"),)}])
+async def test_an_episode_whose_texts_are_no_unicode_is_not_acknowledged(tmp_path, bad):
+    made = await manager(bank(tmp_path), by_note(a=add("Go west.")))
+    await made.submit(request(note="a"))
+    with pytest.raises(UnicodeEncodeError):
+        await made.submit(request(1, **bad))
+    await made.drain()
+    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/pending": 0}.items()
+    await made.aclose()
+
+
 async def test_a_request_that_never_goes_well_is_dead_and_can_be_revived(tmp_path):
     settings = ManagerSettings(attempts=3, backoff=0.0)
     made = await manager(bank(tmp_path), Faltering({"a": (99, BUSY)}), settings)

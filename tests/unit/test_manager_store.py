@@ -153,7 +153,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitted = request(3, 17, 2, note="ünïcode \ud800", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
+    submitted = request(3, 17, 2, note="ünïcode \u2028 🙂", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
     assert await store.submit(submitted, AT)
     assert await store.lease() == [submitted]
     assert DistilRequest.from_json(submitted.to_json()) == submitted
