@@ -270,14 +270,17 @@ class ExperienceManager:
 
     async def _served(self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str) -> T:
         """Raises `TransientError` also when it takes longer than `seconds`, and when the engine failed and serves again."""
+        deadline = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
-                return await ask()
-        except TimeoutError as error:
-            raise TransientError("engine", f"no answer within the {bound} of {seconds:g} s") from error
-        except EngineError as error:
-            await self._engine.health()
-            raise TransientError("engine", str(error)) from error
+            async with deadline:
+                try:
+                    return await ask()
+                except EngineError as error:
+                    await self._engine.health()
+                    raise TransientError("engine", str(error)) from error
+        except TimeoutError as error:  # the deadline's, or the engine's own
+            said = f"no answer within the {bound} of {seconds:g} s" if deadline.expired() else f"it timed out ({error})"
+            raise TransientError("engine", said) from error
 
     async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
         async def change() -> None:

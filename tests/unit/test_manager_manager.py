@@ -274,6 +274,16 @@ async def test_an_episode_whose_texts_are_no_unicode_is_not_acknowledged(tmp_pat
     await made.aclose()
 
 
+@pytest.mark.parametrize("lease", [None, 60.0])
+async def test_an_engine_that_times_out_by_itself_is_tried_again(tmp_path, lease):
+    engine = Faltering({"a": (1, TimeoutError("no route"))})
+    made = await manager(bank(tmp_path), engine, ManagerSettings(backoff=0.0, lease=lease))
+    await made.submit(request(note="a"))
+    await made.drain()
+    assert (engine.tried, list(texts(made).values())) == (["a", "a"], ["Lesson of run/0/0/0."])
+    await made.aclose()
+
+
 async def test_a_request_that_never_goes_well_is_dead_and_can_be_revived(tmp_path):
     settings = ManagerSettings(attempts=3, backoff=0.0)
     made = await manager(bank(tmp_path), Faltering({"a": (99, BUSY)}), settings)
