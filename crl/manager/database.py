@@ -117,7 +117,7 @@ class Database:
             with store_errors(target):
                 _back_up(self.connection, target)
 
-        await to_its_end(self._on_thread(copying))
+        await _whole_or_none(target, self._on_thread(copying))
 
     async def compact(self) -> None:
         """Makes the bank one file without unused pages, for one that goes elsewhere: nothing of it is left in the log beside it.
@@ -259,9 +259,14 @@ def _unguiding(bank: Connection) -> str:
 async def copy_database(source: Path, target: Path) -> None:
     """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
     _refuse_existing(target)
+    with ThreadPoolExecutor(1) as thread:
+        await _whole_or_none(target, asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+
+
+async def _whole_or_none(target: Path, copying: asyncio.Future[None]) -> None:
+    """A copy whose caller is cancelled is removed: nobody knows that it is whole."""
     try:
-        with ThreadPoolExecutor(1) as thread:
-            await to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+        await to_its_end(copying)
     except asyncio.CancelledError:
         remove(target)
         raise

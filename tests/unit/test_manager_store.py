@@ -260,6 +260,19 @@ async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
     await store.aclose()
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_a_copy_that_is_cancelled_is_none(turns: int, tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    copying = asyncio.create_task(store.backup(tmp_path / "copy.sqlite"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert not (tmp_path / "copy.sqlite").exists()
+    await store.aclose()
+
+
 async def test_retrieval_counts_are_kept(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.retrieved({UnitKey("nobody", 1): (1, 2)}, AT)
