@@ -360,7 +360,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 class store_errors:
-    """SQLite's errors, and what cannot be text or JSON, as `StoreError`s that name the file."""
+    """SQLite's errors, the system's, and what cannot be text or JSON, as `StoreError`s that name the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -369,7 +369,7 @@ class store_errors:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, sqlite3.Error | UnicodeDecodeError | json.JSONDecodeError):
+        if isinstance(error, sqlite3.Error | OSError | UnicodeDecodeError | json.JSONDecodeError):
             raise StoreError(f"{self._path}: {error}. {_remedy(error)}") from error
 
 
@@ -391,8 +391,8 @@ def _remedy(error: Exception) -> str:
 
 
 def _code(error: Exception) -> str:
-    """SQLite's name of the error; that of a damaged file for what cannot be text or JSON."""
-    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
+    """SQLite's name of the error, none where it is the system's; that of a damaged file for what cannot be text or JSON."""
+    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error | OSError) else "SQLITE_CORRUPT"
 
 
 REMEDIES = {

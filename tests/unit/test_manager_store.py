@@ -273,6 +273,19 @@ async def test_a_copy_that_is_cancelled_is_none(turns: int, tmp_path):
     await store.aclose()
 
 
+async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    seq = await store.snapshot(AT)
+    await store.submit(request(), AT)
+    last = (await store.counts())["log/seq"]
+    (tmp_path / f"bank-before-rollback-{last}.sqlite.part").mkdir()
+    with pytest.raises(StoreError, match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. What was acknowledged before is safe\.") as caught:
+        await store.rollback(seq)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (await store.counts())["queue/pending"] == 1
+    await store.aclose()
+
+
 async def test_retrieval_counts_are_kept(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.retrieved({UnitKey("nobody", 1): (1, 2)}, AT)
