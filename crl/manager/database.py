@@ -378,6 +378,8 @@ def readable_rows(path: Path) -> Iterator[None]:
     """Of rows that crl did not write like this, `StoreError`s that name the file."""
     try:
         yield
+    except UnicodeEncodeError:  # of what was asked for, not of a row
+        raise
     except (ValueError, TypeError, LookupError) as error:
         raise StoreError(f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}") from error
 

@@ -662,6 +662,14 @@ def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
     assert "its schema version 99 is newer than this crl's" in refused("ls", copy)
 
 
+def test_arguments_that_are_no_unicode(run: Path, tmp_path: Path):
+    assert r"uid = 'a\udcff': it is no Unicode text. Give it in UTF-8." in refused("show", run, "a\udcff")
+    assert r"text = '\udcff': it is no Unicode text. Give it in UTF-8." in refused("search", run, "\udcff")
+    path = tmp_path / "x\udcff.sqlite"
+    path.write_bytes((run / "bank.sqlite").read_bytes())
+    assert parsed("stats", path)["bank"] == str(path)
+
+
 def test_a_damaged_page_is_one_line(copy: Path):
     whole = copy.read_bytes()
     copy.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
