@@ -314,7 +314,7 @@ def connect_to_read(path: Path) -> Connection:
     would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
     it reads without. So it does where the bank is not ours to write: what it made it could not remove, and the owner not use.
     """
-    logged = _logged(path)
+    logged = log_bytes(path) > 0
     if os.access(path, os.W_OK):
         db = _connect(path, "ro" if logged else "rw")
     else:
@@ -329,12 +329,12 @@ def connect_to_read(path: Path) -> Connection:
     return db
 
 
-def _logged(path: Path) -> bool:
-    """Whether there is something in the log beside the bank: it is open, or its writer did not close it."""
+def log_bytes(path: Path) -> int:
+    """What is in the log beside the bank, which is open, or its writer did not close it."""
     try:
-        return beside(path, "wal").stat().st_size > 0
+        return beside(path, "wal").stat().st_size
     except FileNotFoundError:
-        return False
+        return 0
 
 
 def _connect(path: Path, mode: str) -> Connection:
