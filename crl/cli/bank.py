@@ -244,9 +244,11 @@ def import_entries(
     It can be the bank.init of a run.
     """
     from crl.manager.upkeep import make_bank, parse_exported
+    from crl.run.signals import terminable
 
     entries = parse_exported(file)
-    make_bank(bank, entries)
+    with terminable():  # what it makes beside the bank is removed
+        make_bank(bank, entries)
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:
