@@ -94,6 +94,7 @@ def show(
     """
     from crl.manager.reading import reading, short_uids
 
+    _require_unicode("uid", uid)
     file = _file(run)
     with reading(file) as bank:
         story, short = _story(bank, uid), short_uids(bank.uids())
@@ -121,6 +122,7 @@ def search(
     from crl.cli.bank_text import entry_table
     from crl.manager.reading import reading, short_uids
 
+    _require_unicode("text", text)
     file = _file(run)
     with reading(file) as bank:
         keys, entries = bank.keys(), [entry for entry in bank.entries() if task in (None, entry.task)]
@@ -242,9 +244,11 @@ def import_entries(
     It can be the bank.init of a run.
     """
     from crl.manager.upkeep import make_bank, parse_exported
+    from crl.run.signals import terminable
 
     entries = parse_exported(file)
-    make_bank(bank, entries)
+    with terminable():  # what it makes beside the bank is removed
+        make_bank(bank, entries)
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:
@@ -302,6 +306,13 @@ def _file(run: Path) -> Path:
     return RunDir(run).bank if os.path.isdir(run) else run  # Path.is_dir raises where it may not look
 
 
+def _require_unicode(name: str, text: str) -> None:
+    from crl.manager.ops import is_unicode
+
+    if not is_unicode(text):
+        raise ConfigError(name, text, "it is no Unicode text", "Give it in UTF-8")
+
+
 def _width() -> int | None:
     """Of the terminal; None where the output goes elsewhere, and nothing is to be cut."""
     import shutil
@@ -330,7 +341,7 @@ def _print_json(value: Any) -> None:
 
 
 def _escape(character: str) -> str:
-    units = character.encode("utf-16-be").hex()
+    units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 

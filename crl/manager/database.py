@@ -117,7 +117,7 @@ class Database:
             with store_errors(target):
                 _back_up(self.connection, target)
 
-        await to_its_end(self._on_thread(copying))
+        await _whole_or_none(target, self._on_thread(copying))
 
     async def compact(self) -> None:
         """Makes the bank one file without unused pages, for one that goes elsewhere: nothing of it is left in the log beside it.
@@ -259,9 +259,14 @@ def _unguiding(bank: Connection) -> str:
 async def copy_database(source: Path, target: Path) -> None:
     """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
     _refuse_existing(target)
+    with ThreadPoolExecutor(1) as thread:
+        await _whole_or_none(target, asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+
+
+async def _whole_or_none(target: Path, copying: asyncio.Future[None]) -> None:
+    """A copy whose caller is cancelled is removed: nobody knows that it is whole."""
     try:
-        with ThreadPoolExecutor(1) as thread:
-            await to_its_end(asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+        await to_its_end(copying)
     except asyncio.CancelledError:
         remove(target)
         raise
@@ -309,7 +314,7 @@ def connect_to_read(path: Path) -> Connection:
     would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
     it reads without. So it does where the bank is not ours to write: what it made it could not remove, and the owner not use.
     """
-    logged = _logged(path)
+    logged = log_bytes(path) > 0
     if os.access(path, os.W_OK):
         db = _connect(path, "ro" if logged else "rw")
     else:
@@ -324,12 +329,12 @@ def connect_to_read(path: Path) -> Connection:
     return db
 
 
-def _logged(path: Path) -> bool:
-    """Whether there is something in the log beside the bank: it is open, or its writer did not close it."""
+def log_bytes(path: Path) -> int:
+    """What is in the log beside the bank, which is open, or its writer did not close it."""
     try:
-        return beside(path, "wal").stat().st_size > 0
+        return beside(path, "wal").stat().st_size
     except FileNotFoundError:
-        return False
+        return 0
 
 
 def _connect(path: Path, mode: str) -> Connection:
@@ -355,7 +360,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 class store_errors:
-    """SQLite's errors, and what cannot be text or JSON, as `StoreError`s that name the file."""
+    """SQLite's errors, the system's, and what cannot be text or JSON, as `StoreError`s that name the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -364,7 +369,7 @@ class store_errors:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, sqlite3.Error | UnicodeDecodeError | json.JSONDecodeError):
+        if isinstance(error, sqlite3.Error | OSError | UnicodeDecodeError | json.JSONDecodeError):
             raise StoreError(f"{self._path}: {error}. {_remedy(error)}") from error
 
 
@@ -373,6 +378,8 @@ def readable_rows(path: Path) -> Iterator[None]:
     """Of rows that crl did not write like this, `StoreError`s that name the file."""
     try:
         yield
+    except UnicodeEncodeError:  # of what was asked for, not of a row
+        raise
     except (ValueError, TypeError, LookupError) as error:
         raise StoreError(f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}") from error
 
@@ -386,8 +393,8 @@ def _remedy(error: Exception) -> str:
 
 
 def _code(error: Exception) -> str:
-    """SQLite's name of the error; that of a damaged file for what cannot be text or JSON."""
-    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
+    """SQLite's name of the error, none where it is the system's; that of a damaged file for what cannot be text or JSON."""
+    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error | OSError) else "SQLITE_CORRUPT"
 
 
 REMEDIES = {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.errors import EngineError
 from crl.protocols import Embedder
 
 
@@ -56,7 +57,7 @@ class CachedEmbedder:
         return self.hits / max(self.hits + self.misses, 1)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm."""
+        """float32 [len(texts), dim], unit norm. Raises `EngineError` for vectors that cannot be compared, beside what `embedder` raises."""
         found = {text: self._vectors[text] for text in texts if text in self._vectors}
         missing = dict.fromkeys(text for text in texts if text not in found)
         unknown = [text for text in missing if text not in self._coming]
@@ -73,10 +74,13 @@ class CachedEmbedder:
 
     async def _fetch(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
         try:
-            vectors = dict(zip(texts, map(np.array, await self._embedder.embed(texts)), strict=True))
+            made = await self._embedder.embed(texts)
         finally:
             for text in texts:
                 del self._coming[text]
+        if made.shape != (len(texts), self.dim) or not np.isfinite(made).all():
+            raise EngineError(f"embedder {self.name}: its vectors of {len(texts)} texts are not each of {self.dim} finite numbers")
+        vectors = dict(zip(texts, map(np.array, made), strict=True))
         self._remember(vectors)
         return vectors
 

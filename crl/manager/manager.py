@@ -218,7 +218,8 @@ class ExperienceManager:
     async def submit(self, request: DistilRequest) -> bool:
         """Queues an episode for distillation: durable when it returns True. A repeat of an id changes nothing.
 
-        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted.
+        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted. Raises
+        `UnicodeEncodeError`, and stores nothing, where its texts hold lone surrogates.
         """
         return await self._queue.submit(request)
 
@@ -269,14 +270,17 @@ class ExperienceManager:
 
     async def _served(self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str) -> T:
         """Raises `TransientError` also when it takes longer than `seconds`, and when the engine failed and serves again."""
+        deadline = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
-                return await ask()
-        except TimeoutError as error:
-            raise TransientError("engine", f"no answer within the {bound} of {seconds:g} s") from error
-        except EngineError as error:
-            await self._engine.health()
-            raise TransientError("engine", str(error)) from error
+            async with deadline:
+                try:
+                    return await ask()
+                except EngineError as error:
+                    await self._engine.health()
+                    raise TransientError("engine", str(error)) from error
+        except TimeoutError as error:  # the deadline's, or the engine's own
+            said = f"no answer within the {bound} of {seconds:g} s" if deadline.expired() else f"it timed out ({error})"
+            raise TransientError("engine", said) from error
 
     async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
         async def change() -> None:
@@ -308,12 +312,15 @@ class ExperienceManager:
 
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
         """Runs a change of store and memory to its end, also when the caller is cancelled."""
+        await asyncio.shield(self._begun(change))
+
+    def _begun(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changed)
-        await asyncio.shield(task)
+        return task
 
-    def _changed(self, task: asyncio.Task[None]) -> None:
+    def _changed(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # it counts as seen when its caller was cancelled meanwhile
@@ -455,15 +462,21 @@ class ExperienceManager:
         """
         if self._queue.busy or self._merging or self._changes:
             raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
+        return await to_its_end(self._begun(self._go_back(seq)))
+
+    async def _go_back(self, seq: int) -> RolledBack:
         await self._write_counts()
         done = await self._store.rollback(seq)
-        await self._searcher.aclose()
+        before = self._searcher
         self._step = done.step
         self._begin_empty()
         self._offered.clear()
         self._offered_by.clear()
-        await self._load()
-        self._queue.wake()
+        try:
+            await self._load()
+            self._queue.wake()
+        finally:
+            await before.aclose()
         return done
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -229,7 +229,7 @@ def _refine_op(value: Any, span: Span, limits: OpLimits) -> Op | str:
 def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
     """The op's text, and why it is none."""
     text = value.get("text")
-    if not isinstance(text, str) or not _is_unicode(text):
+    if not isinstance(text, str) or not is_unicode(text):
         return "", "no text"
     text = text.strip()
     if not text:
@@ -252,7 +252,7 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """No lone surrogates, which JSON's \\u escapes can spell and nothing can store."""
     try:
         text.encode()

@@ -124,8 +124,9 @@ class DistilQueue:
             try:
                 return await self._attempt(request)
             except RolloutError as error:
-                failed = await self._store.failed(request, str(error))
+                reason = str(error).encode(errors="replace").decode()  # what it quotes may be no Unicode
+                failed = await self._store.failed(request, reason)
                 if not isinstance(error, TransientError) or failed >= self._settings.attempts:
-                    return str(error)
+                    return reason
             self.retried += 1
             await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
-from crl.manager.database import check_bank, connect_to_read, readable_rows, store_errors
+from crl.manager.database import check_bank, connect_to_read, log_bytes, readable_rows, store_errors
 from crl.manager.records import DistilRequest, UnitKey
 from crl.manager.tables import BEGUN, read_vectors
 from crl.types import ExperienceStatus
@@ -240,7 +240,7 @@ class BankReader:
         return [row["uid"] for row in self._rows("SELECT uid FROM entries")]
 
     def find(self, name: str) -> EntryView:
-        """The entry whose uid, or uid without its run, is `name` or alone begins with it; `@version` behind it is passed over.
+        """The entry whose uid, or uid without its run, is `name` or alone begins with it; behind it may be `@version`, of any that it had.
 
         Raises `ConfigError` when there is none, or more than one.
         """
@@ -255,7 +255,12 @@ class BankReader:
         if len(fits) > 1:
             some = ", ".join(short[uid] for uid in sorted(fits)[:4]) + (", …" if len(fits) > 4 else "")
             raise ConfigError("uid", name, f"{len(fits)} experiences begin with it: {some!r}", "Give more of it")
-        return self._entries("uid = ?", fits[0])[0]
+        entry = self._entries("uid = ?", fits[0])[0]
+        if not (entry.uid.startswith(name) or _tail(entry.uid).startswith(name)):
+            version = name.rpartition("@")[2]
+            if len(version) > 9 or not 1 <= int(version) <= entry.version:
+                raise ConfigError("uid", name, f"the newest version of that experience is {entry.version}", "Leave the version out")
+        return entry
 
     def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
         written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', {STEP} FROM log WHERE {WROTE}")
@@ -359,11 +364,11 @@ class BankReader:
     def stats(self) -> dict[str, Any]:
         """Figures of the whole bank; its operations are the run's own.
 
-        log: how many operations there were; step: completed actor steps at the last one, None where that was of no run or of another
-        one; earlier: operations of other runs, with whose entries the bank began; entries: by task, how many of each status, and the
-        number of goals that active ones are about; used: of the active ones, how many were ever retrieved, credited and have votes;
-        won: how many of those that were credited have which share of won episodes, in BINS equal parts of [0, 1]; ops: by kind;
-        dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+        bytes: with the log beside the bank; log: how many operations there were; step: completed actor steps at the last one, None where
+        that was of no run or of another one; earlier: operations of other runs, with whose entries the bank began; entries: by task, how
+        many of each status, and the number of goals that active ones are about; used: of the active ones, how many were ever retrieved,
+        credited and have votes; won: how many of those that were credited have which share of won episodes, in BINS equal parts of [0, 1];
+        ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
@@ -375,7 +380,7 @@ class BankReader:
         bins = Counter(min(BINS - 1, int(BINS * entry.won / entry.credited)) for entry in active if entry.credited)
         return {
             "bank": str(self.path),
-            "bytes": self.path.stat().st_size,
+            "bytes": self.path.stat().st_size + log_bytes(self.path),
             "keys": self.keys().made_by,
             "log": sum(ops.values()),
             "step": step,

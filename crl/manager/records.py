@@ -46,7 +46,8 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
-_JSON = json.JSONEncoder(default=_fields, check_circular=False)
+_JSON = json.JSONEncoder(default=_fields, check_circular=False, ensure_ascii=False)
+"""Nothing escaped: what holds lone surrogates, which no extractor can be asked about, SQLite refuses."""
 
 
 @dataclass(frozen=True, slots=True)

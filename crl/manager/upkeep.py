@@ -6,7 +6,8 @@ every other one is an active entry:
     {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0", "version": 1, "parents": [],
      "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1}
 
-Only crl_bank, task, goal and text must be there. Not in it: evicted entries, the log, what the extractor could be trained on, and vectors.
+Only crl_bank, task, goal and text must be there; a text is no longer than an extractor may write one. Not in it: evicted entries, the log,
+what the extractor could be trained on, and vectors.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from crl.errors import ConfigError
 from crl.manager.database import files_of
+from crl.manager.ops import OpLimits
 from crl.manager.reading import EntryView, require_bank
 from crl.manager.records import Entry, Stamp, UnitKey
 from crl.manager.store import Store
@@ -104,7 +106,7 @@ class _Line(BaseModel):
 
     task: Annotated[str, AfterValidator(_said)]
     goal: str
-    text: Annotated[str, AfterValidator(_said)]
+    text: Annotated[str, Field(max_length=OpLimits().max_chars), AfterValidator(_said)]
     uid: str = ""
     version: Annotated[int, Field(ge=1, lt=2**31)] = 1
     parents: tuple[Annotated[str, AfterValidator(_of_a_version)], ...] = ()

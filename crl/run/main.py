@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import FrameType
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
@@ -30,6 +29,7 @@ from crl.run.gpu_plan import assigned_gpus
 from crl.run.installed import require_learner
 from crl.run.loop import Loop
 from crl.run.plan import overview
+from crl.run.signals import terminable
 from crl.run.summary import Summary, experience_report, success_lines
 from crl.run.tasks import generated, require_bank, require_embedder, require_engine, require_measures, require_models, require_told, specs
 
@@ -55,7 +55,7 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:
-        with _terminable(), _disk_errors(run), closing(_monitor(config, run, screen)) as monitor:
+        with terminable(), _disk_errors(run), closing(_monitor(config, run, screen)) as monitor:
             monitor.note(f"run {run.path}\n{overview(config)}\n")
             return asyncio.run(_train(config, run, monitor, screen, command, begin))
     except ConfigError:
@@ -146,23 +146,6 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C here, so that whatever is open is closed: also before the loop and after it."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(ctrl_c):  # a process that was started in the background ignores it
-            raise KeyboardInterrupt
-        ctrl_c(number, frame)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def test_show_says_how_an_entry_went(run: Path):
 
 def test_a_uid_may_be_shortened_at_both_ends(run: Path):
     whole = lines("show", run, "run/0/1/0#0")
-    for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@7"):
+    for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@1"):
         assert lines("show", run, name) == whole
     assert "2 experiences begin with it: '2/0/0#0, 2/0/0#1'. Give more of it." in refused("show", run, "2/0")
     assert "uid = 'nope': no experience of this bank has it" in refused("show", run, "nope")
@@ -228,7 +228,7 @@ def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
     assert {uid: story["entry"]["uid"] for uid, story in found.items()} == {uid: uid for uid in parents}
     offspring = {uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()}
     assert offspring == {"a": ["a@1"], "a@1": ["a@1@2"], "A": ["ab"], "a@1@2": [], "ab": []}
-    assert [parsed("show", new, name)["entry"]["uid"] for name in ("a@7", "a@1@1", "a@1@2@1")] == ["a", "a@1", "a@1@2"]
+    assert [parsed("show", new, name)["entry"]["uid"] for name in ("A@1", "a@1@1", "a@1@2@1")] == ["A", "a@1", "a@1@2"]
 
 
 def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_path: Path):
@@ -399,6 +399,20 @@ def test_stats(run: Path):
     }  # fmt: skip
     assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1, "voted": 0})
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
+
+
+async def test_the_size_of_a_bank_that_is_open_is_with_its_log(tmp_path: Path):
+    made = await opened(path := tmp_path / "bank.sqlite")
+    await made.submit(request())
+    sizes = [file.stat().st_size for file in (path, tmp_path / "bank.sqlite-wal")]
+    assert parsed("stats", path)["bytes"] == sum(sizes) > sizes[0]
+    await made.aclose()
+
+
+@pytest.mark.parametrize("version", ["0", "3", "9" * 5000])
+def test_a_version_that_was_never_written_is_no_experience(run: Path, version: str):
+    assert lines("show", run, "0/0/0#0@1") == lines("show", run, "0/0/0#0@2")
+    assert "the newest version of that experience is 2. Leave the version out." in refused("show", run, f"0/0/0#0@{version}")
 
 
 def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
@@ -660,6 +674,14 @@ def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
     with closing(sqlite3.connect(copy)) as db:
         db.execute("PRAGMA user_version = 99")
     assert "its schema version 99 is newer than this crl's" in refused("ls", copy)
+
+
+def test_arguments_that_are_no_unicode(run: Path, tmp_path: Path):
+    assert r"uid = 'a\udcff': it is no Unicode text. Give it in UTF-8." in refused("show", run, "a\udcff")
+    assert r"text = '\udcff': it is no Unicode text. Give it in UTF-8." in refused("search", run, "\udcff")
+    path = tmp_path / "x\udcff.sqlite"
+    path.write_bytes((run / "bank.sqlite").read_bytes())
+    assert parsed("stats", path)["bank"] == str(path)
 
 
 def test_a_damaged_page_is_one_line(copy: Path):

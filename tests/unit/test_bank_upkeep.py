@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +211,7 @@ DEEP = "[" * 200_000
         (GOOD.replace("}", ', "credit": NaN}'), ":2"),
         (GOOD.replace("}", ', "parents": ["b"]}'), ":2.parents.0 = 'b': is no uid@version"),
         (GOOD.replace("}", ', "parents": ["b@12345678901"]}'), ":2.parents.0 = 'b@12345678901': is no uid@version"),
+        (GOOD + "\n" + json.dumps({"task": "room", "goal": "", "text": "x" * 2001}), ":3.text = 'xxx"),
         (GOOD + "\n" + GOOD, ":3.uid = 'a': line 2 has it too. Give each experience a uid of its own."),
         (GOOD.encode() + b"\n\xff", ":3 = "),
     ],
@@ -265,6 +269,18 @@ def test_an_import_writes_over_nothing_and_leaves_nothing(run: Path, tmp_path: P
     monkeypatch.setattr("crl.manager.tables.json.dumps", lambda *args, **options: 1 / 0)
     assert isinstance(bank("import", tmp_path / "newer.sqlite", tmp_path / "lessons.jsonl").exception, ZeroDivisionError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
+
+
+def test_an_import_that_is_terminated_leaves_nothing(run: Path, tmp_path: Path):
+    (file := tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
+    endless = "import asyncio; from crl.manager.store import Store; Store.take_in = lambda *_: asyncio.sleep(99); "
+    command = [sys.executable, "-c", f"{endless}from crl.cli.main import main; main()", "bank", "import", tmp_path / "new.sqlite", file]
+    with subprocess.Popen(command) as process:
+        while not list(tmp_path.glob(".crl-import-*/new.sqlite-wal")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+    assert (process.returncode, list(tmp_path.iterdir())) == (130, [file])
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)

@@ -90,6 +90,17 @@ def test_bad_input_in_a_process_of_its_own(model: str):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@pytest.mark.parametrize("words", [["tasks"], ["bank", "export"], ["bank", "stats"]])
+def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: Path):
+    if words[0] == "bank":
+        asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
+        words = [*words, str(path)]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*IN_A_PROCESS, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 def test_each_mistake_is_one_line(model: str, tmp_path: Path):
     assert "Did you mean rollout.groups?" in one_line_error(crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3"))
     assert "rollout.groups = 'x': should be a valid integer" in one_line_error(

@@ -10,13 +10,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from doors import renderer, until
 from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update, write_merge
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, StoreError, TransientError
-from crl.manager import CreditSettings, DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
+from crl.manager import (
+    CachedEmbedder,
+    CreditSettings,
+    DistilRequest,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    Prompts,
+    RetrievalSettings,
+)
 from crl.manager.store import Store
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, Trajectory
@@ -243,6 +253,35 @@ async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_reque
         assert db.execute("SELECT id, attempts, reason FROM requests WHERE attempts ORDER BY id").fetchall() == [
             ("run/0/0/0", 2, None), ("run/0/0/1", 1, None), ("run/0/0/2", 1, None), ("run/0/0/4", 1, "engine: too long"),
         ]  # fmt: skip
+
+
+async def test_what_an_engine_says_is_kept_as_far_as_it_is_unicode(tmp_path):
+    made = await manager(bank(tmp_path), Faltering({"a": (1, RolloutError("engine", "no \ud800"))}))
+    await made.submit(request(note="a"))
+    await made.drain()
+    assert (await made._store._database.rows("SELECT state, reason FROM requests"))[0][:] == ("dead", "engine: no ?")
+    await made.aclose()
+
+
+@pytest.mark.parametrize("bad", [{"of": task(goal="no \ud800")}, {"note": "\ud800"}, {"shown": (hit("b#0", text="\udfff"),)}])
+async def test_an_episode_whose_texts_are_no_unicode_is_not_acknowledged(tmp_path, bad):
+    made = await manager(bank(tmp_path), by_note(a=add("Go west.")))
+    await made.submit(request(note="a"))
+    with pytest.raises(UnicodeEncodeError):
+        await made.submit(request(1, **bad))
+    await made.drain()
+    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/pending": 0}.items()
+    await made.aclose()
+
+
+@pytest.mark.parametrize("lease", [None, 60.0])
+async def test_an_engine_that_times_out_by_itself_is_tried_again(tmp_path, lease):
+    engine = Faltering({"a": (1, TimeoutError("no route"))})
+    made = await manager(bank(tmp_path), engine, ManagerSettings(backoff=0.0, lease=lease))
+    await made.submit(request(note="a"))
+    await made.drain()
+    assert (engine.tried, list(texts(made).values())) == (["a", "a"], ["Lesson of run/0/0/0."])
+    await made.aclose()
 
 
 async def test_a_request_that_never_goes_well_is_dead_and_can_be_revived(tmp_path):
@@ -490,6 +529,31 @@ async def test_identical_queries_are_embedded_once(tmp_path):
     assert embedder.calls == [[GOAL, "another"]]
     assert await made.search([]) == []
     await made.aclose()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["nan", "infinity", "another dim"])
+async def test_vectors_that_cannot_be_compared_never_reach_the_bank(bad: float | None, tmp_path: Path):
+    class Failing(WordEmbedder):
+        async def embed(self, texts: Sequence[str]) -> np.ndarray:
+            vectors = await super().embed(texts)
+            if "bad" not in " ".join(texts):
+                return vectors
+            return np.full_like(vectors, bad) if bad is not None else vectors[:, :32]
+
+    embedder = CachedEmbedder(Failing(), 99)
+    settings = ManagerSettings(attempts=2, backoff=0.0, retrieval=ANY)
+    made = await manager(bank(tmp_path), by_note(a=add("Go west."), b=add("Go bad.")), settings, embedder=embedder)
+    for member, note in enumerate("ab"):
+        await made.submit(request(member=member, note=note))
+    await made.drain()
+    with pytest.raises(EngineError, match=r"embedder words: .* 64 finite numbers"):
+        await made.search([search("a bad query")])
+    assert (await found(made)).text == "Go west."
+    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/dead": 1}.items()
+    await made.aclose()
+    again = await manager(bank(tmp_path), by_note(), settings, embedder=embedder)
+    assert list(texts(again).values()) == ["Go west."]
+    await again.aclose()
 
 
 async def test_the_time_of_every_search_is_kept_until_it_is_taken(tmp_path):
@@ -778,6 +842,42 @@ async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):
     await again.rollback(seq)
     assert (again.step, texts(again)) == (3, {"run/0/0/0#0@1": "Go west."})
     await again.aclose()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_rollback_that_is_cancelled_goes_to_its_end(turns: int, tmp_path: Path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."), b=add("Go north."))
+    made.advance(1)
+    seq = await made.snapshot()
+    made.advance(3)
+    await made.submit(request(3, note="b"))
+    await made.drain()
+    going_back = asyncio.create_task(made.rollback(seq))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    going_back.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going_back
+    assert (made.step, texts(made)) == ((1, {"run/0/0/0#0@1": "Go west."}) if turns else (3, texts(made)))
+    assert texts(made) == {str(entry.unit): entry.text for entry, _ in await made._store.entries()}
+    await made.aclose()
+
+
+async def test_a_rollback_is_whole_also_where_an_index_could_not_be_built(tmp_path: Path):
+    made = await filled(tmp_path, request(note="a"), a=add("Go west."), b=add("Go north."))
+    seq = await made.snapshot()
+    await made.submit(request(3, note="b"))
+    await made.drain()
+
+    async def failing() -> None:
+        raise MemoryError
+
+    made._searcher._builds.add(asyncio.create_task(failing()))
+    with pytest.raises(MemoryError):
+        await made.rollback(seq)
+    assert texts(made) == {"run/0/0/0#0@1": "Go west."}
+    assert (await found(made)).text == "Go west."
+    await made.aclose()
 
 
 async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):

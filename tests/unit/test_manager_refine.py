@@ -295,6 +295,22 @@ async def test_past_the_deadline_what_was_found_is_told_as_it_is(tmp_path: Path)
     await made.aclose()
 
 
+async def test_an_agent_does_not_wait_for_a_check_of_the_engine_either(tmp_path: Path) -> None:
+    class Stuck(Answering):
+        async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+            if "user\nrefine\n" in renderer().decode(ids):
+                raise EngineError("it failed")
+            return await super().generate(ids, sampling, **options)
+
+        async def health(self) -> None:
+            await asyncio.Event().wait()
+
+    made = await opened(tmp_path, Stuck(), replace(SETTINGS, ask_deadline=0.05))
+    async with asyncio.timeout(10):
+        assert (await ask(made)).use.how == "ask_unrefined"
+    await made.aclose()
+
+
 async def test_a_dead_engine_is_told(tmp_path: Path) -> None:
     class Dead(Troubled):
         async def health(self) -> None:

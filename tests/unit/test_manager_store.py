@@ -153,7 +153,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitted = request(3, 17, 2, note="ünïcode \ud800", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
+    submitted = request(3, 17, 2, note="ünïcode \u2028 🙂", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
     assert await store.submit(submitted, AT)
     assert await store.lease() == [submitted]
     assert DistilRequest.from_json(submitted.to_json()) == submitted
@@ -257,6 +257,32 @@ async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
         await store.backup(tmp_path / "nowhere" / "copy.sqlite")
     beside = [f"bank.sqlite{end}" for end in ("", "-shm", "-wal", "-writer")]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*beside, "mine"]
+    await store.aclose()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_a_copy_that_is_cancelled_is_none(turns: int, tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    copying = asyncio.create_task(store.backup(tmp_path / "copy.sqlite"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert not (tmp_path / "copy.sqlite").exists()
+    await store.aclose()
+
+
+async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(tmp_path):
+    store = await Store.open(tmp_path / "bank.sqlite")
+    seq = await store.snapshot(AT)
+    await store.submit(request(), AT)
+    last = (await store.counts())["log/seq"]
+    (tmp_path / f"bank-before-rollback-{last}.sqlite.part").mkdir()
+    with pytest.raises(StoreError, match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. What was acknowledged before is safe\.") as caught:
+        await store.rollback(seq)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (await store.counts())["queue/pending"] == 1
     await store.aclose()
 
 
