@@ -599,13 +599,13 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
     config = resolved(model, *sets)
     async with AsyncExitStack() as stack:
         with pytest.raises(ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"):
-            await _bank_parts(config, specs(config), unseen, stack)
+            await _bank_parts(config, specs(config), {}, unseen, stack)
         config = resolved(model, *sets[:2], sets[3])
-        settings = (await _bank_parts(config, specs(config), unseen, stack)).settings
+        settings = (await _bank_parts(config, specs(config), {}, unseen, stack)).settings
         assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (4, 9, "lru", None, 0.9)
-        untrained = (await _bank_parts(resolved(model, "extractor.train=false"), specs(config), unseen, stack)).settings
+        untrained = (await _bank_parts(resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack)).settings
         assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (-1.0, None), "nothing to train on is kept"
-        frozen = (await _bank_parts(resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), unseen, stack)).settings
+        frozen = (await _bank_parts(resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack)).settings
         assert (frozen.cap, frozen.size) == (None, None), "nothing of a static bank goes"
 
 
@@ -625,7 +625,7 @@ async def test_a_deterministic_run_waits_for_any_answer(model: Path):
     for sets, lease in (([], 3600.0), (["run.deterministic=true", "rollout.max_staleness=0"], None)):
         config = resolved(model, *sets)
         async with AsyncExitStack() as stack:
-            assert (await _bank_parts(config, specs(config), unseen, stack)).settings.lease == lease
+            assert (await _bank_parts(config, specs(config), {}, unseen, stack)).settings.lease == lease
 
 
 def test_settings_of_another_engine_are_refused(model: Path):
