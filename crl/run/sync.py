@@ -6,7 +6,6 @@ import asyncio
 
 from crl.errors import EngineError
 from crl.protocols import Engine, Learner
-from crl.sync import weight_bytes
 
 SYNC_DEADLINE_S = 600.0
 """Seconds that one weight sync may take, both sides together."""
@@ -14,6 +13,8 @@ SYNC_DEADLINE_S = 600.0
 
 async def sync(learner: Learner, engine: Engine) -> int:
     """Sender and receiver run together, under one deadline. Returns the bytes of the weights. Raises `EngineError`."""
+    from crl.sync import weight_bytes  # with torch, which a dry run does without
+
     handle = await learner.publish()
     try:
         async with asyncio.timeout(SYNC_DEADLINE_S):
