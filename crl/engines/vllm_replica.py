@@ -86,6 +86,15 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         return AsyncLLM.from_engine_args(AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings))
 
 
+async def _shut_down(llm: AsyncLLM) -> None:
+    """Ends its processes, and before them the task that listens to them: it would log their end as a failure."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        await asyncio.wait({llm.output_handler})
+    llm.output_processor.propagate_error(EngineDeadError())
+    await asyncio.to_thread(llm.shutdown)
+
+
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
@@ -105,7 +114,7 @@ class Replica:
 
     def __init__(self, start: Callable[[], Awaitable[AsyncLLM]], prepare: Callable[[AsyncLLM], Awaitable[None]]) -> None:
         self._start, self._prepare = start, prepare
-        self._serving: asyncio.Task[AsyncLLM] = asyncio.create_task(self._first(), name="vllm start")
+        self._serving: asyncio.Future[AsyncLLM] = asyncio.create_task(self._first(), name="vllm start")
         self._deaths = 0
         self.in_flight = 0
 
@@ -147,10 +156,13 @@ class Replica:
             await self.ready()
 
     async def aclose(self) -> None:
-        self._serving.cancel()
-        await asyncio.wait({self._serving})
-        if not self._serving.cancelled() and not self._serving.exception():
-            await asyncio.to_thread(self._serving.result().shutdown)
+        serving, self._serving = self._serving, asyncio.get_running_loop().create_future()
+        self._serving.set_exception(EngineError("the engine is closed"))
+        self._serving.exception()  # nobody need ask
+        serving.cancel()
+        await asyncio.wait({serving})
+        if not serving.cancelled() and not serving.exception():
+            await _shut_down(serving.result())
 
     async def _first(self) -> AsyncLLM:
         return await self._start()
