@@ -267,10 +267,10 @@ class DeepSpeedLearner:
                 rank.ask_where()
         await asyncio.sleep(GRACE_S)
         what, said = self._verdict()
+        told = said[0].raised.error if said[0].raised and not said[0].died else None
         await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
         self._failure = LearnerError(f"{what} ({when})")
         self._failure.__cause__ = RankTraceback("\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said))
-        told = said[0].raised.error if said[0].raised and not said[0].died else None
         return told or self._failure
 
     def _verdict(self) -> tuple[str, Sequence[_Process]]:
