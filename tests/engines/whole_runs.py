@@ -24,7 +24,7 @@ def command(run: Path, *sets: str, steps: int, method: str = "complementary") ->
 
 
 def train(run: Path, *sets: str, steps: int, method: str = "complementary") -> None:
-    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
