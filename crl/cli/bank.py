@@ -317,7 +317,7 @@ def _width() -> int | None:
     """Of the terminal; None where the output goes elsewhere, and nothing is to be cut."""
     import shutil
 
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -22,12 +22,13 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     def with_exit_code(*args: Any, **kwargs: Any) -> None:
         try:
             code = run(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout:  # None where it was closed
+                sys.stdout.flush()
         except CrlError as error:
             _say(error)
             code = error.exit_code
         except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads on, which click knows
+            if error.errno in (None, errno.EPIPE):  # of no system call; nobody reads on, which click knows
                 raise
             _say(error)
             _give_up_output()
@@ -48,6 +49,7 @@ def _say(error: Exception) -> None:
 def _give_up_output() -> None:
     """Python would try to write what is left of it once more as it ends, and say that it failed."""
     try:
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -246,7 +246,7 @@ class BankReader:
         """
         uids = self.uids()
         short = short_uids(uids)
-        names = dict.fromkeys((name, re.sub(r"@\d+$", "", name)))  # a uid may end like that too
+        names = dict.fromkeys((name, re.sub(r"@[0-9]+$", "", name)))  # a uid may end like that too
         exact = [[uid for uid in uids if wanted in (uid, _tail(uid))] for wanted in names]
         begun = [[uid for uid in uids if wanted and (uid.startswith(wanted) or _tail(uid).startswith(wanted))] for wanted in names]
         fits = next(filter(None, exact + begun), None)

@@ -192,7 +192,7 @@ def rate(played: Sequence[Trajectory]) -> Rate:
 def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
     """Of episodes in places that are visited again and again: those of one place share its lessons and its difficulty.
 
-    Their effective number is p(1−p) over the variance of p between places (the design effect of Kish 1965, as in Korn & Graubard 1998);
+    Their effective number is p(1−p) over the variance of p between places (theirs over the design effect of Kish 1965);
     at least the number of places, which it also is where all are won or all are lost, and at most that of episodes.
     """
     places: defaultdict[str, list[bool]] = defaultdict(list)

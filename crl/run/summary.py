@@ -34,8 +34,8 @@ def success_lines(
     """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     visited = any(setting == "online" for _, _, setting in before.rates)
-    over = "the effective number of episodes where places are visited again" if visited else "episodes"
-    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over {over}]:"]
+    over = "; where a bank is built online, over their effective number" if visited else ""
+    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{over}]:"]
     tasks = list(dict.fromkeys(task for task, _, _ in (*before.rates, *before.overall)))
     width = max(map(len, tasks), default=0)
     by_task = sorted(before.rates.items(), key=lambda row: tasks.index(row[0][0]))

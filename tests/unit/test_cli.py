@@ -101,6 +101,15 @@ def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("words", [["tasks"], ["bank", "ls"], ["bank", "stats", "--json"]])
+def test_a_closed_output_is_nobodys_mistake(words: list[str], tmp_path: Path):
+    if words[0] == "bank":
+        asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
+        words = [*words, str(path)]
+    ended = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *IN_A_PROCESS, *words], stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
+
+
 def test_each_mistake_is_one_line(model: str, tmp_path: Path):
     assert "Did you mean rollout.groups?" in one_line_error(crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3"))
     assert "rollout.groups = 'x': should be a valid integer" in one_line_error(
