@@ -31,3 +31,14 @@ def train(run: Path, *sets: str, steps: int, method: str = "complementary") -> N
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
     return [line for line in lines if line["kind"] == kind]
+
+
+def trained_in_agreement(run: Path) -> None:
+    """Both models were updated without an error, and trainer and engine were the same model all along."""
+    trained = metrics(run, "train")
+    assert trained[-1]["actor/version"] == sum(line["actor/updates"] > 0 for line in trained) > 0
+    assert metrics(run, "extractor")
+    assert all(line["rollout/errors"] == 0 for line in trained)
+    probed = [line["actor/mismatch_kl"] for line in trained if "actor/mismatch_kl" in line]
+    assert probed
+    assert max(probed) < 1e-6
