@@ -12,6 +12,7 @@ from types import ModuleType
 
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
+from crl.extras import require_package
 
 _ENVIRONMENTS = {
     "alfworld": "crl.envs.alfworld:SPEC",
@@ -58,9 +59,8 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
 
 def require_extra(spec: EnvSpec, key: str) -> None:
     """Raises `ConfigError` when the environment needs an extra that is not installed."""
-    if spec.extra and importlib.util.find_spec(spec.extra) is None:
-        reason = f"it needs the extra {spec.extra!r}, which is not installed"
-        raise ConfigError(key, spec.name, reason, f"Run pip install 'crl[{spec.extra}]'")
+    if spec.extra:
+        require_package(spec.extra, key, spec.name)
 
 
 def _module(source: str, name: str, key: str) -> ModuleType:

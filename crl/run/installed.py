@@ -10,6 +10,7 @@ from crl.config import RunConfig, TaskConfig, catalog
 from crl.config.load import task_settings
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
+from crl.extras import require_package
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,8 @@ def gem_problem() -> str | None:
 
 def require_learner(config: RunConfig) -> None:
     """Raises `ConfigError` when the run's learner needs an extra that is not installed."""
-    kind = config.learner.kind
-    if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
-        reason = f"it needs the extra {kind!r}, which is not installed"
-        raise ConfigError("learner.kind", kind, reason, f"Run pip install 'crl[{kind}]'")
+    if config.learner.kind == "deepspeed":
+        require_package("deepspeed", "learner.kind", config.learner.kind)
 
 
 def _offer(name: str) -> TaskOffer:
