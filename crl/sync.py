@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from crl.protocols import WeightManifest
+from crl.scratch import scratch_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -123,6 +124,8 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
 
 
 def weights_folder(prefix: str, size: int) -> Path:
-    """A new folder for files of `size` bytes at a time: in shared memory where they fit twice, else among temporary files."""
-    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if roomy else None))
+    """A new folder for files of `size` bytes at a time: in shared memory where they fit twice, else among temporary files. What killed
+    processes left there is removed first."""
+    parents = [scratch_folder(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
+    roomy = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=(*roomy, scratch_folder())[0]))

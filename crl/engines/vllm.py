@@ -91,7 +91,7 @@ class VllmEngine:
         config = _config(model, key)
         require_fit(config, settings, model, key)
         size = model_size(model, key)
-        engine = cls(model, settings, config, weights_folder("crl-engine-", size.bytes if size else 0))
+        engine = cls(model, settings, config, weights_folder("engine-", size.bytes if size else 0))
         try:
             await asyncio.gather(*(replica.ready() for replica in engine._replicas))
         except BaseException:

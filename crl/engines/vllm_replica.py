@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from crl.errors import EngineError, RolloutError, TransientError
+from crl.scratch import scratch_folder
 
 Output = TypeVar("Output")
 
@@ -76,6 +77,7 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_RPC_BASE_PATH": str(scratch_folder()),  # its sockets, which it leaves behind
         OWNER: str(os.getpid()),
     }
     if on_cpu():

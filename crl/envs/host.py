@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from crl.envs.base import EnvSpec, Game, Rendering, readable
-from crl.envs.scratch import scratch_folder
 from crl.errors import CrlError, RolloutError
 from crl.protocols import Environment, EnvironmentPool
+from crl.scratch import scratch_folder
 from crl.types import Observation, StepResult, Task
 
 _Key = tuple[EnvSpec, Rendering]

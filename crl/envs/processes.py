@@ -27,10 +27,10 @@ from typing import Any
 
 from crl.envs.base import EnvSpec, Rendering
 from crl.envs.host import describe
-from crl.envs.scratch import scratch_folder
 from crl.envs.worker import LENGTH, framed
 from crl.errors import ConfigError, RolloutError
 from crl.protocols import Environment
+from crl.scratch import scratch_folder
 from crl.types import Observation, StepResult, Task
 
 _Key = tuple[EnvSpec, Rendering]

@@ -112,7 +112,7 @@ class DeepSpeedLearner:
         self._receivers, self._meeting = receivers, _free_port() if receivers else 0
         self._settings, self._deadline = settings, deadline
         size = model_size(settings.model, settings.key)
-        self._folder = weights_folder("crl-learner-", size.bytes if size else 0)
+        self._folder = weights_folder("learner-", size.bytes if size else 0)
         self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
         self._trouble = asyncio.Event()
         self._failure: LearnerError | None = None

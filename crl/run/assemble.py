@@ -131,7 +131,7 @@ async def training(
 async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncIterator[Evaluator]:
     """The evaluator of a finished run on the models of a checkpoint, with a copy of its bank: no learner, no train stream."""
     async with AsyncExitStack() as stack:
-        specs, gpus = tasks.specs(config), assigned_gpus(config)
+        specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
         engine, pool = await _engine(config, gpus, actor, stack), tasks.environment_pool(config, specs, stack)
         bank = None

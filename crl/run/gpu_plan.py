@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,8 +110,9 @@ class GpuPlan:
 # ── making a plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None) -> GpuPlan | None:
-    """None for a run without GPUs. visible: this machine's GPUs. Raises `ConfigError` for a model whose size cannot be told.
+def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True) -> GpuPlan | None:
+    """None for a run without GPUs. visible: this machine's GPUs; learners: False where nothing is trained, as in an evaluation. Raises
+    `ConfigError` for a model whose size cannot be told.
 
     A run of this process's parts alone, with no word about GPUs, takes them as they come: nothing of it is a problem, and with models
     whose size cannot be told there is no plan.
@@ -127,11 +129,11 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None) -> GpuPlan
             return None
         raise
     sizes, source = _sizes(config, count, visible)
-    needs = _needs(config, shapes)
+    needs = _needs(config, shapes, learners=learners)
     placements, problems = _place(config, needs, count, sizes)
     if unasked:
         problems = []
-    alternatives = tuple(_alternatives(config, shapes, count, sizes)) if problems else ()
+    alternatives = tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
     return GpuPlan(count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives)
 
 
@@ -143,13 +145,18 @@ class Assigned:
     fraction: float | None = None
 
 
-def assigned_gpus(config: RunConfig) -> dict[str, Assigned]:
-    """By role, what it has; of those that are on a GPU. Raises `ConfigError` for a run that this machine's GPUs cannot serve."""
+def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assigned]:
+    """By role, what it has; of those that are on a GPU. learners: as in `gpu_plan`; without them fewer than the setting's may do.
+
+    Raises `ConfigError` for a run that this machine's GPUs cannot serve.
+    """
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
-        remedy = f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
-        raise ConfigError("gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy)
-    plan = gpu_plan(config, visible)
+        if learners or not visible:
+            remedy = f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
+            raise ConfigError("gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy)
+        config = config.model_copy(update={"gpus": len(visible)})
+    plan = gpu_plan(config, visible, learners=learners)
     if plan is None:
         return {}
     plan.require_fit()
@@ -179,8 +186,8 @@ def _encoder_shape(model: str) -> ModelShape:
     return model_shape(model if model in KNOWN else str(encoder_folder(Path(model))), "embedder.model")
 
 
-def _needs(config: RunConfig, shapes: Mapping[str, ModelShape]) -> list[Need]:
-    trained = {"actor": True, "extractor": config.extractor.train and not config.bank.frozen}
+def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool) -> list[Need]:
+    trained = {"actor": learners, "extractor": learners and config.extractor.train and not config.bank.frozen}
     needs = []
     for model in ("actor", "extractor") if config.with_experience else ("actor",):
         if config.engine.kind == "vllm" or config.engine.device != "cpu":
@@ -336,18 +343,21 @@ def _shared_transfer(config: RunConfig, chosen: Mapping[Role, tuple[int, ...]]) 
 # ── what would fit ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _alternatives(config: RunConfig, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None) -> Iterator[str]:
+def _alternatives(
+    config: RunConfig, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None, *, learners: bool
+) -> Iterator[str]:  # fmt: skip
     """More GPUs of the size; the fewest changes that fit and keep the method, the cheapest of them first, at most two; another method."""
     size = min(sizes) if sizes else None
+    fits = partial(_fits, learners=learners)
     for more in range(count + 1, MOST_GPUS + 1):
-        if _fits(config, shapes, more, (size,) * more if size else None):
+        if fits(config, shapes, more, (size,) * more if size else None):
             yield f"--set gpus={more}"
             break
     knobs = list(_knobs(config, count))
 
     def fewest(must: tuple[tuple[str, Any], ...], most: int) -> Iterator[tuple[tuple[str, Any], ...]]:
         sets = (some + must for n in range(most + 1 - len(must)) for some in itertools.combinations(knobs, n))
-        return (changes for changes in sets if _fits(_changed(config, changes), shapes, count, sizes))
+        return (changes for changes in sets if fits(_changed(config, changes), shapes, count, sizes))
 
     found = list(itertools.islice(fewest((), len(knobs)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
@@ -396,8 +406,10 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig
         return None
 
 
-def _fits(config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None) -> bool:
-    return config is not None and not _place(config, _needs(config, shapes), count, sizes)[1]
+def _fits(
+    config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None, *, learners: bool
+) -> bool:  # fmt: skip
+    return config is not None and not _place(config, _needs(config, shapes, learners=learners), count, sizes)[1]
 
 
 def _option(key: str, value: Any) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from crl.envs import registry, scratch
+from crl import scratch
+from crl.envs import registry
 from crl.envs.actions import parse_choice
 from crl.envs.base import EnvSpec, Game, StreamSettings, play
 from crl.envs.host import ThreadHost
@@ -413,7 +414,7 @@ def test_stream_settings_are_checked() -> None:
 
 def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from crl.envs.scratch import scratch_folder\n"
+        "import sys, time; from pathlib import Path; from crl.scratch import scratch_folder\n"
         "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); print(folder, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -429,6 +430,6 @@ def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> No
 
 
 def test_a_process_that_ends_removes_its_folder(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from crl.envs.scratch import scratch_folder; scratch_folder(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from crl.scratch import scratch_folder; scratch_folder(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert list(tmp_path.iterdir()) == []

@@ -237,6 +237,20 @@ def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch)
     assert assigned["extractor learner"] == Assigned(("GPU-1aa", "GPU-0aa"))
 
 
+def test_an_evaluation_asks_for_no_learners_gpus(monkeypatch: pytest.MonkeyPatch):
+    """Half the GPUs of the run serve its engines, one by one as in the run."""
+    monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(4)])
+    with pytest.raises(ConfigError, match="gpus = 8: this machine shows 4 GPUs"):
+        assigned_gpus(config("gpus=8"))
+    assigned = assigned_gpus(config("gpus=8"), learners=False)
+    assert {role: place.gpus for role, place in assigned.items()} == {
+        "actor engine": ("GPU-0aa", "GPU-1aa"), "extractor engine": ("GPU-2aa", "GPU-3aa"), "embedder": ("GPU-0aa",)
+    }  # fmt: skip
+    monkeypatch.setattr(module, "visible_gpus", list)
+    with pytest.raises(ConfigError, match="this machine shows 0 GPUs"):
+        assigned_gpus(config("gpus=8"), learners=False)
+
+
 def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are_compared():
     plan = planned("tasks.room.eval.online=4")
     untrained, caches = plan["untrained extractor"], [plan[role].memory.cache for role in ("actor engine", "extractor engine")]

@@ -20,7 +20,7 @@ from crl.envs.host import ThreadHost
 from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.game import RoomGame, true_exit
 from crl.envs.room.player import RoomPlayer
-from crl.envs.scratch import scratch_folder
+from crl.scratch import scratch_folder
 from crl.types import Task
 
 SETTINGS = StreamSettings()

@@ -17,6 +17,7 @@ from crl.engines.torch import TorchEngine
 from crl.errors import EngineError
 from crl.modeling import checksum, named_weights
 from crl.run.sync import sync as hand_over
+from crl.scratch import scratch_folder
 from crl.sync import FileWeights, manifest_of, weights_folder, write_tensors
 
 
@@ -97,12 +98,9 @@ async def test_a_file_that_is_not_as_announced_ends_the_engine(tmp_path: Path) -
 
 
 def test_shared_memory_is_used_where_the_weights_fit_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of this process, which whoever comes after it removes where it was killed."""
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path)
-    assert weights_folder("crl-test-", 1000).parent == tmp_path
-    other = weights_folder("crl-test-", 1 << 60)
-    assert other.parent != tmp_path
-    other.rmdir()
+    assert weights_folder("test-", 1000).parent == scratch_folder(tmp_path)
+    assert weights_folder("test-", 1 << 60).parent == scratch_folder()
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path / "absent")
-    other = weights_folder("crl-test-", 1)
-    assert other.parent != tmp_path
-    other.rmdir()
+    assert weights_folder("test-", 1).parent == scratch_folder()

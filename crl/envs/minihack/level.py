@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from crl.envs.minihack.view import UNSEEN, Cell, View
-from crl.envs.scratch import scratch_folder
+from crl.scratch import scratch_folder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pkg_resources is deprecated; minihack imports it

@@ -1,7 +1,8 @@
-"""A temporary folder per process for what games leave behind, and the removal of those whose process is gone.
+"""Temporary folders per process for what must not outlive it, and the removal of those whose process is gone.
 
-A game that is killed cannot tidy up (NetHack leaves 250 KB per instance). So everything of a process lies in one folder
-that holds a file lock for as long as the process lives; whoever can take the lock of a folder knows that it is stale.
+A process that is killed cannot tidy up: NetHack leaves 250 KB per game, a model's weights in shared memory are gigabytes of the machine's
+memory. So everything of a process lies in folders that hold a file lock for as long as the process lives; whoever can take the lock of a
+folder knows that it is stale.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import tempfile
 import threading
 from pathlib import Path
 
-_PREFIX = "crl-games-"
+_PREFIX = "crl-scratch-"
 _LOCK_NAME = "lock"
 _guard = threading.Lock()
-_folder: tuple[int, Path, int] | None = None  # process id, folder, descriptor that holds its lock
+_folders: dict[tuple[int, Path], Path] = {}
+"""By process id, for a forked process has its own, and parent."""
 
 
 def scratch_folder(parent: Path | None = None) -> Path:
-    """This process's folder. Made on the first call, in `parent` (default: the system's temporary folder), where stale
-    ones are swept first; removed when the process exits."""
-    global _folder
+    """This process's folder in `parent` (default: the system's temporary folder). Made on the first call, when stale ones there are
+    swept; removed when the process exits."""
+    parent = parent or Path(tempfile.gettempdir())
     with _guard:
-        if _folder is None or _folder[0] != os.getpid():
-            parent = parent or Path(tempfile.gettempdir())
+        own = os.getpid(), parent
+        if own not in _folders:
             parent.mkdir(parents=True, exist_ok=True)
             sweep_scratch(parent)
-            _folder = (os.getpid(), *_make_locked(parent))
-            atexit.register(_remove_own, *_folder)
-        return _folder[1]
+            _folders[own], descriptor = _make_locked(parent)
+            atexit.register(_remove_own, os.getpid(), _folders[own], descriptor)
+        return _folders[own]
 
 
 def sweep_scratch(parent: Path) -> int:
@@ -54,7 +56,7 @@ def sweep_scratch(parent: Path) -> int:
 
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
-    """The folder gets its name only once it is locked: a sweep never meets an unlocked living one."""
+    """The folder, and the descriptor that holds its lock. It gets its name only once locked: a sweep never meets an unlocked living one."""
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     descriptor = os.open(hidden / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
