@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OPTIMIZER = "optimizer.pt"
+"""Optimizer and schedule beside a saved model."""
+
 
 class LocalLearner:
     """`crl.protocols.Learner` in this process. `version` counts the steps that changed the weights.
@@ -81,11 +84,14 @@ class LocalLearner:
         state: State = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
         if self._masters:
             state["masters"] = [master.detach() for master in self._masters.parameters]
-        torch.save(state, directory / "optimizer.pt")
+        torch.save(state, directory / OPTIMIZER)
 
     def _load(self, directory: Path) -> None:
-        self.model.load_state_dict(load_model(directory, self.model.device, self.model.dtype).state_dict())
-        saved = torch.load(directory / "optimizer.pt", map_location=self.model.device, weights_only=True)
+        loaded = load_model(directory, self.model.device, self.model.dtype)
+        if not (directory / OPTIMIZER).is_file():
+            raise LearnerError(f"{directory} holds no {OPTIMIZER}: another kind of learner saved it")
+        self.model.load_state_dict(loaded.state_dict())
+        saved = torch.load(directory / OPTIMIZER, map_location=self.model.device, weights_only=True)
         self._trainer.optimizer.load_state_dict(saved["optimizer"])
         self._trainer.schedule.load_state_dict(saved["schedule"])
         if self._masters:
