@@ -9,24 +9,18 @@ and after the run, by `crl train --tasks room --method grpo --seed S`. The seed 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import mean_and_interval, write_results
+from common import mean_and_interval, trained, write_results
 
 METRIC = "eval/room/new/success/free"
 
 
 def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
     """Trains once; returns the metric before and after, every training success, and the wall time (s)."""
-    command = ["crl", "train", "--tasks", "room", "--method", "grpo", "--seed", str(seed), "--run-dir", str(folder), *extra]
-    print(" ".join(command), file=sys.stderr)
-    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = trained(["--tasks", "room", "--method", "grpo", "--seed", str(seed), *extra], folder)
     evals = [line for line in lines if line["kind"] == "eval"]
     return {
         "seed": seed,

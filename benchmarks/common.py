@@ -1,4 +1,4 @@
-"""What the benchmarks share: the record of where numbers come from, and means over seeds."""
+"""What the benchmarks share: runs of their own, the record of where numbers come from, and means over seeds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from typing import Any
 
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t at 97.5 %, by number of seeds."""
+
+
+def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
+    """Trains with `crl train OPTIONS --run-dir RUN`; returns the run's metrics."""
+    command = ["crl", "train", *options, "--run-dir", str(run)]
+    print(" ".join(command), file=sys.stderr)
+    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

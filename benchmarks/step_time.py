@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import write_results
+from common import trained, write_results
 
 WARM_UP = 5
 PARTS = {
@@ -48,13 +45,10 @@ PARTS = {
 def step_times(staleness: int, steps: int) -> dict[str, float]:
     """Medians in seconds of a run's steps; `step` is from one train line to the next."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
         sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
         sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
-        command = ["crl", "train", "--tasks", "room", "--steps", str(steps), "--run-dir", str(run), "--plain"]
-        command += [word for setting in sets for word in ("--set", setting)]
-        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+        options = [word for setting in sets for word in ("--set", setting)]
+        lines = trained(["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run")
     last = [line for line in lines if line["kind"] == "bank"][-1]
     ends = [line["time"] for line in lines if line["kind"] == "train"]
     medians = {"step": statistics.median(b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))}

