@@ -106,7 +106,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
         try:
             return await evaluator.evaluate()
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise (cause := _first_cause(group)) from cause.__cause__ or group
 
 
 @contextmanager
@@ -129,7 +129,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
                 cause = _first_cause(group)
                 if not isinstance(cause, LearnerError | StoreError) and not loop.mid_step:
                     await loop.checkpoint()
-                raise cause from group
+                raise cause from cause.__cause__ or group
         summary = Summary(
             run=run.path,
             checkpoint=run.checkpoint(loop.completed),

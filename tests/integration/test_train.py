@@ -439,7 +439,9 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, m
     monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
     assert one_line(result) == f"error: the learner failed: RuntimeError: shapes differ (traceback: {tmp_path / 'run' / 'log.txt'})\n"
-    assert "LearnerError: the learner failed: RuntimeError: shapes differ" in (tmp_path / "run" / "log.txt").read_text()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "LearnerError: the learner failed: RuntimeError: shapes differ" in log
+    assert 'raise RuntimeError("shapes differ")' in log, "where it came from"
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1]
     assert not (tmp_path / "run" / "checkpoints").exists(), "its weights can no longer be trusted"
     assert "it holds no complete checkpoint" in one_line(crl("eval", tmp_path / "run"))
