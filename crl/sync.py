@@ -1,7 +1,7 @@
 """Weights that travel between processes in a file: a learner writes it tensor by tensor, engines read it where it lies.
 
 The file is in the safetensors format, so anything that loads models can read it. It belongs in memory that processes share
-(`weights_folder`), where writing it costs one copy.
+(`weights_path`), where writing it costs one copy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-import tempfile
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +20,7 @@ import torch
 from safetensors import safe_open
 
 from crl.protocols import WeightManifest
-from crl.scratch import scratch_folder
-
-SHARED_MEMORY = Path("/dev/shm")
+from crl.scratch import SHARED_MEMORY, scratch_folder
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -123,9 +121,14 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
     return crc
 
 
-def weights_folder(prefix: str, size: int) -> Path:
-    """A new folder for files of `size` bytes at a time: in shared memory where they fit twice, else among temporary files. What killed
-    processes left there is removed first."""
+def weights_path(size: int) -> Path:
+    """A new name for a file of `size` bytes: in shared memory where two of them fit, so that two models' may be written at the same time;
+    else among temporary files. What killed processes left there is removed first."""
     parents = [scratch_folder(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
     roomy = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=(*roomy, scratch_folder())[0]))
+    return beside((*roomy, scratch_folder())[0] / "weights")
+
+
+def beside(path: Path) -> Path:
+    """A new name in the same folder."""
+    return path.with_name(f"weights-{uuid.uuid4().hex}.safetensors")

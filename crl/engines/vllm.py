@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -33,13 +34,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from crl.config.models import model_size
+from crl.config.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
-from crl.sync import FileWeights, NcclWeights, weights_folder
+from crl.scratch import scratch_folder
+from crl.sync import FileWeights, NcclWeights, beside, weight_bytes, weights_path
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -74,8 +76,9 @@ class VllmSettings:
 class VllmEngine:
     """`crl.protocols.Engine` over vLLM. Made by `start`; must be used from that event loop; `aclose` it there."""
 
-    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig, folder: Path) -> None:
-        self._settings, self._vocabulary, self._folder = settings, config.vocab_size, folder
+    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig) -> None:
+        self._settings, self._vocabulary = settings, config.vocab_size
+        self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=scratch_folder()))
         self._heads = wider_heads(config)
         self._current: FileWeights | None = None
         self._dead: EngineError | None = None
@@ -90,8 +93,7 @@ class VllmEngine:
         """Returns when every replica serves. key: the setting that named the model. Raises `ConfigError`, `EngineError`."""
         config = _config(model, key)
         require_fit(config, settings, model, key)
-        size = model_size(model, key)
-        engine = cls(model, settings, config, weights_folder("engine-", size.bytes if size else 0))
+        engine = cls(model, settings, config)
         try:
             await asyncio.gather(*(replica.ready() for replica in engine._replicas))
         except BaseException:
@@ -143,6 +145,9 @@ class VllmEngine:
         except EngineError as error:
             self._dead = error
             raise
+        except OSError as error:
+            self._dead = EngineError(f"there is no room for the weights of version {handle.version}: {error}")
+            raise self._dead from error
         self.version = handle.version
 
     async def health(self) -> None:
@@ -154,6 +159,8 @@ class VllmEngine:
     async def aclose(self) -> None:
         self._dead = self._dead or EngineError("the engine is closed")
         await asyncio.gather(*(replica.aclose() for replica in self._replicas))
+        if self._current is not None:
+            self._current.discard()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _ask(self, ids: Sequence[int], parameters: SamplingParams, session: str | None) -> RequestOutput:
@@ -187,15 +194,16 @@ class VllmEngine:
 
     def _adopt(self, handle: PublishHandle) -> FileWeights:
         """The published weights in a file of this engine's own, which outlives the sender's: an engine that dies starts from it."""
-        path = self._folder / f"{handle.version}-{time.monotonic_ns()}.safetensors"
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         if isinstance(handle, FileWeights) and not self._heads:
+            path = beside(handle.path)
             link_or_copy(handle.path, path)
             return replace(handle, path=path)  # which the workers compare with the checksum
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
             raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
+        path = weights_path(weight_bytes(handle.manifest))
         return FileWeights.write(path, self._heads.widened(tensors) if self._heads else tensors, handle.version)
 
     def _widened(self, model: Path) -> Path:
@@ -317,19 +325,13 @@ def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
     """Raises `ConfigError` for a model that vLLM's kernels are not made for, or that cannot be cut into so many parts."""
-    heads = config.num_attention_heads
     if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         reason = f"its attention heads have {head_size(config)} numbers, and vLLM's CPU build serves {sizes}"
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and settings.max_context > longest:
-        section = key.partition(".")[0]
-        reason = f"the model reads at most {longest} tokens"
-        raise ConfigError(f"{section}.max_context_tokens", settings.max_context, reason, f"Choose at most {longest}")
-    if heads % settings.tensor_parallel:
-        reason = f"the model of {key} has {heads} attention heads, which cannot be shared out evenly"
-        raise ConfigError("engine.tensor_parallel", settings.tensor_parallel, reason, f"Choose a divisor of {heads}")
+    role = key.partition(".")[0]
+    require_context(role, settings.max_context, getattr(config, "max_position_embeddings", None))
+    require_divisible(role, settings.tensor_parallel, config.num_attention_heads)
 
 
 def head_size(config: PreTrainedConfig) -> int:

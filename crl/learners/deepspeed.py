@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-import time
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,8 @@ from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
 from crl.learners.step import TrainSettings
 from crl.protocols import Loss, State
-from crl.sync import FileWeights, NcclWeights, weights_folder
+from crl.scratch import scratch_folder
+from crl.sync import FileWeights, NcclWeights, weights_path
 from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")
@@ -112,7 +113,8 @@ class DeepSpeedLearner:
         self._receivers, self._meeting = receivers, _free_port() if receivers else 0
         self._settings, self._deadline = settings, deadline
         size = model_size(settings.model, settings.key)
-        self._folder = weights_folder("learner-", size.bytes if size else 0)
+        self._bytes = size.bytes if size else 0
+        self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
         self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
         self._trouble = asyncio.Event()
         self._failure: LearnerError | None = None
@@ -182,7 +184,7 @@ class DeepSpeedLearner:
         return Broadcast(*meeting, self.version, checksum, manifest, send=lambda: self._unbroken(self._command("broadcast", *meeting)))
 
     async def _write(self) -> FileWeights:
-        path = self._folder / f"weights-{self.version}-{time.monotonic_ns()}.safetensors"
+        path = weights_path(self._bytes)
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
 

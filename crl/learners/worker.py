@@ -42,6 +42,7 @@ from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame,
 from crl.learners.step import Figures, Tensors, Trainer, adamw
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
+from crl.scratch import sweep_all
 from crl.sync import write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
@@ -87,8 +88,9 @@ class Link:
         try:
             while True:
                 self._commands.put(read_frame(self._in))
-        except (EOFError, OSError):  # the parent is gone, perhaps without having tidied up
+        except (EOFError, OSError):  # the parent has closed the pipe, or is gone without having tidied up
             shutil.rmtree(folder, ignore_errors=True)
+            sweep_all()
         finally:
             os._exit(0)
 

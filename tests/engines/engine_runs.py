@@ -10,7 +10,7 @@ from typing import Any
 
 SMALL = (
     "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
-    "eval.probe_every=0",
+    "eval.probe_every=0", "tasks.room.stream.places=4", "tasks.room.stream.permanent=4",  # so visited at every step: lessons soon help
 )  # fmt: skip
 
 DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")
