@@ -1,4 +1,4 @@
-"""The torch engine and the local learner on a CUDA device: `pytest -m gpu tests/gpu`.
+"""The torch engine and the local learner on a CUDA device: `python -m pytest -m gpu tests/gpu`.
 
 Needs torch, transformers and pytest, and no other package of the project: it runs on a bare machine.
 """
