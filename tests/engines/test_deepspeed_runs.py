@@ -20,12 +20,12 @@ DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(run, *DEEPSPEED, "learner.zero=3", "extractor.batch=4", steps=4)
+    train(run, *DEEPSPEED, "learner.zero=3", "extractor.batch=2", steps=12)
     steps = metrics(run, "train")
     assert steps[-1]["actor/version"] == sum(step["actor/updates"] > 0 for step in steps) > 0
     assert metrics(run, "extractor")
     for role in ("actor", "extractor"):
-        saved = run / "checkpoints" / "4" / role
+        saved = run / "checkpoints" / "12" / role
         assert (saved / "tokenizer.json").is_file()
         with safe_open(saved / "model.safetensors", "pt") as model, safe_open(saved / "optimizer.safetensors", "pt") as optimizer:
             assert {f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")} == set(optimizer.keys())  # noqa: SIM118

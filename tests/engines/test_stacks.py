@@ -102,7 +102,7 @@ def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
 
 def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     """Both models sample in vLLM and are trained by two ranks each; the trainer and the engine are the same model all along."""
-    run, steps = tmp_path / "run", 6
+    run, steps = tmp_path / "run", 12
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
