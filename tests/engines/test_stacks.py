@@ -75,7 +75,11 @@ def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
 
 @pytest.mark.parametrize(("loss", "zero"), [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)], ids=["grpo", "cispo at 3"])
 async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss: Any, zero: int) -> None:
-    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights."""
+    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights.
+
+    The surrogate's value hardly depends on log-probs while the policy is the one that sampled: there the gradient's norm tells, and
+    CISPO's loss, which is linear in them.
+    """
     async with (
         stack(tiny_actor, loss, production=True, zero=zero) as (vllm, ranked),
         stack(tiny_actor, loss, production=False) as (own, alone),
