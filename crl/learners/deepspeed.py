@@ -427,8 +427,10 @@ def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Miniba
     shares: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for minibatch in minibatches:
         dealt = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
-        for share, indices in zip(shares, dealt, strict=True):
-            share.append(replace(minibatch, samples=tuple(minibatch.samples[i] for i in indices)))
+        probed = rank_shares([len(trace.ids) for trace in minibatch.probe], ranks)
+        for share, indices, probe in zip(shares, dealt, probed, strict=True):
+            samples, traces = (minibatch.samples[i] for i in indices), (minibatch.probe[i] for i in probe)
+            share.append(replace(minibatch, samples=tuple(samples), probe=tuple(traces)))
     return shares
 
 

@@ -20,7 +20,7 @@ from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling import TokenFigures, checkpoint_activations, token_logprobs
 from crl.packing import pack_sequences
 from crl.protocols import Loss
-from crl.types import Minibatch, StepStats, TrainSample
+from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,6 +133,11 @@ def _correlation(a: torch.Tensor, b: torch.Tensor, constant: float) -> torch.Ten
     return torch.where(size > 0, (a @ b) / size, constant).float()
 
 
+def untrained(probe: Sequence[TokenTrace]) -> Minibatch:
+    """As something to be cut into micro-batches."""
+    return Minibatch(tuple(TrainSample(trace, 0.0, 0.0) for trace in probe), 0)
+
+
 class Trainer:
     """Applies minibatches to one model, which is as the run started when it comes here, and from then on reads packed sequences.
 
@@ -164,6 +169,8 @@ class Trainer:
             # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
             # against the engine's.
             total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
+            if updates == 0:
+                self._probe(minibatch, own, version)
             grad_norm = self._update(total)
             if grad_norm is None:
                 skipped += 1  # with its figures: they may be as little finite as its loss
@@ -228,6 +235,11 @@ class Trainer:
         tokens = int(same.sum())
         if tokens:
             figures.add(mismatch(logp[same], batch.old_logp[same]), tokens)
+
+    @torch.no_grad()
+    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        for _, batch in self._micro_batches(untrained(minibatch.probe)):
+            self._add_mismatch(figures, self._tokens(batch).logp, batch, version)
 
     def _micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
         for indices in micro_batches([len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens):

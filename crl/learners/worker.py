@@ -39,7 +39,7 @@ from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
 from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
-from crl.learners.step import Figures, Tensors, Trainer, adamw
+from crl.learners.step import Figures, Tensors, Trainer, adamw, untrained
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
 from crl.scratch import sweep_all
@@ -190,10 +190,19 @@ class ZeroTrainer(Trainer):
     @torch.no_grad()
     def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
         recomputed = super()._recomputed(minibatch, figures, version)
+        self._wait_for_others(minibatch)
+        return recomputed
+
+    @torch.no_grad()
+    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        super()._probe(minibatch, figures, version)
+        self._wait_for_others(untrained(minibatch.probe))
+
+    def _wait_for_others(self, minibatch: Minibatch) -> None:
+        """As many passes more as the rank with the most micro-batches has."""
         own = sum(1 for _ in self._micro_batches(minibatch))
         for _ in range(self._most(own) - own):
             self._tokens(self._idle())
-        return recomputed
 
     def _idle(self) -> Tensors:
         return Tensors.of([IDLE], self._device)

@@ -485,7 +485,7 @@ async def _experience(
     trainer = None
     if method.extractor:
         learner = await _learner(config, gpus, role, method.extractor.loss, stack)
-        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor)
+        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor, diagnostics.answers)
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,

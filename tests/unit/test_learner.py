@@ -300,6 +300,18 @@ def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
     assert mismatch(off, agreeing) == pytest.approx((1 - LOG_2) / 2, rel=1e-4)
 
 
+def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
+    """Samples of an older version beside a probe of two traces of the present one: the step is that of the samples alone."""
+    model, bare = die(), die()
+    older, off = die_sample(1.0, version=3), die_sample(1.0, shift=-LOG_2).trace
+    stats = sgd_step(model, [Minibatch((older,), 2, (off, off)), Minibatch((older,), 2, (die_sample(1.0, shift=-5.0).trace,))])
+    alone = sgd_step(bare, [Minibatch((older,), 2)] * 2)
+    assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)  # the second comes after an update
+    assert alone.metrics.keys() <= stats.metrics.keys()
+    assert {name: stats.metrics[name] for name in alone.metrics} == alone.metrics
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+
+
 def test_mismatch_is_not_measured_after_an_update() -> None:
     """After the first update the trainer's weights are no longer those of the version that sampled."""
     model = die()
