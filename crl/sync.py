@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from crl.modeling import checksum, tensor_bytes
 from crl.protocols import WeightManifest
 from crl.scratch import SHARED_MEMORY, scratch_folder
 
@@ -112,9 +112,8 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
             for name, dtype, shape, tensor in zip(manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True):
                 if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
                     raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
-                data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
-                crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
-                file.write(data)
+                crc = checksum({name: tensor}, crc)
+                file.write(tensor_bytes(tensor.detach()).cpu().numpy().data)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -287,7 +287,10 @@ class Rank:
         return self._trainer.step(minibatches, version)
 
     def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
-        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too."""
+        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too.
+
+        Without one they are only gathered and counted, where they are: `broadcast` gathers them again when the engines wait for them.
+        """
         manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
         if path is not None:
             crc = self._write(path, manifest, self._weights())
