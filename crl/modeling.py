@@ -387,8 +387,5 @@ class InProcessWeights:
         named = self.tensors.items()
         return WeightManifest(tuple(self.tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
 
-    async def done(self) -> None:
-        """The snapshot was complete when it was made."""
-
     def discard(self) -> None:
         """It goes with its last user."""

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,9 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """What the format calls a dtype."""
+
+MEETING = "127.0.0.1"
+"""Where learners and engines meet, which are on one machine."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,6 @@ class FileWeights:
         with safe_open(self.path, "pt") as file:
             return {name: file.get_tensor(name) for name in self.manifest.names}
 
-    async def done(self) -> None:
-        """The file was complete when it was made."""
-
     def discard(self) -> None:
         """Removes the file; whoever still reads it keeps what it opened."""
         self.path.unlink(missing_ok=True)
@@ -63,19 +63,16 @@ class FileWeights:
 class NcclWeights:
     """A `PublishHandle`: weights that rank 0 of `world_size` NCCL ranks broadcasts, packed as vLLM does it, while the others receive.
 
-    address, port: where the ranks meet before the first transfer, the same for all versions of one learner. Senders derive from it.
+    send: has it done by the learner; the receiver calls it beside its own part, once nothing decodes any more, with the port of this
+    machine where the ranks meet before the first transfer. Raises `LearnerError`.
     """
 
-    address: str
-    port: int
     world_size: int
     version: int
     checksum: int
     manifest: WeightManifest
+    send: Callable[[int], Awaitable[None]]
     transport: str = "nccl"
-
-    async def done(self) -> None:
-        """The sender's: returns when its broadcast has ended."""
 
     def discard(self) -> None:
         """It leaves nothing behind."""
