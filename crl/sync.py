@@ -11,14 +11,14 @@ import math
 import os
 import shutil
 import uuid
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from crl.modeling import checksum, tensor_bytes
 from crl.protocols import WeightManifest
 from crl.scratch import SHARED_MEMORY, scratch_folder
 
@@ -27,6 +27,9 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """What the format calls a dtype."""
+
+MEETING = "127.0.0.1"
+"""Where learners and engines meet, which are on one machine."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,6 @@ class FileWeights:
         with safe_open(self.path, "pt") as file:
             return {name: file.get_tensor(name) for name in self.manifest.names}
 
-    async def done(self) -> None:
-        """The file was complete when it was made."""
-
     def discard(self) -> None:
         """Removes the file; whoever still reads it keeps what it opened."""
         self.path.unlink(missing_ok=True)
@@ -63,19 +63,16 @@ class FileWeights:
 class NcclWeights:
     """A `PublishHandle`: weights that rank 0 of `world_size` NCCL ranks broadcasts, packed as vLLM does it, while the others receive.
 
-    address, port: where the ranks meet before the first transfer, the same for all versions of one learner. Senders derive from it.
+    send: has it done by the learner; the receiver calls it beside its own part, once nothing decodes any more, with the port of this
+    machine where the ranks meet before the first transfer. Raises `LearnerError`.
     """
 
-    address: str
-    port: int
     world_size: int
     version: int
     checksum: int
     manifest: WeightManifest
+    send: Callable[[int], Awaitable[None]]
     transport: str = "nccl"
-
-    async def done(self) -> None:
-        """The sender's: returns when its broadcast has ended."""
 
     def discard(self) -> None:
         """It leaves nothing behind."""
@@ -112,9 +109,8 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
             for name, dtype, shape, tensor in zip(manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True):
                 if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
                     raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
-                data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
-                crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
-                file.write(data)
+                crc = checksum({name: tensor}, crc)
+                file.write(tensor_bytes(tensor.detach()).cpu().numpy().data)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
 from crl.scratch import scratch_folder
-from crl.sync import FileWeights, NcclWeights, beside, weight_bytes, weights_path
+from crl.sync import MEETING, FileWeights, NcclWeights, beside, weight_bytes, weights_path
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -49,6 +50,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 CPU_CACHE_BYTES = 1 << 30
 """Size of the key-value cache of the CPU build, which is for tiny models; on a GPU it is what memory_fraction leaves."""
+
+TRANSFER_S = 600.0
+"""Seconds that new weights may take into an engine in which nothing decodes any more."""
 
 SEED_BITS = 63
 """vLLM's seeds are signed 64-bit numbers."""
@@ -82,7 +86,7 @@ class VllmEngine:
         self._heads = wider_heads(config)
         self._current: FileWeights | None = None
         self._dead: EngineError | None = None
-        self._connected = False
+        self._receiver = NcclReceiver(settings.tensor_parallel)
         self.version = 0
         self._meter = _Meter()
         arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
@@ -230,26 +234,69 @@ class VllmEngine:
             raise EngineError("vLLM died, and the weights that it had came over NCCL: only the learner has them. Resume from a checkpoint")
 
     async def _broadcast(self, weights: NcclWeights) -> None:
-        """Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0."""
         ranks = self._settings.tensor_parallel
         if weights.world_size != 1 + ranks * len(self._replicas):
             raise EngineError(f"the learner sends to {weights.world_size - 1} workers, but there are {ranks * len(self._replicas)}")
         engines = [await replica.ready() for replica in self._replicas]
-        if not self._connected:
-            meeting = {"master_address": weights.address, "master_port": weights.port, "world_size": weights.world_size, "packed": True}
-            offsets = range(1, weights.world_size, ranks)
-            requests = [WeightTransferInitRequest(init_info={**meeting, "rank_offset": offset}) for offset in offsets]
-            await asyncio.gather(*(llm.init_weight_transfer_engine(r) for llm, r in zip(engines, requests, strict=True)))
-            self._connected = True
         try:
-            await asyncio.gather(*(swap(llm, weights) for llm in engines))
+            await self._receiver.receive(engines, weights)
         except EngineDeadError as error:
             raise EngineError("vLLM died while it received weights over NCCL: only the learner has them") from error
 
 
-async def swap(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
-    """New weights into a running vLLM, between requests. Raises `EngineError` unless version and checksum are those that were sent."""
+class NcclReceiver:
+    """The workers of one `VllmEngine` as ranks of a learner's NCCL group, which they join before its first transfer.
+
+    Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+    """
+
+    def __init__(self, tensor_parallel: int) -> None:
+        self._workers, self._port = tensor_parallel, 0
+
+    async def receive(self, engines: Sequence[AsyncLLM], weights: NcclWeights) -> None:
+        """As `swap` does it, but all engines together, and the learner sends meanwhile."""
+        await asyncio.gather(*(_drain(llm) for llm in engines))
+        async with _deadline(weights.version):
+            first, self._port = not self._port, self._port or _free_port()  # now, so that nobody else takes it before they meet
+            await asyncio.gather(weights.send(self._port), self._take_in(engines, weights, first))
+
+    async def _take_in(self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool) -> None:
+        if first:
+            group = {"master_address": MEETING, "master_port": self._port, "world_size": weights.world_size, "packed": True}
+            offsets = range(1, weights.world_size, self._workers)
+            requests = [WeightTransferInitRequest(init_info={**group, "rank_offset": offset}) for offset in offsets]
+            await asyncio.gather(*(llm.init_weight_transfer_engine(r) for llm, r in zip(engines, requests, strict=True)))
+        await asyncio.gather(*(_renew(llm, weights) for llm in engines))
+
+
+async def swap(llm: AsyncLLM, weights: FileWeights) -> None:
+    """New weights into a running vLLM, once the requests in flight have ended. Raises `EngineError` unless version and checksum are those
+    that were sent, or when that takes longer than `TRANSFER_S`."""
+    await _drain(llm)
+    async with _deadline(weights.version):
+        await _renew(llm, weights)
+
+
+async def _drain(llm: AsyncLLM) -> None:
     await llm.pause_generation(mode="wait", clear_cache=True)
+
+
+@asynccontextmanager
+async def _deadline(version: int) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"the transfer of the weights of version {version} took more than {TRANSFER_S:g} s") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((MEETING, 0))
+        return probe.getsockname()[1]
+
+
+async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
     try:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=_update(weights)))

@@ -14,13 +14,12 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -90,17 +89,6 @@ class Seat:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Broadcast(NcclWeights):
-    """Weights that the first rank broadcasts while the engine receives them."""
-
-    send: Callable[[], Awaitable[None]] = field(kw_only=True)
-
-    async def done(self) -> None:
-        """Sends them. Raises `LearnerError`."""
-        await self.send()
-
-
 class RankTraceback(Exception):
     """What a rank said of its end: the cause of a `LearnerError`, there for the log."""
 
@@ -110,8 +98,7 @@ class DeepSpeedLearner:
 
     def __init__(self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int) -> None:
         self.version = 0
-        self._receivers, self._meeting = receivers, _free_port() if receivers else 0
-        self._settings, self._deadline = settings, deadline
+        self._settings, self._deadline, self._receivers = settings, deadline, receivers
         size = model_size(settings.model, settings.key)
         self._bytes = size.bytes if size else 0
         self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
@@ -142,8 +129,8 @@ class DeepSpeedLearner:
         """See `crl.protocols.Learner`. Raises `LearnerError`."""
         return await self._unbroken(self._step(minibatches))
 
-    async def publish(self) -> FileWeights | Broadcast:
-        """See `crl.protocols.Learner`. A broadcast begins with its `done`."""
+    async def publish(self) -> FileWeights | NcclWeights:
+        """See `crl.protocols.Learner`. A broadcast begins when the engine has it sent."""
         return await self._unbroken(self._announce() if self._receivers else self._write())
 
     async def save(self, directory: Path) -> None:
@@ -178,10 +165,10 @@ class DeepSpeedLearner:
         self.version += stats.updates > 0
         return replace(stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)})
 
-    async def _announce(self) -> Broadcast:
+    async def _announce(self) -> NcclWeights:
         checksum, manifest = await self._command("publish", None)
-        meeting = ("127.0.0.1", self._meeting, 1 + self._receivers)
-        return Broadcast(*meeting, self.version, checksum, manifest, send=lambda: self._unbroken(self._command("broadcast", *meeting)))
+        size = 1 + self._receivers
+        return NcclWeights(size, self.version, checksum, manifest, lambda port: self._unbroken(self._command("broadcast", port, size)))
 
     async def _write(self) -> FileWeights:
         path = weights_path(self._bytes)
@@ -411,12 +398,6 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     if settings.deterministic:
         own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {**os.environ, **own, **{name: str(value) for name, value in places.items()}}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ── what goes through the pipe ──────────────────────────────────────────────────────────────────────────────────────

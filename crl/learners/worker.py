@@ -43,7 +43,7 @@ from crl.learners.step import Figures, Tensors, Trainer, adamw, untrained
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
 from crl.scratch import sweep_all
-from crl.sync import write_tensors
+from crl.sync import MEETING, write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
@@ -296,7 +296,10 @@ class Rank:
         return self._trainer.step(minibatches, version)
 
     def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
-        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too."""
+        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too.
+
+        Without one they are only gathered and counted, where they are: `broadcast` gathers them again when the engines wait for them.
+        """
         manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
         if path is not None:
             crc = self._write(path, manifest, self._weights())
@@ -304,7 +307,7 @@ class Rank:
             crc = functools.reduce(lambda crc, named: checksum(dict([named]), crc) if self._first else 0, self._weights(), 0)
         return (crc, manifest) if self._first else None
 
-    def broadcast(self, address: str, port: int, world_size: int) -> None:
+    def broadcast(self, port: int, world_size: int) -> None:
         """Sends the weights from the first rank, the NCCL group's rank 0, to vLLM's workers, gathered one by one and packed as they expect.
 
         Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
@@ -317,7 +320,7 @@ class Rank:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         if self._receivers is None:  # the workers meet this rank here, the first time
-            self._receivers = trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+            self._receivers = trainer_init({"master_address": MEETING, "master_port": port, "world_size": world_size})
         packed_nccl_broadcast_producer(self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1])
 
     def save(self, directory: Path) -> None:
