@@ -26,7 +26,7 @@ RANKS = {
 }
 """Every room of the package. A room imports itself and strictly lower ranks; a new room is placed here."""
 
-SIDEWAYS = {("crl.tokens", "crl.modeling")}
+SIDEWAYS = {("crl.tokens", "crl.modeling"), ("crl.sync", "crl.modeling")}
 """Imports allowed between rooms of one rank, beside those of rank 0."""
 
 SHARED = {
