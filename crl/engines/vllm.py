@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from crl.config.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
-from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
+from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm, started
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
@@ -191,7 +191,9 @@ class VllmEngine:
 
     async def _start(self, arguments: dict[str, Any], gpus: tuple[str, ...]) -> AsyncLLM:
         llm = await start_vllm(arguments, gpus, self._settings.threads)
-        await llm.update_weight_version(str(self.version))
+        async with started(llm):
+            await llm.update_weight_version(str(self.version))
+            await llm.get_supported_tasks()  # which the first request would ask
         return llm
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────

