@@ -7,6 +7,8 @@ import math
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -315,6 +317,10 @@ def long_step() -> list[Minibatch]:
     return [minibatch(i, samples=60) for i in range(400)]
 
 
+LONG_STEP = 40
+"""Minibatches of a step that takes longer than three seconds."""
+
+
 def nobody_left(learner: DeepSpeedLearner) -> bool:
     return all(rank._process is not None and rank._process.returncode is not None for rank in learner._ranks)
 
@@ -355,14 +361,59 @@ async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
         assert nobody_left(learner)
 
 
-async def test_a_command_that_overruns_its_deadline_says_where_the_rank_was(model: Path) -> None:
-    async with ranks(model, deadline=60) as learner:
-        learner._deadline = 3
-        seconds, error = await seconds_to_error(learner.step(long_step()))
-        assert 3 < seconds < 13
-        assert "did not finish in learner.deadline = 3 s (in step)" in str(error)
-        assert "in _gradient" in str(error.__cause__), "the stack of the rank"
+class Hanging(SurrogateLoss):
+    """In the second rank, it never comes to an end."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            self.wait_for_ever()
+        return super().__call__(*args, **kwargs)
+
+    def wait_for_ever(self) -> None:
+        threading.Event().wait()
+
+
+class Skipping(SurrogateLoss):
+    """From now on the second rank takes no part in the gathering of weights."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            sys.modules["__main__"].Rank._weights = lambda self: iter(())
+        return super().__call__(*args, **kwargs)
+
+
+async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(model: Path) -> None:
+    """The other one, which waits for it in gloo, is not."""
+    async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
+        seconds, error = await seconds_to_error(learner.step(STEPS[0]))
+        assert 3 < seconds < 10
+        assert str(error) == "rank 1 of 2 made no progress in learner.deadline = 3 s (in step)"
+        first, second = str(error.__cause__).split("what rank 0 said:")
+        assert first.startswith("what rank 1 said:")
+        assert "in wait_for_ever" in first
+        assert "all_reduce" in second
         assert nobody_left(learner)
+
+
+async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> None:
+    async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, deadline=3) as learner:
+        await learner.step(STEPS[0])
+        seconds, error = await seconds_to_error(learner.publish())
+        assert 3 < seconds < 10
+        assert str(error) == "rank 0 of 2 made no progress in learner.deadline = 3 s (in publish)"
+        first, second = str(error.__cause__).split("what rank 1 said:")
+        assert "in _weights" in first, "it waits there"
+        assert "in command" in second, "it has nothing to do"
+        assert nobody_left(learner)
+
+
+async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
+    """While it gets further, which it does many times a second."""
+    async with ranks(model, deadline=3) as learner:
+        begin = time.monotonic()
+        stats = await learner.step([minibatch(i, samples=60) for i in range(LONG_STEP)])
+        assert stats.updates == LONG_STEP
+        assert time.monotonic() - begin > 3
 
 
 async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> None:
