@@ -325,8 +325,9 @@ class _Process:
         assert self._process is not None
         assert self._process.stdin is not None
         self.busy, self.moved = True, asyncio.get_running_loop().time()
+        framed = await asyncio.to_thread(frame, message)  # a step's samples take a while
         with suppress(OSError):  # its end is noticed where it is listened to
-            self._process.stdin.write(frame(message))
+            self._process.stdin.write(framed)
             await self._process.stdin.drain()
         answer = await self._answers.get()
         self.busy = False

@@ -152,7 +152,7 @@ class ZeroTrainer(Trainer):
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
         require_packing(model, settings.model, settings.key)  # later ZeRO has cut it up
-        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload)
+        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda")
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
