@@ -18,6 +18,10 @@ pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not install
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 
+OF_THE_PASSES = ("actor/masked_fraction", "actor/mismatch_explained")
+"""A share of positions, padding among them; and the shape of a gap that is nothing but rounding, which depends on the passes."""
+
+
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DEEPSPEED, "learner.zero=3", "extractor.batch=4", steps=4)
@@ -40,7 +44,7 @@ def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
     train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2, method="grpo")
     alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))
     for name, value in alone[0].items():
-        if name.startswith("actor/") and name != "actor/masked_fraction":
+        if name.startswith("actor/") and name not in OF_THE_PASSES:
             assert together[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
         elif name.startswith("rollout/"):
             assert together[0][name] == value, name
