@@ -202,19 +202,24 @@ class ZeroTrainer(Trainer):
 
     @torch.no_grad()
     def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
+        behind = self._behind(minibatch)
         recomputed = super()._recomputed(minibatch, figures, version)
-        self._wait_for_others(minibatch)
+        self._catch_up(behind)
         return recomputed
 
     @torch.no_grad()
     def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        behind = self._behind(untrained(minibatch.probe))
         super()._probe(minibatch, figures, version)
-        self._wait_for_others(untrained(minibatch.probe))
+        self._catch_up(behind)
 
-    def _wait_for_others(self, minibatch: Minibatch) -> None:
-        """As many passes more as the rank with the most micro-batches has."""
+    def _behind(self, minibatch: Minibatch) -> int:
+        """How many micro-batches fewer than another rank this one has. Asked before the first: a pass is a meeting of all ranks too."""
         own = sum(1 for _ in self._micro_batches(minibatch))
-        for _ in range(self._most(own) - own):
+        return self._most(own) - own
+
+    def _catch_up(self, passes: int) -> None:
+        for _ in range(passes):
             self._tokens(self._idle())
 
     def _idle(self) -> Tensors:
