@@ -63,7 +63,7 @@ def gpu_share(fraction: float | None) -> dict[str, Any]:
 
 
 def start_time(process: int) -> int | None:
-    """When it was started, in the kernel's clock ticks: tells it from a later process with its number. None when it is gone, or a zombie."""
+    """When it was started, in the kernel's clock ticks: tells it from a later process with its number. None: it is gone, or a zombie."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

