@@ -40,7 +40,7 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU
+## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU (about 20 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest tests/engines
 

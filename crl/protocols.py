@@ -43,7 +43,7 @@ class WeightManifest:
 
 
 class PublishHandle(Protocol):
-    """Weights on their way to an engine. Gather `engine.update_weights(handle)` and `handle.done()` under one deadline."""
+    """Weights on their way to an engine, which takes them by `update_weights`."""
 
     @property
     def version(self) -> int: ...
@@ -53,10 +53,6 @@ class PublishHandle(Protocol):
     def transport(self) -> str: ...
     @property
     def manifest(self) -> WeightManifest: ...
-
-    async def done(self) -> None:
-        """Returns when the sending side has nothing left to do. Raises `LearnerError`."""
-        ...
 
     def discard(self) -> None:
         """Gives up what was kept for receivers, once they have it or never will."""
@@ -86,7 +82,10 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, handle: PublishHandle) -> None:
-        """Swaps weights between decode steps, when no request is decoding. Raises `EngineError` on a checksum mismatch."""
+        """Swaps weights between decode steps, when no request is decoding, however long those in flight take to end; from then on a
+        transfer between processes has a deadline. Raises `EngineError` where it overruns that or another checksum arrives, and the
+        sender's `LearnerError`.
+        """
         ...
 
     async def health(self) -> None:

@@ -15,6 +15,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where a file is memory that processes share."""
+
 _PREFIX = "crl-scratch-"
 _LOCK_NAME = "lock"
 _guard = threading.Lock()
@@ -34,6 +37,12 @@ def scratch_folder(parent: Path | None = None) -> Path:
             _folders[own], descriptor = _make_locked(parent)
             atexit.register(_remove_own, os.getpid(), _folders[own], descriptor)
         return _folders[own]
+
+
+def sweep_all() -> None:
+    """`sweep_scratch` wherever folders are usually made."""
+    for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
+        sweep_scratch(parent)
 
 
 def sweep_scratch(parent: Path) -> int:

@@ -1,7 +1,7 @@
 """Weights that travel between processes in a file: a learner writes it tensor by tensor, engines read it where it lies.
 
 The file is in the safetensors format, so anything that loads models can read it. It belongs in memory that processes share
-(`weights_folder`), where writing it costs one copy.
+(`weights_path`), where writing it costs one copy.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ import json
 import math
 import os
 import shutil
-import tempfile
-import zlib
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from crl.modeling import checksum, tensor_bytes
 from crl.protocols import WeightManifest
-from crl.scratch import scratch_folder
-
-SHARED_MEMORY = Path("/dev/shm")
+from crl.scratch import SHARED_MEMORY, scratch_folder
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """What the format calls a dtype."""
+
+MEETING = "127.0.0.1"
+"""Where learners and engines meet, which are on one machine."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,6 @@ class FileWeights:
         with safe_open(self.path, "pt") as file:
             return {name: file.get_tensor(name) for name in self.manifest.names}
 
-    async def done(self) -> None:
-        """The file was complete when it was made."""
-
     def discard(self) -> None:
         """Removes the file; whoever still reads it keeps what it opened."""
         self.path.unlink(missing_ok=True)
@@ -65,19 +63,16 @@ class FileWeights:
 class NcclWeights:
     """A `PublishHandle`: weights that rank 0 of `world_size` NCCL ranks broadcasts, packed as vLLM does it, while the others receive.
 
-    address, port: where the ranks meet before the first transfer, the same for all versions of one learner. Senders derive from it.
+    send: has it done by the learner; the receiver calls it beside its own part, once nothing decodes any more, with the port of this
+    machine where the ranks meet before the first transfer. Raises `LearnerError`.
     """
 
-    address: str
-    port: int
     world_size: int
     version: int
     checksum: int
     manifest: WeightManifest
+    send: Callable[[int], Awaitable[None]]
     transport: str = "nccl"
-
-    async def done(self) -> None:
-        """The sender's: returns when its broadcast has ended."""
 
     def discard(self) -> None:
         """It leaves nothing behind."""
@@ -114,18 +109,22 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
             for name, dtype, shape, tensor in zip(manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True):
                 if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
                     raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
-                data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
-                crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
-                file.write(data)
+                crc = checksum({name: tensor}, crc)
+                file.write(tensor_bytes(tensor.detach()).cpu().numpy().data)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     return crc
 
 
-def weights_folder(prefix: str, size: int) -> Path:
-    """A new folder for files of `size` bytes at a time: in shared memory where they fit twice, else among temporary files. What killed
-    processes left there is removed first."""
+def weights_path(size: int) -> Path:
+    """A new name for a file of `size` bytes: in shared memory where two of them fit, so that two models' may be written at the same time;
+    else among temporary files. What killed processes left there is removed first."""
     parents = [scratch_folder(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
     roomy = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=(*roomy, scratch_folder())[0]))
+    return beside((*roomy, scratch_folder())[0] / "weights")
+
+
+def beside(path: Path) -> Path:
+    """A new name in the same folder."""
+    return path.with_name(f"weights-{uuid.uuid4().hex}.safetensors")

@@ -279,10 +279,12 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The samples of one optimizer update. `total_tokens` counts trained tokens before samples without signal were dropped."""
+    """The samples of one optimizer update. `total_tokens` counts trained tokens before samples without signal were dropped. `probe`: is
+    not trained; on it the trainer's log-probs are held against the engine's."""
 
     samples: tuple[TrainSample, ...]
     total_tokens: int
+    probe: tuple[TokenTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,17 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on matrices this small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# The same examples everywhere, and none of them fails for want of time.
-settings.register_profile("crl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("crl")
+if find_spec("hypothesis"):  # tests/gpu run on machines without it
+    from hypothesis import HealthCheck, settings
+
+    # The same examples everywhere, and none of them fails for want of time.
+    settings.register_profile("crl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("crl")
 
 
 @pytest.fixture(scope="session")

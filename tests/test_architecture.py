@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 RANKS = {
     **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds"], 0),
-    **dict.fromkeys(["crl.protocols", "crl.config", "crl.packing", "crl.extras"], 1),
+    **dict.fromkeys(["crl.protocols", "crl.config", "crl.packing", "crl.extras", "crl.scratch"], 1),
     **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.sync", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
@@ -26,7 +26,7 @@ RANKS = {
 }
 """Every room of the package. A room imports itself and strictly lower ranks; a new room is placed here."""
 
-SIDEWAYS = {("crl.tokens", "crl.modeling")}
+SIDEWAYS = {("crl.tokens", "crl.modeling"), ("crl.sync", "crl.modeling")}
 """Imports allowed between rooms of one rank, beside those of rank 0."""
 
 SHARED = {

@@ -363,8 +363,9 @@ class LearnerSection(Section):
     """what the ranks of deepspeed cut up among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too"""
     offload: bool = False
     """deepspeed keeps the optimizer's state in host memory and updates weights there"""
-    deadline: Annotated[float, Field(gt=0)] = 1800.0
-    """seconds that the ranks of deepspeed may take to start, for one step, or to save, before the run is given up"""
+    deadline: Annotated[float, Field(gt=0)] = 300.0
+    """seconds without progress of deepspeed's ranks (a forward or backward pass, an update, one tensor gathered) after which the run is
+    given up; the longest is mostly the saving of a model, as one; to start and to load they have half an hour"""
 
 
 class EvalSection(Section):

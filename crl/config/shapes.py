@@ -62,3 +62,16 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"its sizes cannot be read ({type(error).__name__}: {error})"
         raise ConfigError(key, str(file), reason, "Restore the config.json that belongs to the model") from error
+
+
+def require_context(role: str, wanted: int, longest: int | None) -> None:
+    """Raises `ConfigError` where ROLE.max_context_tokens is more than the model's positions reach (None = any number)."""
+    if longest is not None and wanted > longest:
+        raise ConfigError(f"{role}.max_context_tokens", wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
+
+
+def require_divisible(role: str, tensor_parallel: int, heads: int) -> None:
+    """Raises `ConfigError` where engine.tensor_parallel does not share a model's attention heads out evenly."""
+    if heads % tensor_parallel:
+        reason = f"the model of {role}.model has {heads} attention heads, which cannot be shared out evenly"
+        raise ConfigError("engine.tensor_parallel", tensor_parallel, reason, f"Choose a divisor of {heads}")

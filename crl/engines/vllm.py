@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
+import tempfile
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +35,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from crl.config.models import model_size
+from crl.config.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm, started
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
-from crl.sync import FileWeights, NcclWeights, weights_folder
+from crl.scratch import scratch_folder
+from crl.sync import MEETING, FileWeights, NcclWeights, beside, weight_bytes, weights_path
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -47,6 +50,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 CPU_CACHE_BYTES = 1 << 30
 """Size of the key-value cache of the CPU build, which is for tiny models; on a GPU it is what memory_fraction leaves."""
+
+TRANSFER_S = 600.0
+"""Seconds that new weights may take into an engine in which nothing decodes any more."""
 
 SEED_BITS = 63
 """vLLM's seeds are signed 64-bit numbers."""
@@ -74,12 +80,13 @@ class VllmSettings:
 class VllmEngine:
     """`crl.protocols.Engine` over vLLM. Made by `start`; must be used from that event loop; `aclose` it there."""
 
-    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig, folder: Path) -> None:
-        self._settings, self._vocabulary, self._folder = settings, config.vocab_size, folder
+    def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig) -> None:
+        self._settings, self._vocabulary = settings, config.vocab_size
+        self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=scratch_folder()))
         self._heads = wider_heads(config)
         self._current: FileWeights | None = None
         self._dead: EngineError | None = None
-        self._connected = False
+        self._receiver = NcclReceiver(settings.tensor_parallel)
         self.version = 0
         self._meter = _Meter()
         arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
@@ -90,8 +97,7 @@ class VllmEngine:
         """Returns when every replica serves. key: the setting that named the model. Raises `ConfigError`, `EngineError`."""
         config = _config(model, key)
         require_fit(config, settings, model, key)
-        size = model_size(model, key)
-        engine = cls(model, settings, config, weights_folder("engine-", size.bytes if size else 0))
+        engine = cls(model, settings, config)
         try:
             await asyncio.gather(*(replica.ready() for replica in engine._replicas))
         except BaseException:
@@ -143,6 +149,9 @@ class VllmEngine:
         except EngineError as error:
             self._dead = error
             raise
+        except OSError as error:
+            self._dead = EngineError(f"there is no room for the weights of version {handle.version}: {error}")
+            raise self._dead from error
         self.version = handle.version
 
     async def health(self) -> None:
@@ -154,6 +163,8 @@ class VllmEngine:
     async def aclose(self) -> None:
         self._dead = self._dead or EngineError("the engine is closed")
         await asyncio.gather(*(replica.aclose() for replica in self._replicas))
+        if self._current is not None:
+            self._current.discard()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _ask(self, ids: Sequence[int], parameters: SamplingParams, session: str | None) -> RequestOutput:
@@ -189,15 +200,16 @@ class VllmEngine:
 
     def _adopt(self, handle: PublishHandle) -> FileWeights:
         """The published weights in a file of this engine's own, which outlives the sender's: an engine that dies starts from it."""
-        path = self._folder / f"{handle.version}-{time.monotonic_ns()}.safetensors"
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         if isinstance(handle, FileWeights) and not self._heads:
+            path = beside(handle.path)
             link_or_copy(handle.path, path)
             return replace(handle, path=path)  # which the workers compare with the checksum
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
             raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
+        path = weights_path(weight_bytes(handle.manifest))
         return FileWeights.write(path, self._heads.widened(tensors) if self._heads else tensors, handle.version)
 
     def _widened(self, model: Path) -> Path:
@@ -224,26 +236,69 @@ class VllmEngine:
             raise EngineError("vLLM died, and the weights that it had came over NCCL: only the learner has them. Resume from a checkpoint")
 
     async def _broadcast(self, weights: NcclWeights) -> None:
-        """Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0."""
         ranks = self._settings.tensor_parallel
         if weights.world_size != 1 + ranks * len(self._replicas):
             raise EngineError(f"the learner sends to {weights.world_size - 1} workers, but there are {ranks * len(self._replicas)}")
         engines = [await replica.ready() for replica in self._replicas]
-        if not self._connected:
-            meeting = {"master_address": weights.address, "master_port": weights.port, "world_size": weights.world_size, "packed": True}
-            offsets = range(1, weights.world_size, ranks)
-            requests = [WeightTransferInitRequest(init_info={**meeting, "rank_offset": offset}) for offset in offsets]
-            await asyncio.gather(*(llm.init_weight_transfer_engine(r) for llm, r in zip(engines, requests, strict=True)))
-            self._connected = True
         try:
-            await asyncio.gather(*(swap(llm, weights) for llm in engines))
+            await self._receiver.receive(engines, weights)
         except EngineDeadError as error:
             raise EngineError("vLLM died while it received weights over NCCL: only the learner has them") from error
 
 
-async def swap(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
-    """New weights into a running vLLM, between requests. Raises `EngineError` unless version and checksum are those that were sent."""
+class NcclReceiver:
+    """The workers of one `VllmEngine` as ranks of a learner's NCCL group, which they join before its first transfer.
+
+    Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+    """
+
+    def __init__(self, tensor_parallel: int) -> None:
+        self._workers, self._port = tensor_parallel, 0
+
+    async def receive(self, engines: Sequence[AsyncLLM], weights: NcclWeights) -> None:
+        """As `swap` does it, but all engines together, and the learner sends meanwhile."""
+        await asyncio.gather(*(_drain(llm) for llm in engines))
+        async with _deadline(weights.version):
+            first, self._port = not self._port, self._port or _free_port()  # now, so that nobody else takes it before they meet
+            await asyncio.gather(weights.send(self._port), self._take_in(engines, weights, first))
+
+    async def _take_in(self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool) -> None:
+        if first:
+            group = {"master_address": MEETING, "master_port": self._port, "world_size": weights.world_size, "packed": True}
+            offsets = range(1, weights.world_size, self._workers)
+            requests = [WeightTransferInitRequest(init_info={**group, "rank_offset": offset}) for offset in offsets]
+            await asyncio.gather(*(llm.init_weight_transfer_engine(r) for llm, r in zip(engines, requests, strict=True)))
+        await asyncio.gather(*(_renew(llm, weights) for llm in engines))
+
+
+async def swap(llm: AsyncLLM, weights: FileWeights) -> None:
+    """New weights into a running vLLM, once the requests in flight have ended. Raises `EngineError` unless version and checksum are those
+    that were sent, or when that takes longer than `TRANSFER_S`."""
+    await _drain(llm)
+    async with _deadline(weights.version):
+        await _renew(llm, weights)
+
+
+async def _drain(llm: AsyncLLM) -> None:
     await llm.pause_generation(mode="wait", clear_cache=True)
+
+
+@asynccontextmanager
+async def _deadline(version: int) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"the transfer of the weights of version {version} took more than {TRANSFER_S:g} s") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((MEETING, 0))
+        return probe.getsockname()[1]
+
+
+async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
     try:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=_update(weights)))
@@ -319,19 +374,13 @@ def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
     """Raises `ConfigError` for a model that vLLM's kernels are not made for, or that cannot be cut into so many parts."""
-    heads = config.num_attention_heads
     if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         reason = f"its attention heads have {head_size(config)} numbers, and vLLM's CPU build serves {sizes}"
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and settings.max_context > longest:
-        section = key.partition(".")[0]
-        reason = f"the model reads at most {longest} tokens"
-        raise ConfigError(f"{section}.max_context_tokens", settings.max_context, reason, f"Choose at most {longest}")
-    if heads % settings.tensor_parallel:
-        reason = f"the model of {key} has {heads} attention heads, which cannot be shared out evenly"
-        raise ConfigError("engine.tensor_parallel", settings.tensor_parallel, reason, f"Choose a divisor of {heads}")
+    role = key.partition(".")[0]
+    require_context(role, settings.max_context, getattr(config, "max_position_embeddings", None))
+    require_divisible(role, settings.tensor_parallel, config.num_attention_heads)
 
 
 def head_size(config: PreTrainedConfig) -> int:

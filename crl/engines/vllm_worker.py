@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from crl.engines.vllm_replica import OWNER, start_time
 from crl.modeling import checksum
-from crl.scratch import sweep_scratch
-from crl.sync import SHARED_MEMORY
+from crl.scratch import sweep_all
 
 WATCH_S = 2.0
 """Seconds between two looks at the owner."""
@@ -167,7 +164,7 @@ def follow_owner() -> None:
     def watch() -> None:
         while start_time(owner) == started:
             time.sleep(WATCH_S)
-        sweep = threading.Thread(target=_sweep, name="sweep")  # no daemon: a process that ends waits for it
+        sweep = threading.Thread(target=sweep_all, name="sweep")  # no daemon: a process that ends waits for it
         sweep.start()
         _end(engine, signal.SIGTERM)
         time.sleep(GRACE_S)
@@ -182,11 +179,6 @@ def follow_owner() -> None:
 def _end(engine: int, number: signal.Signals) -> None:
     if engine in (os.getppid(), os.getpid()):  # else it is gone
         os.kill(engine, number)
-
-
-def _sweep() -> None:
-    for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-        sweep_scratch(parent)
 
 
 if OWNER in os.environ:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from crl.protocols import TaskSource
@@ -170,6 +170,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def readable(text: str) -> str:
     """The text with U+FFFD for every lone surrogate, as a truncated escape in a data file leaves one: no tokenizer and no file takes it."""
     return _SURROGATE.sub("\ufffd", text)
+
+
+def in_run(task: Task, name: str) -> Task:
+    """What an environment drew, as a run has it: under the name that the run gives the task, with a `readable` goal."""
+    return replace(task, name=name, goal=readable(task.goal))
 
 
 def refusal(rendering: Rendering, actions: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+from crl.envs.base import in_run
 from crl.protocols import State, TaskSource
 from crl.types import Task, Trajectory
 
@@ -23,7 +23,7 @@ class Mixture:
         names = list(self._sources)
         turns = [names[(self._drawn + i) % len(names)] for i in range(n)]
         self._drawn += n
-        return [replace(self._sources[name].draw(1)[0], name=name) for name in turns]
+        return [in_run(self._sources[name].draw(1)[0], name) for name in turns]
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         for name, source in self._sources.items():

@@ -1,10 +1,11 @@
 """The DeepSpeed learner: one model trained by several processes, its optimizer, gradients and weights cut up among them by ZeRO.
 
 Cast. `DeepSpeedLearner` lives on the event loop; it starts one process per rank (`crl.learners.worker`), shares every minibatch out,
-gives all ranks the same commands and waits for their answers, each under a deadline. `_Process` is one rank as seen from here.
+gives all ranks the same commands and waits for their answers, for as long as they get further. `_Process` is one rank as seen from here.
 
-A rank that raises, dies, stops or overruns a deadline ends the learner within seconds: its `LearnerError` says what happened to which
-rank, and its cause is the rank's own traceback. Weights go out from the first rank: in a file, or over NCCL to engines on other GPUs.
+A rank that raises, dies or stops ends the learner within seconds, ranks that wait for each other do after a deadline: its `LearnerError`
+says what happened to which rank, and its cause is the rank's own traceback. Weights go out from the first rank: in a file, or over NCCL to
+engines on other GPUs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import struct
 import sys
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import tempfile
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -30,7 +30,8 @@ from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
 from crl.learners.step import TrainSettings
 from crl.protocols import Loss, State
-from crl.sync import FileWeights, NcclWeights, weights_folder
+from crl.scratch import scratch_folder
+from crl.sync import FileWeights, NcclWeights, weights_path
 from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")
@@ -43,6 +44,9 @@ BEAT_S = 1.0
 
 SILENCE_S = 7.0
 """Seconds without one after which a rank counts as hung: stopped, or stuck where no Python runs."""
+
+LOADING_S = 1800.0
+"""Seconds that ranks may take to start, and to load a checkpoint's model: one long read of a disk."""
 
 GRACE_S = 1.0
 """Seconds in which a rank that fails may be followed by the one that it failed of."""
@@ -61,8 +65,8 @@ class RankSettings:
     """What every rank is given.
 
     model: directory of the model; key: the setting that named it; precision: of weights in forward and backward passes (the optimizer
-    keeps float32 ones); zero: the stage; offload: the optimizer's state is kept in host memory; deadline: seconds that ranks wait for
-    each other.
+    keeps float32 ones); zero: the stage; offload: the optimizer's state is kept in host memory; deadline: seconds in which one of them
+    must get further.
     """
 
     model: Path
@@ -89,17 +93,6 @@ class Seat:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Broadcast(NcclWeights):
-    """Weights that the first rank broadcasts while the engine receives them."""
-
-    send: Callable[[], Awaitable[None]] = field(kw_only=True)
-
-    async def done(self) -> None:
-        """Sends them. Raises `LearnerError`."""
-        await self.send()
-
-
 class RankTraceback(Exception):
     """What a rank said of its end: the cause of a `LearnerError`, there for the log."""
 
@@ -109,12 +102,14 @@ class DeepSpeedLearner:
 
     def __init__(self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int) -> None:
         self.version = 0
-        self._receivers, self._meeting = receivers, _free_port() if receivers else 0
-        self._settings, self._deadline = settings, deadline
+        self._settings, self._deadline, self._receivers = settings, deadline, receivers
+        self._patience = LOADING_S
         size = model_size(settings.model, settings.key)
-        self._folder = weights_folder("learner-", size.bytes if size else 0)
+        self._bytes = size.bytes if size else 0
+        self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
         self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
         self._trouble = asyncio.Event()
+        self._stuck = False
         self._failure: LearnerError | None = None
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,8 +118,8 @@ class DeepSpeedLearner:
     async def start(
         cls, settings: RankSettings, ranks: int, *, deadline: float, gpus: Sequence[str] = (), receivers: int = 0
     ) -> DeepSpeedLearner:
-        """deadline: seconds for each command. gpus: one for each rank, as CUDA_VISIBLE_DEVICES names them; none on the CPU. receivers:
-        vLLM's workers to which weights are broadcast over NCCL; 0 = they go out in a file.
+        """deadline: seconds without progress after which a command is given up. gpus: one for each rank, as CUDA_VISIBLE_DEVICES names
+        them; none on the CPU. receivers: vLLM's workers to which weights are broadcast over NCCL; 0 = they go out in a file.
 
         Raises `ConfigError` for a model that cannot be loaded, `LearnerError` when the ranks do not come up.
         """
@@ -140,8 +135,8 @@ class DeepSpeedLearner:
         """See `crl.protocols.Learner`. Raises `LearnerError`."""
         return await self._unbroken(self._step(minibatches))
 
-    async def publish(self) -> FileWeights | Broadcast:
-        """See `crl.protocols.Learner`. A broadcast begins with its `done`."""
+    async def publish(self) -> FileWeights | NcclWeights:
+        """See `crl.protocols.Learner`. A broadcast begins when the engine has it sent."""
         return await self._unbroken(self._announce() if self._receivers else self._write())
 
     async def save(self, directory: Path) -> None:
@@ -176,13 +171,13 @@ class DeepSpeedLearner:
         self.version += stats.updates > 0
         return replace(stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)})
 
-    async def _announce(self) -> Broadcast:
+    async def _announce(self) -> NcclWeights:
         checksum, manifest = await self._command("publish", None)
-        meeting = ("127.0.0.1", self._meeting, 1 + self._receivers)
-        return Broadcast(*meeting, self.version, checksum, manifest, send=lambda: self._unbroken(self._command("broadcast", *meeting)))
+        size = 1 + self._receivers
+        return NcclWeights(size, self.version, checksum, manifest, lambda port: self._unbroken(self._command("broadcast", port, size)))
 
     async def _write(self) -> FileWeights:
-        path = self._folder / f"weights-{self.version}-{time.monotonic_ns()}.safetensors"
+        path = weights_path(self._bytes)
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
 
@@ -194,7 +189,7 @@ class DeepSpeedLearner:
             await rank.start(_environment(self._settings, rank.number, count, gpus[rank.number] if gpus else None))
             self._spawn(self._listen(rank))
         seats = [Seat(self._settings, rank.number, count, self._folder) for rank in self._ranks]
-        await self._meet("start", [rank.call(seat) for rank, seat in zip(self._ranks, seats, strict=True)])
+        await self._meet("start", [rank.call(seat) for rank, seat in zip(self._ranks, seats, strict=True)], limit=LOADING_S)
         self._spawn(self._watch())
 
     async def _command(self, name: str, *arguments: object) -> Any:
@@ -206,15 +201,18 @@ class DeepSpeedLearner:
         async with self._turn:
             if self._failure:
                 raise self._failure
+            self._patience = LOADING_S if name == "load" else self._deadline
             calls = [rank.call((name, given)) for rank, given in zip(self._ranks, arguments, strict=True)]
             return (await self._meet(name, calls))[0]
 
-    async def _meet(self, name: str, calls: Sequence[Coroutine[Any, Any, T]]) -> Sequence[T]:
-        """All answers, unless a rank is lost before. Raises `LearnerError`, and what a rank found wrong with its settings."""
+    async def _meet(self, name: str, calls: Sequence[Coroutine[Any, Any, T]], limit: float | None = None) -> Sequence[T]:
+        """All answers, unless a rank is lost before. limit: seconds, whatever progress there is. Raises `LearnerError`, and what a rank
+        found wrong with its settings."""
         answers = asyncio.gather(*calls)
         trouble = asyncio.create_task(self._trouble.wait())
         try:
-            await asyncio.wait({answers, trouble}, timeout=self._deadline, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({answers, trouble}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            self._stuck = self._stuck or not ended
             if answers.done() and not self._trouble.is_set():
                 return answers.result()
             raise await self._lost(f"in {name}")
@@ -246,7 +244,7 @@ class DeepSpeedLearner:
         self._trouble.set()
 
     async def _watch(self) -> None:
-        """Misses the signs of life. A pause of this process itself, in which nothing was read, is nobody's silence."""
+        """Misses the signs of life, and of progress. A pause of this process itself, in which nothing was read, is nobody's silence."""
         loop = asyncio.get_running_loop()
         last = loop.time()
         while not self._trouble.is_set():
@@ -255,14 +253,18 @@ class DeepSpeedLearner:
             last = now
             for rank in self._ranks:
                 if paused:
-                    rank.heard = now
+                    rank.heard = rank.moved = now
                 elif now - rank.heard > SILENCE_S:
                     rank.silent = True
                     self._trouble.set()
+            busy = [rank for rank in self._ranks if rank.busy]
+            if busy and now - max(rank.moved for rank in busy) > self._patience:  # one that waits for another stands still too
+                self._stuck = True
+                self._trouble.set()
 
     async def _lost(self, when: str) -> CrlError:
         """Ends every rank; returns why it had to be."""
-        if not self._trouble.is_set():
+        if self._stuck:
             for rank in self._ranks:
                 rank.ask_where()
         await asyncio.sleep(GRACE_S)
@@ -278,9 +280,11 @@ class DeepSpeedLearner:
         guilty, count = min(self._ranks, key=_Process.guilt), len(self._ranks)
         if fault := guilty.fault():
             return f"rank {guilty.number} of {count} {fault}", [guilty]
-        late = [rank for rank in self._ranks if rank.busy] or self._ranks
+        least = min((rank.progress for rank in self._ranks if rank.busy), default=(0, 0))
+        late = [rank for rank in self._ranks if rank.busy and rank.progress == least]
         numbers = ", ".join(str(rank.number) for rank in late)
-        return f"rank {numbers} of {count} did not finish in learner.deadline = {self._deadline:g} s", late
+        limit = f"learner.deadline = {self._deadline:g}" if self._patience == self._deadline else f"{self._patience:g}"
+        return f"rank {numbers} of {count} made no progress in {limit} s", [*late, *(rank for rank in self._ranks if rank not in late)]
 
 
 # ── one rank, from here ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,11 +300,13 @@ class _Raised:
 
 
 class _Process:
-    """One rank's process. `heard`: when it last said anything, on the loop's clock."""
+    """One rank's process. On the loop's clock, `heard`: when it last said anything; `moved`: when it last got further. `progress`: how
+    far it has come, commands begun and then what was done in the last one; which of two ranks is behind."""
 
     def __init__(self, number: int, log: Path) -> None:
         self.number, self._log = number, log
-        self.heard = 0.0
+        self.heard = self.moved = 0.0
+        self.progress = (0, 0)
         self.busy = self.died = self.silent = False
         self.raised: _Raised | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -318,9 +324,10 @@ class _Process:
         """The answer. Waits for ever when the rank is lost."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self.busy = True
+        self.busy, self.moved = True, asyncio.get_running_loop().time()
+        framed = await asyncio.to_thread(frame, message)  # a step's samples take a while
         with suppress(OSError):  # its end is noticed where it is listened to
-            self._process.stdin.write(frame(message))
+            self._process.stdin.write(framed)
             await self._process.stdin.drain()
         answer = await self._answers.get()
         self.busy = False
@@ -335,7 +342,10 @@ class _Process:
                 (length,) = _LENGTH.unpack(await self._process.stdout.readexactly(_LENGTH.size))
                 kind, value = pickle.loads(await self._process.stdout.readexactly(length))
                 self.heard = asyncio.get_running_loop().time()
-                if kind == "done":
+                if kind == "beat":
+                    self.moved = self.moved if value == self.progress else self.heard
+                    self.progress = value
+                elif kind == "done":
                     self._answers.put_nowait(value)
                 elif kind == "failed":
                     summary, traceback, error = value
@@ -411,12 +421,6 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     return {**os.environ, **own, **{name: str(value) for name, value in places.items()}}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # ── what goes through the pipe ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -425,8 +429,10 @@ def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Miniba
     shares: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for minibatch in minibatches:
         dealt = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
-        for share, indices in zip(shares, dealt, strict=True):
-            share.append(replace(minibatch, samples=tuple(minibatch.samples[i] for i in indices)))
+        probed = rank_shares([len(trace.ids) for trace in minibatch.probe], ranks)
+        for share, indices, probe in zip(shares, dealt, probed, strict=True):
+            samples, traces = (minibatch.samples[i] for i in indices), (minibatch.probe[i] for i in probe)
+            share.append(replace(minibatch, samples=tuple(samples), probe=tuple(traces)))
     return shares
 
 

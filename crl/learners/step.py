@@ -20,12 +20,19 @@ from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling import TokenFigures, checkpoint_activations, token_logprobs
 from crl.packing import pack_sequences
 from crl.protocols import Loss
-from crl.types import Minibatch, StepStats, TrainSample
+from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from crl.config.schema import OptimizerSection
+
+
+MOMENT = "moment_"
+"""What names of figures begin with that others are computed from, at the end."""
+
+ROUNDING = 1e-10
+"""Of a mean square: what does not vary has a smaller variance."""
 
 
 @dataclass(frozen=True)
@@ -113,24 +120,36 @@ class Figures:
         return {name: total / counts[name] for name, total in sums.items()} | maxima
 
 
-def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far log-probs [n] of the same tokens under the same weights are apart, and in which way.
+def mismatch_moments(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Means over tokens of what `mismatch` is computed from: with g = trainer − engine and e = engine, log-probs [n] of the same tokens
+    under the same weights. Means of parts, weighted by tokens, are those of the whole."""
+    gap, engine = (trainer - engine).double(), engine.double()
+    terms = {"kl": gap.exp() - 1 - gap, "g": gap, "e": engine, "gg": gap.square(), "ee": engine.square(), "ge": gap * engine}
+    return {MOMENT + name: term.mean() for name, term in terms.items()}
+
+
+def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's, and in which way.
 
     mismatch_kl: KL of the trainer against the engine (k3 estimator), nats a token; mismatch_correlation: of the two, 1 where either
     does not vary; mismatch_explained: share of the gap's variance that follows linearly from the engine's log-prob.
     """
-    gap = trainer - engine
+    kl, g, e, gg, ee, ge = (moments[MOMENT + name] for name in ("kl", "g", "e", "gg", "ee", "ge"))
+    of_gap, of_engine, common = gg - g * g, ee - e * e, ge - g * e
+    of_trainer = of_engine + of_gap + 2 * common
+    vary = of_engine > ROUNDING * ee
+    correlated = vary and of_trainer > ROUNDING * (ee + gg + 2 * ge)
+    explained = common**2 / (of_gap * of_engine) if vary and of_gap > ROUNDING * gg else 0.0
     return {
-        "mismatch_kl": (gap.exp() - 1 - gap).mean(),
-        "mismatch_correlation": _correlation(trainer, engine, constant=1.0),
-        "mismatch_explained": _correlation(gap, engine, constant=0.0).square(),
+        "mismatch_kl": kl,
+        "mismatch_correlation": (of_engine + common) / math.sqrt(of_engine * of_trainer) if correlated else 1.0,
+        "mismatch_explained": explained,
     }
 
 
-def _correlation(a: torch.Tensor, b: torch.Tensor, constant: float) -> torch.Tensor:
-    a, b = (x.double() - x.double().mean() for x in (a, b))
-    size = a.norm() * b.norm()
-    return torch.where(size > 0, (a @ b) / size, constant).float()
+def untrained(probe: Sequence[TokenTrace]) -> Minibatch:
+    """As something to be cut into micro-batches."""
+    return Minibatch(tuple(TrainSample(trace, 0.0, 0.0) for trace in probe), 0)
 
 
 class Trainer:
@@ -163,6 +182,8 @@ class Trainer:
         for minibatch, own in zip(minibatches, measured, strict=True):
             # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
             # against the engine's.
+            if updates == 0:
+                self._probe(minibatch, own, version)
             total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
             grad_norm = self._update(total)
             if grad_norm is None:
@@ -174,7 +195,9 @@ class Trainer:
             grad_norms.append(grad_norm)
             own.add({"loss": total}, 1)
             figures.merge(own)
-        metrics = self._pooled(figures).result()
+        means = self._pooled(figures).result()
+        moments = {name: value for name, value in means.items() if name.startswith(MOMENT)}
+        metrics = {name: value for name, value in means.items() if name not in moments} | (mismatch(moments) if moments else {})
         if grad_norms:
             metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
         metrics["samples"] = sum(len(m.samples) for m in minibatches)
@@ -227,7 +250,12 @@ class Trainer:
         same = batch.mask & (batch.versions == version)
         tokens = int(same.sum())
         if tokens:
-            figures.add(mismatch(logp[same], batch.old_logp[same]), tokens)
+            figures.add(mismatch_moments(logp[same], batch.old_logp[same]), tokens)
+
+    @torch.no_grad()
+    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        for _, batch in self._micro_batches(untrained(minibatch.probe)):
+            self._add_mismatch(figures, self._tokens(batch).logp, batch, version)
 
     def _micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
         for indices in micro_batches([len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens):

@@ -1,8 +1,8 @@
 """One rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and drives.
 
-Cast. `Link` is the pipe to the parent: commands in, answers out, and a sign of life every second. `ZeroTrainer` is the shared
-training step on a model whose optimizer, gradients and weights ZeRO cuts up among the ranks. `Rank` carries out the commands; every
-rank is given the same ones in the same order, because each of them is a collective operation.
+Cast. `Link` is the pipe to the parent: commands in, answers out, and every second a sign of life, with how far the rank has come.
+`ZeroTrainer` is the shared training step on a model whose optimizer, gradients and weights ZeRO cuts up among the ranks. `Rank` carries
+out the commands; every rank is given the same ones in the same order, because each of them is a collective operation.
 
 A rank lives as long as its parent: when the pipe closes it ends at once, whatever it does.
 """
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -38,11 +38,12 @@ from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_
 from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
-from crl.learners.deepspeed import BEAT_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
-from crl.learners.step import Figures, Tensors, Trainer, adamw
+from crl.learners.deepspeed import BEAT_S, LOADING_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
+from crl.learners.step import Figures, Tensors, Trainer, adamw, untrained
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
-from crl.sync import write_tensors
+from crl.scratch import sweep_all
+from crl.sync import MEETING, write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
@@ -59,12 +60,16 @@ IDLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
 
 
 class Link:
-    """The pipe to the parent. Whatever this process prints goes to its log instead."""
+    """The pipe to the parent. Whatever this process prints goes to its log instead.
+
+    `tick` is called at everything that shows progress, and that all ranks do alike: those that wait for others are then ahead of these.
+    """
 
     def __init__(self) -> None:
         self._in: BinaryIO = sys.stdin.buffer
         self._out = os.fdopen(os.dup(1), "wb")
         self._lock = threading.Lock()
+        self._progress = (0, 0)
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         os.dup2(2, 1)
 
@@ -76,7 +81,13 @@ class Link:
         return seat
 
     def command(self) -> tuple[str, tuple[Any, ...]]:
-        return self._commands.get()
+        command = self._commands.get()
+        self._progress = (self._progress[0] + 1, 0)
+        return command
+
+    def tick(self) -> None:
+        begun, done = self._progress
+        self._progress = (begun, done + 1)
 
     def say(self, kind: str, value: object = None) -> None:
         with self._lock:
@@ -87,22 +98,23 @@ class Link:
         try:
             while True:
                 self._commands.put(read_frame(self._in))
-        except (EOFError, OSError):  # the parent is gone, perhaps without having tidied up
+        except (EOFError, OSError):  # the parent has closed the pipe, or is gone without having tidied up
             shutil.rmtree(folder, ignore_errors=True)
+            sweep_all()
         finally:
             os._exit(0)
 
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self.say("beat")
+            self.say("beat", self._progress)
 
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank is that does not answer
     link = Link()
     try:
-        rank = Rank(link.seat())
+        rank = Rank(link.seat(), link.tick)
         link.say("done")
         while True:
             name, arguments = link.command()
@@ -136,15 +148,15 @@ class ZeroTrainer(Trainer):
     through the same number of micro-batches, and apply or refuse an update together.
     """
 
-    def __init__(self, settings: RankSettings, ranks: int, device: torch.device) -> None:
+    def __init__(self, settings: RankSettings, ranks: int, device: torch.device, tick: Callable[[], None]) -> None:
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
         require_packing(model, settings.model, settings.key)  # later ZeRO has cut it up
-        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload)
+        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda")
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
-        self.stage, self._ranks, self._device = settings.zero, ranks, device
+        self.stage, self._ranks, self._device, self._tick = settings.zero, ranks, device, tick
         self.engine: Any = deepspeed.initialize(model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks))[0]
         self._allocate()
 
@@ -163,6 +175,7 @@ class ZeroTrainer(Trainer):
                 total += loss.item()
             else:
                 loss = self._idle_loss()
+            self._tick()
             if last:
                 total = self._sum(total)
                 # A loss that is not finite may have a gradient that is: spoilt, it is refused, by every rank alike.
@@ -171,12 +184,14 @@ class ZeroTrainer(Trainer):
         return total
 
     def _update(self, total: float) -> float | None:
+        self._tick()
         if self.stage == 0:
             return super()._update(total)
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else None
 
     def _tokens(self, batch: Tensors) -> TokenFigures:
+        self._tick()
         return TokenFigures(*self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference))
 
     def _pooled(self, figures: Figures) -> Figures:
@@ -188,10 +203,19 @@ class ZeroTrainer(Trainer):
     @torch.no_grad()
     def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
         recomputed = super()._recomputed(minibatch, figures, version)
+        self._wait_for_others(minibatch)
+        return recomputed
+
+    @torch.no_grad()
+    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        super()._probe(minibatch, figures, version)
+        self._wait_for_others(untrained(minibatch.probe))
+
+    def _wait_for_others(self, minibatch: Minibatch) -> None:
+        """As many passes more as the rank with the most micro-batches has."""
         own = sum(1 for _ in self._micro_batches(minibatch))
         for _ in range(self._most(own) - own):
             self._tokens(self._idle())
-        return recomputed
 
     def _idle(self) -> Tensors:
         return Tensors.of([IDLE], self._device)
@@ -260,7 +284,8 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
 class Rank:
     """Carries out what the parent asks of all ranks. Answers that are the same on all are read from rank 0."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, tick: Callable[[], None]) -> None:
+        """tick: called whenever the work gets further."""
         settings = seat.settings
         torch.set_num_threads(settings.threads)
         if settings.deterministic:
@@ -275,9 +300,12 @@ class Rank:
             init_method=f"file://{seat.folder / 'ranks'}",
             rank=seat.rank,
             world_size=seat.ranks,
-            timeout=timedelta(seconds=2 * settings.deadline),  # the parent, which asks all of them where they are, is to be first
+            timeout=timedelta(
+                seconds=2 * max(settings.deadline, LOADING_S)
+            ),  # the parent, which asks all of them where they are, is to be first
         )
-        self._trainer = ZeroTrainer(settings, seat.ranks, self._device)
+        self._tick = tick
+        self._trainer = ZeroTrainer(settings, seat.ranks, self._device, tick)
         self._model = self._trainer.model
         self._receivers: Any = None
 
@@ -285,7 +313,10 @@ class Rank:
         return self._trainer.step(minibatches, version)
 
     def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
-        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too."""
+        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too.
+
+        Without one they are only gathered and counted, where they are: `broadcast` gathers them again when the engines wait for them.
+        """
         manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
         if path is not None:
             crc = self._write(path, manifest, self._weights())
@@ -293,7 +324,7 @@ class Rank:
             crc = functools.reduce(lambda crc, named: checksum(dict([named]), crc) if self._first else 0, self._weights(), 0)
         return (crc, manifest) if self._first else None
 
-    def broadcast(self, address: str, port: int, world_size: int) -> None:
+    def broadcast(self, port: int, world_size: int) -> None:
         """Sends the weights from the first rank, the NCCL group's rank 0, to vLLM's workers, gathered one by one and packed as they expect.
 
         Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
@@ -306,7 +337,7 @@ class Rank:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         if self._receivers is None:  # the workers meet this rank here, the first time
-            self._receivers = trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+            self._receivers = trainer_init({"master_address": MEETING, "master_port": port, "world_size": world_size})
         packed_nccl_broadcast_producer(self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1])
 
     def save(self, directory: Path) -> None:
@@ -358,6 +389,7 @@ class Rank:
                 yield name, parameter.detach()
 
     def _gathered(self, parameter: torch.nn.Parameter, *, change: bool = False) -> AbstractContextManager[Any]:
+        self._tick()
         if self._trainer.stage < 3:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if change else None)
@@ -368,6 +400,7 @@ class Rank:
                 yield f"{kind}.{name}", self._state(parameter, kind)
 
     def _state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        self._tick()
         if not self._trainer.stage:
             return self._trainer.optimizer.state[parameter][kind]
         whole = safe_get_full_fp32_param(parameter) if kind == "weight" else safe_get_full_optimizer_state(parameter, kind)
@@ -380,6 +413,7 @@ class Rank:
                 parameter.copy_(value)
 
     def _set_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        self._tick()
         value = value.to(self._device)
         if not self._trainer.stage:
             self._trainer.optimizer.state[parameter][kind].copy_(value)

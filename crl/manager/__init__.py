@@ -6,7 +6,7 @@ from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager
 from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
-from crl.manager.records import Distilled, DistilRequest
+from crl.manager.records import Distilled, DistilRequest, Generation
 from crl.manager.refine import RefinePromptWriter
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.settings import ManagerSettings, Progress, Prompts
@@ -19,6 +19,7 @@ __all__ = [
     "Distilled",
     "ExperienceManager",
     "ExtractorSample",
+    "Generation",
     "ManagerSettings",
     "MergePromptWriter",
     "MergeStats",

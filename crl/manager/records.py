@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, Trajectory, Verdict
+from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
 """Which entry goes where there is no room: the first written, the least recently returned, or the one of the lowest `credit_score`."""
@@ -116,6 +116,11 @@ class Generation:
     head: int
     c_train: int = 0
     t_last: int | None = None
+
+    @property
+    def trace(self) -> TokenTrace:
+        """All that was sampled, which is more than what credit trains."""
+        return TokenTrace().with_context(self.prompt).with_sampled(self.completion)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from crl.config import RunConfig, resolve_model
 from crl.config.models import model_profile
 from crl.config.schema import RATE_WINDOW, ActorSection, ExtractorSection
+from crl.config.shapes import require_context
 from crl.embedders import open_embedder
 from crl.engines import prepare_vllm
 from crl.engines.torch import TorchEngine
@@ -67,9 +68,6 @@ from crl.run.probe import AdviceProbe
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 NO_GPU = Assigned()
 
@@ -298,8 +296,8 @@ def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
     model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), _precision(config, role), key=role.key)
-    _require_context(role, model)
     context = role.section.max_context_tokens
+    require_context(role.name, context, getattr(model.config, "max_position_embeddings", None))
     return TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
 
 
@@ -310,13 +308,6 @@ def _learner_device(config: RunConfig) -> torch.device:
 def _precision(config: RunConfig, role: ModelRole) -> torch.dtype:
     """One for learner and engine: what is published is what is sampled with, bit for bit."""
     return precision(config.learner.precision, role.path, _learner_device(config))
-
-
-def _require_context(role: ModelRole, model: PreTrainedModel) -> None:
-    longest, wanted = getattr(model.config, "max_position_embeddings", None), role.section.max_context_tokens
-    if longest is not None and wanted > longest:
-        key = f"{role.name}.max_context_tokens"
-        raise ConfigError(key, wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
 
 
 def _runner(
@@ -494,7 +485,7 @@ async def _experience(
     trainer = None
     if method.extractor:
         learner = await _learner(config, gpus, role, method.extractor.loss, stack)
-        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor)
+        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor, diagnostics.answers)
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,

@@ -4,14 +4,17 @@ guide, whether they are of the right place, and what being guided is worth. Noth
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from crl.envs.base import Advisor, Verdict
-from crl.manager import Distilled
+from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest
 from crl.run.figures import group_gaps
 from crl.types import Trajectory
+
+PROBE = 4
+"""Answers of the extractor on which its trainer is held against its engine."""
 
 
 class Diagnostics:
@@ -23,6 +26,8 @@ class Diagnostics:
         self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.gaps: list[list[float]] = []
         """Guided minus free, per step and group."""
+        self.answers: deque[Generation] = deque(maxlen=PROBE)
+        """The extractor's newest."""
         self.lessons: list[tuple[int, int]] = []
         """(correct, all) answers of the extractor, per step."""
 
@@ -38,6 +43,7 @@ class Diagnostics:
 
     def distilled(self, distilled: Distilled) -> None:
         """One answer of the extractor counts once: by its first lesson, else as `return` or `malformed`."""
+        self.answers.append(distilled.generation)
         advisor = self._advisors.get(distilled.request.task.name)
         if advisor is None:
             return

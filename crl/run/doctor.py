@@ -8,7 +8,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from crl.config.models import find_model, model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import ModelShape
 from crl.errors import ConfigError
-from crl.run.gpu_memory import GIB, host_memory
+from crl.run.gpu_memory import GIB, host_memory, number_bytes
 from crl.run.gpu_plan import gpu_plan
 from crl.run.gpus import Gpu, visible_gpus
 
@@ -32,8 +32,8 @@ CHECKPOINT_BYTES = 14
 MANY_FILES, FEW_FILES = 4096, 1024
 """Open files that a large run may need, and below which a small one may fail: pipes and sockets of engines, learners, environments."""
 
-LARGEST_OFFLOAD = 0.85
-"""Share of the machine's memory that offloaded optimizers may take: environments, the bank and page cache need some too."""
+LARGEST_SHARE = 0.85
+"""Share of the machine's memory that models may take: environments, the bank and page cache need some too."""
 
 BUSY = 0.05
 """Share of a GPU's memory in use from which on somebody else is at work there."""
@@ -225,11 +225,13 @@ def _shapes(config: RunConfig) -> list[ModelShape]:
 
 
 def _memory(config: RunConfig) -> Check:
-    """Of the machine: optimizers that are offloaded to it."""
+    """Of the machine: optimizers that are offloaded to it, weights on their way, and whole models in ranks that start."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offloaded = sum(host_memory(shape, config.learner) for shape in _shapes(config))
-    found = f"{total / GIB:.1f} GiB" + (f", offloaded optimizers take {offloaded / GIB:.1f}" if offloaded else "")
-    if total >= max(2 * GIB, offloaded / LARGEST_OFFLOAD):
+    offloaded, sizes = sum(host_memory(shape, config.learner) for shape in _shapes(config)), _sizes(config)
+    starting = config.learner.ranks * max(sizes) if config.learner.kind == "deepspeed" and sizes else 0
+    wanted = offloaded + _published(config, sizes) + starting
+    found = f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts take {wanted / GIB:.1f}"
+    if total >= max(2 * GIB, wanted / LARGEST_SHARE):
         return Check("memory", "ok", found)
     return Check("memory", "fail", found, "Use --set learner.offload=false on more GPUs" if offloaded else "Use a machine with more")
 
@@ -244,18 +246,37 @@ def _disk(config: RunConfig, where: Path) -> Check:
 
 
 def _shared_memory(config: RunConfig, where: Path) -> Check:
-    """Published weights in 16 bits, one version of each model; torch's and NCCL's own segments."""
+    """Published weights; torch's and NCCL's own segments."""
     if not where.is_dir():
         return Check("/dev/shm", "fail", "not there", "Mount it: mount -t tmpfs shm /dev/shm")
     usage = shutil.disk_usage(where)
-    by_file = config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
-    weights = 2 * sum(shape.parameters for shape in _shapes(config)) if by_file and config.engine.transfer == "file" else 0
-    wanted = weights + (GIB if by_file else 64 << 20)
+    by_file = _apart(config)
+    least = GIB if by_file else 64 << 20
+    wanted = _published(config, _sizes(config)) + least
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {wanted / GIB:.1f} wanted"
     if usage.free >= wanted:
         return Check("/dev/shm", "ok", found)
     remedy = f"Enlarge it: docker run --shm-size={int(wanted / GIB) + 1}g, or mount -o remount,size={int(wanted / GIB) + 1}G /dev/shm"
-    return Check("/dev/shm", "fail", found, remedy)
+    if usage.free < least:
+        return Check("/dev/shm", "fail", found, remedy)
+    return Check("/dev/shm", "warn", f"{found}: weights would go over the disk", remedy)
+
+
+def _apart(config: RunConfig) -> bool:
+    """Whether learners or engines are other processes than this one."""
+    return config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
+
+
+def _sizes(config: RunConfig) -> list[int]:
+    """Bytes of the models' weights as they are trained and published."""
+    return [number_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
+
+
+def _published(config: RunConfig, sizes: Sequence[int]) -> int:
+    """Bytes of files in shared memory: the last weights of each model, and room for two of the larger one's next, which
+    `crl.sync.weights_path` asks for."""
+    by_file = _apart(config) and config.engine.transfer == "file" and sizes
+    return sum(sizes) + 2 * max(sizes) if by_file else 0
 
 
 def _open_files() -> Check:

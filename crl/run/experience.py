@@ -9,27 +9,34 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 
-from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample
+from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample, Generation
 from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
 from crl.run.diagnostics import Diagnostics
 from crl.run.mismatch import MismatchWatch
 from crl.run.sync import sync
-from crl.types import Minibatch, TrainSample, Trajectory
+from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
 SHOWN = 8
 """Experiences that are handed to the monitor after every step."""
 
 
 class ExtractorTrainer:
-    """Trains the extractor on every full batch of credit units, oldest first."""
+    """Trains the extractor on every full batch of credit units, oldest first.
 
-    def __init__(self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine, monitor: Monitor) -> None:
-        self.learner = learner
+    answers: the newest that it sampled. Credit comes late, so what a batch holds is of older versions: where trainer and engine differ is
+    seen on answers of the present one.
+    """
+
+    def __init__(
+        self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine, monitor: Monitor,
+        answers: Collection[Generation] = (),
+    ) -> None:  # fmt: skip
+        self.learner, self._answers = learner, answers
         self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
         self._mismatch = MismatchWatch("extractor", monitor)
         self._turn = asyncio.Lock()
@@ -52,7 +59,7 @@ class ExtractorTrainer:
             if samples is None:
                 return False
             begin = time.monotonic()
-            stats = await self.learner.step(extractor_minibatches(samples))
+            stats = await self.learner.step(extractor_minibatches(samples, [answer.trace for answer in self._answers]))
             trained = time.monotonic()
             await self._manager.mark_trained([sample.id for sample in samples], step)
             sent = await sync(self.learner, self._engine) if stats.updates else 0
@@ -89,11 +96,11 @@ async def completed(work: asyncio.Task[bool]) -> bool:
         raise
 
 
-def extractor_minibatches(samples: Sequence[ExtractorSample]) -> tuple[Minibatch, ...]:
-    """One optimizer update: CRL eq. 3 divides by the tokens of the whole batch, samples without signal included."""
+def extractor_minibatches(samples: Sequence[ExtractorSample], probe: Collection[TokenTrace] = ()) -> tuple[Minibatch, ...]:
+    """One optimizer update: CRL eq. 3 divides by the tokens of the whole batch, samples without signal included. probe: see `Minibatch`."""
     tokens = sum(sum(sample.trace.mask) for sample in samples)
     signal = tuple(TrainSample(s.trace, s.advantage, 1 / len(samples)) for s in samples if s.advantage and any(s.trace.mask))
-    return (Minibatch(signal, tokens),) if signal else ()
+    return (Minibatch(signal, tokens, tuple(probe)),) if signal else ()
 
 
 class WatchedRetriever:

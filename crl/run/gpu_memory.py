@@ -26,6 +26,9 @@ POOLING = 2.0 * GIB
 LOGITS = 1 << 26
 """Logits that the training step computes at a time."""
 
+OFFLOADED = 20
+"""Bytes per parameter in the machine's memory: fp32 weights 4, the optimizer's means 8, gradients 4, the buffer at most 4."""
+
 BUCKET = 500_000_000
 """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size), and of the one for gathering parameters again."""
 
@@ -59,31 +62,39 @@ def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def learner_memory(shape: ModelShape, learner: LearnerSection, tokens: int, *, reference: bool = False) -> Memory:
-    """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term.
+    """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term, whole on
+    every rank.
 
-    In 16 bits the optimizer has fp32 weights besides its two means. What is offloaded takes the gradients along.
+    What is offloaded takes the gradients along.
     """
     n, width = shape.parameters, number_bytes(shape, learner)
     deepspeed, zero = learner.kind == "deepspeed", learner.zero if learner.kind == "deepspeed" else 0
-    optimizer = 12 if width == 2 else 8
     away = deepspeed and learner.offload
 
     def cut(stage: int) -> int:
         return learner.ranks if zero >= stage else 1
 
     return Memory(
-        weights=n * width * (2 if reference else 1) / cut(3),
+        weights=n * width / cut(3) + n * width * reference,
         gradients=0.0 if away and zero >= 2 else n * 4 / cut(2),
-        optimizer=0.0 if away else n * optimizer / cut(1),
+        optimizer=0.0 if away else n * _optimizer_bytes(zero, width) / cut(1),
         activations=_activations(shape, tokens, width, checkpointing=learner.activation_checkpointing) + _logits(shape, tokens),
         other=PROCESS + (_buckets(n, zero, width) if deepspeed else n * width),  # the local learner publishes a copy
     )
 
 
 def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
-    """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, and the gradients for them."""
-    states = 16 if number_bytes(shape, learner) == 2 else 12
-    return float(states * shape.parameters) if learner.kind == "deepspeed" and learner.offload else 0.0
+    """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, gradients for them, and a buffer that
+    DeepSpeed keeps beside them (at stage 3 for fp32 gradients once more, below for weights)."""
+    return OFFLOADED * float(shape.parameters) if learner.kind == "deepspeed" and learner.offload else 0.0
+
+
+def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
+    """Bytes of weights, gradients and optimizer of all ranks together, wherever they are, each counted once."""
+    width, zero = number_bytes(shape, learner), learner.zero if learner.kind == "deepspeed" else 0
+    return host_memory(shape, learner) + shape.parameters * float(
+        width if host_memory(shape, learner) else width + 4 + _optimizer_bytes(zero, width)
+    )
 
 
 def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
@@ -116,6 +127,11 @@ def embedder_memory(shape: ModelShape, *, vllm: bool) -> Memory:
     width = 2 if shape.half else 4
     cache = shape.max_context * shape.kv_bytes(width) if vllm else 0
     return Memory(weights=width * shape.parameters, cache=cache, other=PROCESS + POOLING)
+
+
+def _optimizer_bytes(zero: int, width: int) -> int:
+    """Per parameter: its two means, and fp32 weights where the model's are in 16 bits, or where DeepSpeed flattens a copy of them."""
+    return 12 if width == 2 or zero in (1, 2) else 8
 
 
 def _layer(shape: ModelShape, width: int) -> int:

@@ -18,11 +18,21 @@ from typing import Any, Literal
 from crl.config.layers import put
 from crl.config.models import model_shape
 from crl.config.schema import RunConfig
-from crl.config.shapes import KNOWN, ModelShape
+from crl.config.shapes import KNOWN, ModelShape, require_context, require_divisible
 from crl.config.validate import validated
 from crl.embedders import encoder_folder
 from crl.errors import ConfigError
-from crl.run.gpu_memory import GIB, Memory, embedder_memory, host_memory, learner_memory, number_bytes, torch_engine_memory, vllm_memory
+from crl.run.gpu_memory import (
+    GIB,
+    Memory,
+    embedder_memory,
+    host_memory,
+    learner_memory,
+    number_bytes,
+    state_memory,
+    torch_engine_memory,
+    vllm_memory,
+)
 from crl.run.gpus import Gpu, visible_gpus
 
 USABLE = 0.95
@@ -112,7 +122,7 @@ class GpuPlan:
 
 def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True) -> GpuPlan | None:
     """None for a run without GPUs. visible: this machine's GPUs; learners: False where nothing is trained, as in an evaluation. Raises
-    `ConfigError` for a model whose size cannot be told.
+    `ConfigError` for a model whose size cannot be told, or that cannot be served as the settings ask.
 
     A run of this process's parts alone, with no word about GPUs, takes them as they come: nothing of it is a problem, and with models
     whose size cannot be told there is no plan.
@@ -128,6 +138,7 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learner
         if unasked:
             return None
         raise
+    _require_served(config, shapes)
     sizes, source = _sizes(config, count, visible)
     needs = _needs(config, shapes, learners=learners)
     placements, problems = _place(config, needs, count, sizes)
@@ -180,6 +191,14 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
         if config.embedder.model != "hash" and not config.embedder.is_url:
             shapes["embedder"] = _encoder_shape(config.embedder.model)
     return shapes
+
+
+def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """What no number of GPUs would mend."""
+    for model in (role for role in ("actor", "extractor") if role in shapes):
+        require_context(model, _section(config, model).max_context_tokens, shapes[model].max_context)
+        if config.engine.kind == "vllm":
+            require_divisible(model, config.engine.tensor_parallel, shapes[model].heads)
 
 
 def _encoder_shape(model: str) -> ModelShape:
@@ -235,7 +254,7 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
     role: Role = "actor learner" if model == "actor" else "extractor learner"
     tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
     memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
-    states = f"{_gib((18 if number_bytes(shape, learner) == 2 else 16) * shape.parameters)} GiB of states"
+    states = f"{_gib(state_memory(shape, learner))} GiB of states"
     if learner.kind == "local":
         return Need(role, 1, memory, f"{_billions(shape)}, in this process: {states}; {tokens:,} tokens at a time", first=True)
     away = f", {_gib(host)} of them in the machine's memory" if (host := host_memory(shape, learner)) else ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from crl import embedders, engines
 from crl.config.models import profile_of, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
-from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings
+from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, in_run
 from crl.envs.host import Hosts, ThreadHost
 from crl.envs.mixture import Mixture
 from crl.envs.processes import ProcessHost
@@ -210,7 +210,7 @@ def _as_asked(tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfi
         raise ConfigError(
             f"tasks.{name}.env", task.env, reason, "Mend it: as many as asked for, or a ValueError that says how many there are"
         )
-    return tuple(replace(t, name=name) for t in tasks)
+    return tuple(in_run(drawn, name) for drawn in tasks)
 
 
 def _stream(name: str, task: TaskConfig) -> StreamSettings:

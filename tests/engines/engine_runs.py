@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Every place is visited at every step, and a step waits for the lessons of the one before: they are used, and credited, within a few.
 SMALL = (
     "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
-    "eval.probe_every=0",
+    "eval.probe_every=0", "tasks.room.stream.places=4", "tasks.room.stream.permanent=4", "bank.queue_size=32",
 )  # fmt: skip
 
 DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")

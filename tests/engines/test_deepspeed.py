@@ -7,12 +7,14 @@ import math
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,8 +41,8 @@ SETTINGS = TrainSettings(temperature=1.0, micro_batch_tokens=64, max_grad_norm=1
 RATE = OptimizerSection(learning_rate=1e-3, warmup_steps=3)
 NAN = math.nan
 
-OF_THE_CUT = {"masked_fraction", "mismatch_correlation", "mismatch_explained"}
-"""Figures that depend on how samples are put together in passes: a share of positions, padding among them; means of correlations."""
+OF_THE_CUT = {"masked_fraction"}
+"""Depends on how samples are put together in passes: a share of positions, padding among them."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,12 @@ def moments(folder: Path) -> Mapping[str, torch.Tensor]:
     return {name: saved[i]["exp_avg"] for i, name in enumerate(names)}
 
 
-STEPS = [[minibatch(0)], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)], [minibatch(4), minibatch(5)]]
+def probed(batch: Minibatch) -> Minibatch:
+    """With three traces that are not trained: the ranks' shares of them differ too."""
+    return replace(batch, probe=tuple(sample.trace for sample in minibatch(6, samples=3).samples))
+
+
+STEPS = [[probed(minibatch(0))], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)], [minibatch(4), minibatch(5)]]
 """In the second one a minibatch that is refused, and one that leaves a rank with nothing to do."""
 
 
@@ -157,7 +164,7 @@ STEPS = [[minibatch(0)], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samp
         (3, {"train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3), "loss": CispoLoss(0.5, 2.0)}),
         (2, {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3}),
         (2, {"train": replace(SETTINGS, activation_checkpointing=True)}),
-        (3, {"train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3)}),
+        (3, {"train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3), "offload": True}),
     ],
     ids=[
         "0",
@@ -168,7 +175,7 @@ STEPS = [[minibatch(0)], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samp
         "recompute, kl and cispo at 3",
         "kl and clipping on three ranks",
         "activations again",
-        "activations again at 3",
+        "activations again, offloaded, at 3",
     ],
 )
 async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero: int, options: dict[str, Any]) -> None:
@@ -239,11 +246,16 @@ async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_p
             await learner.load(tmp_path)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-async def test_bfloat16_ranks_train_float32_weights_and_save_them(model: Path, tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "options"), [(1, {}), (2, {}), (3, {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)})],
+    ids=["1", "2", "3, offloaded, activations again"],
+)  # fmt: skip
+async def test_bfloat16_ranks_train_float32_weights_and_save_them(
+    model: Path, tmp_path: Path, zero: int, options: dict[str, Any]
+) -> None:  # fmt: skip
     async with local(model) as learner:
         alone = await learner.step(STEPS[1])
-    async with ranks(model, zero=zero, precision="bfloat16") as learner:
+    async with ranks(model, zero=zero, precision="bfloat16", **options) as learner:
         stats = await learner.step(STEPS[1])
         await learner.save(tmp_path)
         going_on = await learner.step(STEPS[2])
@@ -283,7 +295,7 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_
         assert await learner._command("publish", None) == (handle.checksum, handle.manifest), "as it is announced for a broadcast"
         handle.discard()
         await sync(learner, engine)
-        assert not list(handle.path.parent.glob("*.safetensors")), "nothing is left in shared memory"
+        assert not handle.path.exists(), "nothing is left in shared memory"
         folder = made(tmp_path / "saved")
         await learner.save(folder)
     assert engine.version == learner.version == 1
@@ -313,6 +325,10 @@ async def seconds_to_error(work: Any) -> tuple[float, LearnerError]:
 def long_step() -> list[Minibatch]:
     """Minutes of work."""
     return [minibatch(i, samples=60) for i in range(400)]
+
+
+LONG_STEP = 40
+"""Minibatches of a step that takes longer than three seconds."""
 
 
 def nobody_left(learner: DeepSpeedLearner) -> bool:
@@ -355,14 +371,59 @@ async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
         assert nobody_left(learner)
 
 
-async def test_a_command_that_overruns_its_deadline_says_where_the_rank_was(model: Path) -> None:
-    async with ranks(model, deadline=60) as learner:
-        learner._deadline = 3
-        seconds, error = await seconds_to_error(learner.step(long_step()))
-        assert 3 < seconds < 13
-        assert "did not finish in learner.deadline = 3 s (in step)" in str(error)
-        assert "in _gradient" in str(error.__cause__), "the stack of the rank"
+class Hanging(SurrogateLoss):
+    """In the second rank, it never comes to an end."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            self.wait_for_ever()
+        return super().__call__(*args, **kwargs)
+
+    def wait_for_ever(self) -> None:
+        threading.Event().wait()
+
+
+class Skipping(SurrogateLoss):
+    """From now on the second rank takes no part in the gathering of weights."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            sys.modules["__main__"].Rank._weights = lambda self: iter(())
+        return super().__call__(*args, **kwargs)
+
+
+async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(model: Path) -> None:
+    """The other one, which waits for it in gloo, is not."""
+    async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
+        seconds, error = await seconds_to_error(learner.step(STEPS[0]))
+        assert 3 < seconds < 10
+        assert str(error) == "rank 1 of 2 made no progress in learner.deadline = 3 s (in step)"
+        first, second = str(error.__cause__).split("what rank 0 said:")
+        assert first.startswith("what rank 1 said:")
+        assert "in wait_for_ever" in first
+        assert "all_reduce" in second
         assert nobody_left(learner)
+
+
+async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> None:
+    async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, deadline=3) as learner:
+        await learner.step(STEPS[0])
+        seconds, error = await seconds_to_error(learner.publish())
+        assert 3 < seconds < 10
+        assert str(error) == "rank 0 of 2 made no progress in learner.deadline = 3 s (in publish)"
+        first, second = str(error.__cause__).split("what rank 1 said:")
+        assert "in _weights" in first, "it waits there"
+        assert "in command" in second, "it has nothing to do"
+        assert nobody_left(learner)
+
+
+async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
+    """While it gets further, which it does many times a second."""
+    async with ranks(model, deadline=3) as learner:
+        begin = time.monotonic()
+        stats = await learner.step([minibatch(i, samples=60) for i in range(LONG_STEP)])
+        assert stats.updates == LONG_STEP
+        assert time.monotonic() - begin > 3
 
 
 async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> None:
@@ -374,6 +435,25 @@ async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> 
         assert str(error).endswith("(in step)")
         assert "Traceback (most recent call last)" in str(error.__cause__)
         assert "token_logprobs" in str(error.__cause__)
+
+
+class Watched(TrainSample):
+    """Notes which threads pickle it."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def __reduce__(self) -> Any:
+        self.threads.append(threading.current_thread())
+        return TrainSample, (self.trace, self.advantage, self.weight)
+
+
+async def test_a_steps_samples_are_not_pickled_on_the_event_loop(model: Path) -> None:
+    batch = minibatch(0)
+    samples = tuple(Watched(sample.trace, sample.advantage, sample.weight) for sample in batch.samples)
+    async with ranks(model) as learner:
+        await learner.step([replace(batch, samples=samples)])
+    assert len(Watched.threads) == len(samples)
+    assert threading.main_thread() not in Watched.threads
 
 
 async def test_a_model_that_cannot_be_loaded_is_the_settings_fault(tmp_path: Path) -> None:
@@ -405,4 +485,4 @@ async def test_ranks_end_with_their_parent(model: Path) -> None:
         for p in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(p, 0)
-        assert not learner._folder.exists(), "shared memory is given back"
+        assert not learner._folder.exists()

@@ -18,15 +18,18 @@ pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not install
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 
+OF_ROUNDING = ("actor/masked_fraction", "actor/mismatch_explained")
+"""A share of positions, padding among them; and the shape of a gap that is nothing but rounding, which depends on the passes."""
+
+
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    few = ("tasks.room.stream.places=4", "tasks.room.stream.permanent=4")  # visited at every step: lessons are soon retrieved
-    train(run, *DEEPSPEED, *few, "learner.zero=3", "extractor.batch=4", steps=4)
+    train(run, *DEEPSPEED, "learner.zero=3", "extractor.batch=2", steps=12)
     steps = metrics(run, "train")
     assert steps[-1]["actor/version"] == sum(step["actor/updates"] > 0 for step in steps) > 0
     assert metrics(run, "extractor")
     for role in ("actor", "extractor"):
-        saved = run / "checkpoints" / "4" / role
+        saved = run / "checkpoints" / "12" / role
         assert (saved / "tokenizer.json").is_file()
         with safe_open(saved / "model.safetensors", "pt") as model, safe_open(saved / "optimizer.safetensors", "pt") as optimizer:
             assert {f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")} == set(optimizer.keys())  # noqa: SIM118
@@ -41,7 +44,7 @@ def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
     train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2, method="grpo")
     alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))
     for name, value in alone[0].items():
-        if name.startswith("actor/") and name not in ("actor/masked_fraction", "actor/mismatch_correlation", "actor/mismatch_explained"):
+        if name.startswith("actor/") and name not in OF_ROUNDING:
             assert together[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
         elif name.startswith("rollout/"):
             assert together[0][name] == value, name

@@ -75,7 +75,11 @@ def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
 
 @pytest.mark.parametrize(("loss", "zero"), [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)], ids=["grpo", "cispo at 3"])
 async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss: Any, zero: int) -> None:
-    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights."""
+    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights.
+
+    The surrogate's value hardly depends on log-probs while the policy is the one that sampled: there the gradient's norm tells, and
+    CISPO's loss, which is linear in them.
+    """
     async with (
         stack(tiny_actor, loss, production=True, zero=zero) as (vllm, ranked),
         stack(tiny_actor, loss, production=False) as (own, alone),
@@ -102,7 +106,7 @@ def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
 
 def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     """Both models sample in vLLM and are trained by two ranks each; the trainer and the engine are the same model all along."""
-    run, steps = tmp_path / "run", 4
+    run, steps = tmp_path / "run", 12
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}

@@ -183,7 +183,12 @@ async def test_weights_come_from_a_learner_in_this_process_too(pair: Pair) -> No
     again = await pair.old.generate(LONG, GREEDY)
     assert again.ids == greedy(pair.old_model, LONG, 12)
     assert set(again.versions) == {8}
-    assert len(list(pair.old._folder.glob("*.safetensors"))) == 1, "only the last version is kept"
+    kept = pair.old._current
+    await pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 9))
+    assert kept is not None
+    assert pair.old._current is not None
+    assert pair.old._current.path.exists()
+    assert not kept.path.exists(), "only the last version is kept"
 
 
 async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +270,8 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
     finally:
         await engine.aclose()
     assert not engine._folder.exists()
+    assert engine._current is not None
+    assert not engine._current.path.exists(), "shared memory is given back"
 
 
 async def test_an_engine_that_falls_silent_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from crl.sync import SHARED_MEMORY
 
 
 def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
-    run, steps = tmp_path / "run", 5
+    run, steps = tmp_path / "run", 12
     train(run, *VLLM, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     trajectories = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""The torch engine and the local learner on a CUDA device: `pytest -m gpu tests/gpu`.
+"""The torch engine and the local learner on a CUDA device: `python -m pytest -m gpu tests/gpu`.
 
 Needs torch, transformers and pytest, and no other package of the project: it runs on a bare machine.
 """
@@ -20,7 +20,7 @@ from crl.engines.torch import TorchEngine
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import LOGITS, TokenFigures, checkpoint_activations, load_model, require_packing, resolve_device, token_logprobs
+from crl.modeling import LOGITS, TokenFigures, checkpoint_activations, checksum, load_model, require_packing, resolve_device, token_logprobs
 from crl.packing import pack_sequences
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
@@ -167,6 +167,18 @@ def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
             await other.aclose()
 
     asyncio.run(resumed())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [0, 3, 4096, 9_000_001])
+def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
+    """Summed up where it is, in blocks of 16 MiB."""
+    tensor = torch.randint(-1000, 1000, (size + 1,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = tensor.cuda()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    assert checksum({"a": there[1:]}) == checksum({"a": tensor[1:]}), "also where it does not begin at a whole word"
+    assert torch.cuda.max_memory_allocated() - held < 80 << 20
 
 
 # ── packing and log-probs in parts ──────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +56,29 @@ def test_the_memory_of_a_process_is_what_it_holds():
     assert 32 < float(done.stdout) < 96, "64 MiB, give or take what others share with it meanwhile"
 
 
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys([
+    "bm25s", "fifolock", "gymnasium", "hnswlib", "hypothesis", "minihack", "nle", "pkg_resources", "pydantic", "pytest_asyncio", "sklearn",
+    "Stemmer", "thefuzz", "threadpoolctl", "typer", "vllm", "deepspeed",
+]))
+"""
+"""Begins a program where only torch and transformers, with what they need, and pytest are installed, like many GPU machines."""
+
+
+def test_the_gpu_tests_need_no_other_package():
+    code = f"{BARE}import pytest; sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests/gpu']))"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/gpu/test_cuda.py::" in done.stdout
+
+
 def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
+    """With torch and transformers alone."""
     out = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "learner_throughput.py"), "--quick", "--out", str(out)]
+    start = f"{BARE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; sys.path.insert(0, 'benchmarks'); "
+    command = [sys.executable, "-c", start + "runpy.run_path('benchmarks/learner_throughput.py', run_name='__main__')"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     results = json.loads(out.read_text("utf-8"))
     crl, plain = results["rows"]

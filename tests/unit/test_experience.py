@@ -224,6 +224,7 @@ def test_minibatches_by_hand() -> None:
         Minibatch((TrainSample(good.trace, 0.5, 0.25), TrainSample(bad.trace, -0.5, 0.25)), 9),
     )
     assert extractor_minibatches([flat, empty]) == ()
+    assert extractor_minibatches([good], [bad.trace]) == (Minibatch((TrainSample(good.trace, 0.5, 1.0),), 4, (bad.trace,)),)
 
 
 async def test_every_full_batch_is_trained_marked_synced_and_logged(tmp_path: Path, actor: Path) -> None:

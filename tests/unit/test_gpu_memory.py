@@ -24,6 +24,7 @@ from crl.run.gpu_memory import (
     embedder_memory,
     host_memory,
     learner_memory,
+    state_memory,
     torch_engine_memory,
     vllm_memory,
 )  # fmt: skip
@@ -106,6 +107,7 @@ def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float):
         ({"zero": 3, "offload": True}, (0.5, 0, 0)),
         ({"zero": 1, "offload": True}, (2, 4, 0)),
         ({"zero": 3, "precision": "float32"}, (1, 1, 2)),
+        ({"zero": 2, "precision": "float32"}, (4, 1, 3)),
         ({"kind": "local", "ranks": 1}, (2, 4, 12)),
         ({"kind": "local", "ranks": 1, "precision": "float32"}, (4, 4, 8)),
     ],
@@ -115,8 +117,9 @@ def test_states_of_a_billion_parameters_on_four_ranks(settings: dict, gigabytes:
     assert (memory.weights / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9) == gigabytes
 
 
-def test_a_reference_is_one_more_copy_of_the_weights():
-    assert learner_memory(SMALL, deepspeed(), 1, reference=True).weights == 2 * learner_memory(SMALL, deepspeed(), 1).weights
+def test_a_reference_is_one_more_copy_of_the_weights_whole_on_every_rank():
+    assert learner_memory(SMALL, deepspeed(zero=3), 1, reference=True).weights == 0.5e9 + 2e9
+    assert learner_memory(SMALL, deepspeed(zero=0), 1, reference=True).weights == 4e9
 
 
 def test_numbers_follow_the_checkpoint():
@@ -126,9 +129,11 @@ def test_numbers_follow_the_checkpoint():
 
 
 def test_what_is_offloaded_is_the_machines():
-    assert host_memory(SMALL, deepspeed(offload=True)) == 16e9
-    assert host_memory(SMALL, deepspeed(offload=True, precision="float32")) == 12e9
+    assert host_memory(SMALL, deepspeed(offload=True)) == 20e9
+    assert state_memory(SMALL, deepspeed(offload=True)) == 22e9  # weights in 16 bits stay
     assert host_memory(SMALL, deepspeed()) == 0
+    assert state_memory(SMALL, deepspeed()) == 18e9
+    assert state_memory(SMALL, LearnerSection(precision="float32")) == 16e9
 
 
 def test_buckets_and_copies():

@@ -215,6 +215,22 @@ def test_a_model_whose_size_cannot_be_told(tmp_path: Path):
         gpu_plan(config(*sets, "gpus=1", preset="cpu", tasks=("room",)), visible)
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.tensor_parallel=3", "engine.tensor_parallel = 3: the model of actor.model has 28 attention heads"),
+        ("actor.max_context_tokens=100000", "actor.max_context_tokens = 100000: the model reads at most 32768 tokens"),
+        ("extractor.max_context_tokens=300000", "extractor.max_context_tokens = 300000: the model reads at most 262144 tokens"),
+    ],
+)
+def test_what_no_number_of_gpus_would_mend(setting: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        planned(setting)
+    result = crl("train", "--preset", "node8", "--tasks", "room", "--set", setting, "--dry-run")
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 def test_models_that_nothing_makes_fit():
     error = refusal(planned("gpu_memory=1"))
     assert error.remedy == "No change of settings was found that would fit: use smaller models"
@@ -280,7 +296,7 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     assert f"learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; 2 ranks of each model, {how}" in lines
     (learner,) = [line for line in lines if line.startswith("actor learner ")]
     assert "GPU 2–3" in learner
-    assert "127.7 GiB of states, 113.5 of them in the machine's memory; 32,768 tokens at a time; alone there" in learner
+    assert "156.0 GiB of states, 141.9 of them in the machine's memory; 32,768 tokens at a time; alone there" in learner
     (row,) = [line for line in lines if line.startswith("GPU 2 ")]
     assert row.split()[2:] == ["actor", "learner", "7.1", "–", "–", "–", "17.2", "3.8", "28.1", "GPU", "2:", "28.1", "of", "80.0"]
 

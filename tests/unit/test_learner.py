@@ -20,7 +20,7 @@ from crl.algo import cispo
 from crl.config.schema import OptimizerSection
 from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
-from crl.learners.step import Trainer, TrainSettings, mismatch
+from crl.learners.step import Trainer, TrainSettings, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
@@ -300,6 +300,18 @@ def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
     assert mismatch(off, agreeing) == pytest.approx((1 - LOG_2) / 2, rel=1e-4)
 
 
+def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
+    """Samples of an older version beside a probe of two traces of the present one: the step is that of the samples alone."""
+    model, bare = die(), die()
+    older, off = die_sample(1.0, version=3), die_sample(1.0, shift=-LOG_2).trace
+    stats = sgd_step(model, [Minibatch((older,), 2, (off, off)), Minibatch((older,), 2, (die_sample(1.0, shift=-5.0).trace,))])
+    alone = sgd_step(bare, [Minibatch((older,), 2)] * 2)
+    assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)  # the second comes after an update
+    assert alone.metrics.keys() <= stats.metrics.keys()
+    assert {name: stats.metrics[name] for name in alone.metrics} == alone.metrics
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+
+
 def test_mismatch_is_not_measured_after_an_update() -> None:
     """After the first update the trainer's weights are no longer those of the version that sampled."""
     model = die()
@@ -313,18 +325,40 @@ def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_re
     assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
 
 
+def figures(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    return mismatch({name: float(value) for name, value in mismatch_moments(trainer, engine).items()})
+
+
 def test_mismatch_by_hand() -> None:
     engine = torch.tensor([-1.0, -2.0, -3.0])
-    same = mismatch(engine, engine)
+    same = figures(engine, engine)
     assert [float(same[f"mismatch_{name}"]) for name in ("kl", "correlation", "explained")] == pytest.approx([0, 1, 0])
-    sharper = mismatch(2 * engine, engine)  # gaps −1, −2, −3
+    sharper = figures(2 * engine, engine)  # gaps −1, −2, −3
     assert float(sharper["mismatch_kl"]) == pytest.approx((math.exp(-1) + math.exp(-2) + math.exp(-3) - 3 + 6) / 3, rel=1e-5)
     assert [float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")] == pytest.approx([1, 1])
-    apart = mismatch(torch.tensor([-2.0, -1.0, -2.0]), engine)  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
+    apart = figures(torch.tensor([-2.0, -1.0, -2.0]), engine)  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
     assert float(apart["mismatch_correlation"]) == pytest.approx(0, abs=1e-6)
     assert float(apart["mismatch_explained"]) == pytest.approx(2**2 / (24 / 9 * 2), rel=1e-5)
-    constant = mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
+    constant = figures(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
     assert [float(constant[f"mismatch_{name}"]) for name in ("correlation", "explained")] == [1, 0]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8, 24, 1000])
+def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> None:
+    """Of all tokens at once, of however many passes; engine log-probs and gaps differ from sample to sample."""
+    draw = torch.Generator().manual_seed(0)
+    model = qwen2()
+    ids = [tuple(torch.randint(V, (n,), generator=draw).tolist()) for n in (8, 3, 6, 5)]
+    engine = [(0.0, *(-1.0 - 4 * torch.rand(len(row) - 1, generator=draw)).tolist()) for row in ids]
+    rows = [TokenTrace(row, (0, *(1,) * (len(row) - 1)), logp, (0,) * len(row)) for row, logp in zip(ids, engine, strict=True)]
+    with torch.no_grad():
+        own = [token_logprobs(model, torch.tensor([row]), torch.arange(len(row))[None] > 0).logp[0, 1:] for row in ids]
+    expected = figures(torch.cat(own), torch.tensor([value for row in engine for value in row[1:]]))
+    assert 0.01 < abs(expected["mismatch_correlation"]) < 0.99
+    trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=micro_batch_tokens))
+    stats = trainer.step([Minibatch(tuple(TrainSample(row, 0.5, 0.25) for row in rows), 99)], version=0)
+    for name, value in expected.items():
+        assert stats.metrics[name] == pytest.approx(value, rel=1e-4), name
 
 
 # ── half precision ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -493,7 +527,6 @@ async def test_what_was_published_is_out_of_trainings_reach() -> None:
         handle = await learner.publish()
         published = {name: tensor.clone() for name, tensor in handle.tensors.items()}
         await learner.step([minibatch(model, 1)])
-        await handle.done()
         assert handle.version == 1
         assert (await learner.publish()).version == 2
         assert handle.checksum == checksum(handle.tensors) == checksum(published)

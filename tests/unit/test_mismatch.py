@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from crl.learners.step import mismatch
+from crl.learners.step import mismatch, mismatch_moments
 from crl.modeling import token_logprobs
 from crl.run.mismatch import EVERY, LARGE, MismatchWatch, probable_cause
 
@@ -51,8 +51,11 @@ def measured(engine: PreTrainedModel, trainer: PreTrainedModel, temperature: flo
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     theirs = token_logprobs(engine, ids, mask, temperature if told is None else told).logp[mask]
-    figures = mismatch(token_logprobs(trainer, ids, mask, temperature).logp[mask], theirs)
-    return {name: float(value) for name, value in figures.items()}
+    return figures_of(token_logprobs(trainer, ids, mask, temperature).logp[mask], theirs)
+
+
+def figures_of(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    return mismatch({name: float(value) for name, value in mismatch_moments(trainer, engine).items()})
 
 
 def test_an_engine_that_agrees_is_not_mentioned() -> None:
@@ -75,7 +78,7 @@ def test_other_weights_are_told_from_another_temperature_and_from_rounding() -> 
     assert "another temperature" in probable_cause(raw)
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.25
     engine = torch.linspace(-6, -0.1, 2000)
-    rough = {name: float(value) for name, value in mismatch(engine + noise, engine).items()}
+    rough = figures_of(engine + noise, engine)
     assert rough["mismatch_kl"] > LARGE
     assert "rounding" in probable_cause(rough)
     assert "learner.precision=float32" in probable_cause(rough)

@@ -88,3 +88,10 @@ def test_each_stream_observes_its_own_trajectories() -> None:
     source.observe(batch)
     assert parts["a"].seen == [batch[0], batch[2]]
     assert parts["b"].seen == [batch[1]]
+
+
+def test_a_goal_with_half_a_character_is_one_that_files_take() -> None:
+    broken = PlaceStream("game", "room \ud83d {place}", 0, StreamSettings(places=4, permanent=1))
+    (task,) = Mixture({"a": broken}).draw(1)
+    assert task.goal.startswith("room \ufffd ")
+    task.goal.encode()

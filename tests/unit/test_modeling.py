@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -244,7 +248,57 @@ def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:
     assert checksum({"a": a, "c": b}) != base
     assert checksum({"b": b, "a": a}) != base
     assert checksum({"a": a}) != base
-    assert checksum({"a": a.reshape(2, 3).t().contiguous().t(), "b": b}) == base, "values count, not strides"
+    assert checksum({"a": a.reshape(6, 1).t(), "b": b}) != base, "the shape counts"
+    matrix = a.reshape(2, 3)
+    assert checksum({"a": matrix.t().contiguous().t()}) == checksum({"a": matrix}), "values count, not strides"
+
+
+def test_the_checksum_by_hand() -> None:
+    """Names, dtypes, shapes, and of every row of 4,096 words the sum and the one weighted by the place, 16 bytes together."""
+
+    def expected(header: bytes, *rows: tuple[int, int]) -> int:
+        return zlib.crc32(b"".join(struct.pack("<qq", *row) for row in rows), zlib.crc32(header))
+
+    assert checksum({"a": torch.tensor([5, -7, 2], dtype=torch.int32)}) == expected(b"a torch.int32 (3,)", (0, 5 - 14 + 6))
+    halves = torch.tensor([1.0, -2.0, 1.5], dtype=torch.bfloat16)  # 0x3F80, 0xC000, 0x3FC0: the last word is half empty
+    first = 0xC0003F80 - 2**32
+    assert checksum({"a": halves}) == expected(b"a torch.bfloat16 (3,)", (first + 0x3FC0, first + 2 * 0x3FC0))
+    assert checksum({"a": torch.tensor(True)}) == expected(b"a torch.bool ()", (1, 1))
+    assert checksum({"a": torch.zeros(0, 4)}) == expected(b"a torch.float32 (0, 4)")
+    rows = torch.zeros(2, 4096, dtype=torch.int32)
+    rows[0, 4095], rows[1, 1] = -(2**31), 3
+    assert checksum({"a": rows}) == expected(b"a torch.int32 (2, 4096)", (-(2**31), -(2**31) * 4096), (3, 6))
+    both = {"a": torch.ones(2, dtype=torch.int32), "b": torch.ones(1, dtype=torch.int32)}
+    assert checksum(both) == checksum({"b": both["b"]}, checksum({"a": both["a"]})), "one at a time is the same"
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8]
+
+
+@given(st.data())
+def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
+    """A bit, two values that change places, a name; not where in memory the tensor lies."""
+    dtype, size = data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(1, 20_000))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    width = dtype.itemsize
+    buffer = torch.randint(0, 256, (size * width,), generator=draw, dtype=torch.uint8)
+    base = checksum({"a": buffer.view(dtype)})
+
+    shift = width * data.draw(st.integers(0, 5))
+    elsewhere = torch.cat([torch.zeros(shift, dtype=torch.uint8), buffer]).view(dtype)[shift // width :]
+    assert checksum({"a": elsewhere}) == base
+    assert checksum({"a": torch.stack([elsewhere, elsewhere], 1)[:, 0]}) == base
+    assert checksum({"b": elsewhere}) != base
+
+    flipped = buffer.clone()
+    flipped[data.draw(st.integers(0, len(buffer) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum({"a": flipped.view(dtype)}) != base
+
+    values = buffer.view(size, width)
+    i, j = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+    swapped = values.clone()
+    swapped[[i, j]] = values[[j, i]]
+    assert (checksum({"a": swapped.flatten().view(dtype)}) != base) == (not torch.equal(swapped, values))
 
 
 def test_a_snapshot_stands_still_and_says_what_it_holds() -> None:

@@ -18,7 +18,7 @@ from crl.errors import EngineError
 from crl.modeling import checksum, named_weights
 from crl.run.sync import sync as hand_over
 from crl.scratch import scratch_folder
-from crl.sync import FileWeights, manifest_of, weights_folder, write_tensors
+from crl.sync import FileWeights, beside, manifest_of, weights_path, write_tensors
 
 
 def qwen2(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
@@ -100,7 +100,11 @@ async def test_a_file_that_is_not_as_announced_ends_the_engine(tmp_path: Path) -
 def test_shared_memory_is_used_where_the_weights_fit_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of this process, which whoever comes after it removes where it was killed."""
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path)
-    assert weights_folder("test-", 1000).parent == scratch_folder(tmp_path)
-    assert weights_folder("test-", 1 << 60).parent == scratch_folder()
+    path = weights_path(1000)
+    assert path.parent == scratch_folder(tmp_path)
+    assert weights_path(1000) != path
+    assert beside(path) != path
+    assert beside(path).parent == path.parent
+    assert weights_path(1 << 60).parent == scratch_folder()
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path / "absent")
-    assert weights_folder("test-", 1).parent == scratch_folder()
+    assert weights_path(1).parent == scratch_folder()

