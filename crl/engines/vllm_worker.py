@@ -161,7 +161,8 @@ def follow_owner() -> None:
     """
     owner, started = map(int, os.environ[OWNER].split())
     parent = multiprocessing.parent_process()  # also if it is gone already
-    assert parent is not None and parent.pid is not None
+    assert parent is not None
+    assert parent.pid is not None
     engine = parent.pid if parent.pid != owner else os.getpid()
 
     def watch() -> None:
