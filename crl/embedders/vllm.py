@@ -56,14 +56,17 @@ class VllmEmbedder:
     ) -> VllmEmbedder:  # fmt: skip
         """Returns when it serves. gpus: as CUDA_VISIBLE_DEVICES names them; none = the first one, or vLLM's CPU build; fraction: of a GPU's
         memory that it takes. Raises `ConfigError` for an encoder that vLLM does not serve."""
+        weights = await asyncio.to_thread(_checksum, recipe)
         embedder = cls(recipe, gpus, fraction, batch=batch, threads=threads)
         try:
             embedder.dim = len(await embedder._vector(embedder._ids(["Go north?"])[0]))
+        except asyncio.CancelledError:
+            await embedder.aclose()
+            raise
         except Exception as error:  # a model that vLLM does not know fails in many ways
             await embedder.aclose()
             reason = f"vLLM cannot embed a text with it ({first_line(error)})"
             raise ConfigError(KEY, str(recipe.folder), reason, "Leave out embedder.kind, or use another encoder") from error
-        weights = await asyncio.to_thread(_checksum, recipe)
         embedder.name = f"{embedder._kind}-{recipe.fingerprint(embedder._limit, weights):08x}-{embedder.dim}"
         return embedder
 

@@ -43,7 +43,7 @@ SILENCE_S = 120.0
 """Seconds without an answer after which it is taken for dead. It answers between two steps, which take seconds."""
 
 CHANGE_S = 600.0
-"""The same while it does anything but requests, such as taking new weights in: as long as a whole weight sync may take."""
+"""The same while it was asked for anything but requests, such as to take new weights in: as long as their transfer may take."""
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()

@@ -10,6 +10,7 @@ ends vLLM's processes when the one that started them is gone, which vLLM itself 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -159,7 +160,10 @@ def follow_owner() -> None:
     process's now.
     """
     owner, started = map(int, os.environ[OWNER].split())
-    engine = os.getppid() if os.getppid() != owner else os.getpid()
+    parent = multiprocessing.parent_process()  # also if it is gone already
+    assert parent is not None
+    assert parent.pid is not None
+    engine = parent.pid if parent.pid != owner else os.getpid()
 
     def watch() -> None:
         while start_time(owner) == started:

