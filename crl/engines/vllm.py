@@ -267,8 +267,17 @@ class NcclReceiver:
             group = {"master_address": MEETING, "master_port": self._port, "world_size": weights.world_size, "packed": True}
             offsets = range(1, weights.world_size, self._workers)
             requests = [WeightTransferInitRequest(init_info={**group, "rank_offset": offset}) for offset in offsets]
-            await asyncio.gather(*(llm.init_weight_transfer_engine(r) for llm, r in zip(engines, requests, strict=True)))
+            await asyncio.gather(*(_join(llm, r) for llm, r in zip(engines, requests, strict=True)))
         await asyncio.gather(*(_renew(llm, weights) for llm in engines))
+
+
+async def _join(llm: AsyncLLM, request: WeightTransferInitRequest) -> None:
+    try:
+        await llm.init_weight_transfer_engine(request)
+    except Exception as error:  # NCCL fails in many ways
+        if llm.errored:
+            raise EngineDeadError() from error
+        raise EngineError(f"the learner and vLLM do not meet over NCCL: {error}") from error
 
 
 async def swap(llm: AsyncLLM, weights: FileWeights) -> None:

@@ -42,8 +42,12 @@ LOOK_S = 5.0
 SILENCE_S = 120.0
 """Seconds without an answer after which it is taken for dead. It answers between two steps, which take seconds."""
 
-CHANGE_S = 600.0
-"""The same while it was asked for anything but requests, such as to take new weights in: as long as their transfer may take."""
+CHANGE_S = 300.0
+"""The same while it was asked for anything but requests, such as to take new weights in: less than their transfer may take, so that an
+engine that hangs over them is started again."""
+
+LONGEST_SOCKETS = 107 - 37
+"""Characters of a folder of sockets: 107 are a socket's on Linux, 37 its name."""
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()
@@ -105,9 +109,10 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "VLLM_RPC_BASE_PATH": str(scratch_folder()),  # its sockets, which it leaves behind
         OWNER: f"{os.getpid()} {start_time(os.getpid())}",
     }
+    if len(str(scratch_folder())) <= LONGEST_SOCKETS:
+        environment["VLLM_RPC_BASE_PATH"] = str(scratch_folder())  # its sockets, which it leaves behind
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +183,8 @@ def follow_owner() -> None:
 
 def _end(engine: int, number: signal.Signals) -> None:
     if engine in (os.getppid(), os.getpid()):  # else it is gone
-        os.kill(engine, number)
+        with suppress(ProcessLookupError):
+            os.kill(engine, number)
 
 
 if OWNER in os.environ:

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from crl.envs.base import EnvSpec, Game, Rendering, readable
@@ -33,8 +32,7 @@ class ThreadHost:
     """An `EnvironmentPool` of games that live in this process.
 
     `tasks` maps a task's name to its environment and rendering. At most `threads` calls run at a time; each may take
-    `deadline` seconds, the making of a game included. `scratch`: where this process's folder of temporary game files
-    goes (default: the system's); stale ones there are swept now.
+    `deadline` seconds, the making of a game included. What killed processes left among temporary files is swept now.
 
     `failures` counts calls that raised or overran; `replaced` those of them whose thread was abandoned.
     """
@@ -45,7 +43,6 @@ class ThreadHost:
         *,
         threads: int = 8,
         deadline: float = 60.0,
-        scratch: Path | None = None,
     ) -> None:
         misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "threads"})
         if misplaced:
@@ -59,7 +56,7 @@ class ThreadHost:
         self._free: defaultdict[_Key, list[Game]] = defaultdict(list)
         self._lent: set[ThreadEnvironment] = set()
         self._closed = False
-        scratch_folder(scratch)
+        scratch_folder()
 
     async def acquire(self, task: Task) -> ThreadEnvironment:
         """Lends a game of the task's environment: the one given back last, else a new one.

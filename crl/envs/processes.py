@@ -47,8 +47,8 @@ class ProcessHost:
 
     `tasks` maps a task's name to its environment and rendering; an environment's `make_game` must be importable by its name. At most
     `processes` workers, started when they are needed. A reset or step may take `deadline` seconds, the wait for its worker not counted;
-    the making of a game, for which a worker may have to start and to import the environment, at least `STARTING`. `scratch`: where this
-    process's folder of temporary game files goes (default: the system's); stale ones there are swept now.
+    the making of a game, for which a worker may have to start and to import the environment, at least `STARTING`. What killed processes
+    left among temporary files is swept now.
 
     `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up, of each of which
     `note` is told.
@@ -60,7 +60,6 @@ class ProcessHost:
         *,
         processes: int = 4,
         deadline: float = 60.0,
-        scratch: Path | None = None,
         note: Callable[[str], object] = lambda text: None,
     ) -> None:
         misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "processes"})
@@ -75,7 +74,7 @@ class ProcessHost:
         self._tasks = dict(tasks)
         self.deadline = deadline
         self._note = note
-        self._limit, self._scratch = processes, scratch_folder(scratch)
+        self._limit, self._scratch = processes, scratch_folder()
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()

@@ -105,7 +105,7 @@ class DeepSpeedLearner:
         self._settings, self._deadline, self._receivers = settings, deadline, receivers
         self._patience = LOADING_S
         size = model_size(settings.model, settings.key)
-        self._bytes = size.bytes if size else 0
+        self._bytes = size.parameters * (2 if settings.precision == "bfloat16" else 4) if size else sys.maxsize
         self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
         self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
         self._trouble = asyncio.Event()

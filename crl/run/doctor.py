@@ -228,7 +228,8 @@ def _memory(config: RunConfig) -> Check:
     """Of the machine: optimizers that are offloaded to it, weights on their way, and whole models in ranks that start."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offloaded, sizes = sum(host_memory(shape, config.learner) for shape in _shapes(config)), _sizes(config)
-    starting = config.learner.ranks * max(sizes) if config.learner.kind == "deepspeed" and sizes else 0
+    copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1  # where there is a reference
+    starting = copies * config.learner.ranks * max(sizes) if config.learner.kind == "deepspeed" and sizes else 0
     wanted = offloaded + _published(config, sizes) + starting
     found = f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts take {wanted / GIB:.1f}"
     if total >= max(2 * GIB, wanted / LARGEST_SHARE):

@@ -59,7 +59,8 @@ class ExtractorTrainer:
             if samples is None:
                 return False
             begin = time.monotonic()
-            stats = await self.learner.step(extractor_minibatches(samples, [answer.trace for answer in self._answers]))
+            fresh = [answer.trace for answer in self._answers if set(answer.completion.versions) == {self._engine.version}]
+            stats = await self.learner.step(extractor_minibatches(samples, fresh))
             trained = time.monotonic()
             await self._manager.mark_trained([sample.id for sample in samples], step)
             sent = await sync(self.learner, self._engine) if stats.updates else 0

@@ -173,8 +173,8 @@ def test_the_extractor_learns_from_what_its_lessons_were_worth(mode: tuple[str, 
     assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], "and moves away from it all the same"
     assert not any("actor/reference_kl" in line for line in metrics(run, "train")), "off by default"
     probed = [line["extractor/mismatch_kl"] for line in trained[1:] if "extractor/mismatch_kl" in line]
-    assert probed, "on answers of the extractor that a sync brought"
-    assert max(probed) < 1e-5
+    assert probed or mode is not DETERMINISTIC, "on answers of the extractor that a sync brought, where it has given some by then"
+    assert max(probed, default=0.0) < 1e-5
     assert not equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
 
 
