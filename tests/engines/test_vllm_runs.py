@@ -30,9 +30,9 @@ def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
 
 def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
     """A run that nobody waits for, as in a container without init; one engine is stopped, and cannot end by itself."""
-    with subprocess.Popen(command(tmp_path / "run", *VLLM, steps=3), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(command(tmp_path / "run", *VLLM, steps=100), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         try:
-            engines, folders = started(run), scratch_folders(run)
+            engines, folders = synced(run)
             stopped = next(process for process in engines if "EngineCore" in " ".join(process.cmdline()))
             stopped.suspend()
         finally:
@@ -56,13 +56,10 @@ def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
     return [path.parent for path in opened if path.parent.name.startswith("crl-scratch-")]
 
 
-def started(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes of its first engine, which serves."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        below = psutil.Process(run.pid).children(recursive=True)
-        if any("Worker" in " ".join(child.cmdline()) for child in below):
-            time.sleep(20)  # until it watches
-            return below
+def synced(run: subprocess.Popen[bytes]) -> tuple[list[psutil.Process], list[Path]]:
+    """Its processes and folders, once there are weights in shared memory: then its engines serve."""
+    deadline = time.monotonic() + 240
+    while SHARED_MEMORY not in {folder.parent for folder in scratch_folders(run)}:
+        assert time.monotonic() < deadline
         time.sleep(0.5)
-    return []
+    return psutil.Process(run.pid).children(recursive=True), scratch_folders(run)
