@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine
 from crl.errors import ConfigError, LearnerError
-from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
+from crl.learners.deepspeed import BEAT_S, GRACE_S, SILENCE_S, DeepSpeedLearner, RankSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
@@ -314,20 +314,22 @@ def pid(learner: DeepSpeedLearner, rank: int) -> int:
     return process.pid
 
 
-async def seconds_to_error(work: Any) -> tuple[float, LearnerError]:
-    begin = time.monotonic()
+async def error_of(work: Any) -> LearnerError:
+    """What it raises, before long."""
     with pytest.raises(LearnerError) as raised:
-        await work
-    return time.monotonic() - begin, raised.value
+        async with asyncio.timeout(120):
+            await work
+    return raised.value
+
+
+def test_a_rank_that_is_lost_is_missed_within_ten_seconds() -> None:
+    """A sign of life may have come just before it fell silent, and a look just before that was too long."""
+    assert BEAT_S + SILENCE_S + GRACE_S < 10
 
 
 def long_step() -> list[Minibatch]:
     """Minutes of work."""
     return [minibatch(i, samples=60) for i in range(400)]
-
-
-LONG_STEP = 40
-"""Minibatches of a step that takes longer than three seconds."""
 
 
 def nobody_left(learner: DeepSpeedLearner) -> bool:
@@ -340,12 +342,10 @@ async def test_a_rank_that_is_killed_in_a_step_ends_the_learner(model: Path, vic
         step = asyncio.create_task(learner.step(long_step()))
         await asyncio.sleep(2)
         os.kill(pid(learner, victim), signal.SIGKILL)
-        seconds, error = await seconds_to_error(step)
-        assert seconds < 10
+        error = await error_of(step)
         assert f"rank {victim} of 2 was killed by SIGKILL" in str(error)
         assert nobody_left(learner)
-        seconds, again = await seconds_to_error(learner.publish())
-        assert seconds < 1
+        again = await error_of(learner.publish())
         assert str(again) == str(error)
 
 
@@ -354,8 +354,7 @@ async def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_missed(model: Pa
         watch = asyncio.create_task(learner.watch())
         await asyncio.sleep(0.1)
         os.kill(pid(learner, 1), signal.SIGTERM)
-        seconds, error = await seconds_to_error(watch)
-        assert seconds < 10
+        error = await error_of(watch)
         assert "rank 1 of 2 was killed by SIGTERM" in str(error)
 
 
@@ -364,8 +363,7 @@ async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
         step = asyncio.create_task(learner.step(long_step()))
         await asyncio.sleep(2)
         os.kill(pid(learner, 1), signal.SIGSTOP)
-        seconds, error = await seconds_to_error(step)
-        assert seconds < 10
+        error = await error_of(step)
         assert "rank 1 of 2 hangs: no sign of life" in str(error)
         assert nobody_left(learner)
 
@@ -394,8 +392,7 @@ class Skipping(SurrogateLoss):
 async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(model: Path) -> None:
     """The other one, which waits for it in gloo, is not."""
     async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
-        seconds, error = await seconds_to_error(learner.step(STEPS[0]))
-        assert 3 < seconds < 10
+        error = await error_of(learner.step(STEPS[0]))
         assert str(error) == "rank 1 of 2 made no progress in learner.deadline = 3 s (in step)"
         first, second = str(error.__cause__).split("what rank 0 said:")
         assert first.startswith("what rank 1 said:")
@@ -407,8 +404,7 @@ async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(
 async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> None:
     async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, deadline=3) as learner:
         await learner.step(STEPS[0])
-        seconds, error = await seconds_to_error(learner.publish())
-        assert 3 < seconds < 10
+        error = await error_of(learner.publish())
         assert str(error) == "rank 0 of 2 made no progress in learner.deadline = 3 s (in publish)"
         first, second = str(error.__cause__).split("what rank 1 said:")
         assert "in _weights" in first, "it waits there"
@@ -416,20 +412,25 @@ async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> N
         assert nobody_left(learner)
 
 
+class Slow(SurrogateLoss):
+    """Takes half a second over every micro-batch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return super().__call__(*args, **kwargs)
+
+
 async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
-    """While it gets further, which it does many times a second."""
-    async with ranks(model, deadline=3) as learner:
-        begin = time.monotonic()
-        stats = await learner.step([minibatch(i, samples=60) for i in range(LONG_STEP)])
-        assert stats.updates == LONG_STEP
-        assert time.monotonic() - begin > 3
+    """While it gets further: 14 minibatches of at least half a second, with a deadline of six."""
+    async with ranks(model, loss=Slow(0.2, 0.2, "token"), deadline=6) as learner:
+        stats = await learner.step([minibatch(i) for i in range(14)])
+        assert stats.updates == 14
 
 
 async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> None:
     beyond = TrainSample(TokenTrace((1, V + 7), (0, 1), (0.0, -1.0), (-1, 0)), 1.0, 1.0)
     async with ranks(model) as learner:
-        seconds, error = await seconds_to_error(learner.step([Minibatch((beyond,), 1)]))
-        assert seconds < 10
+        error = await error_of(learner.step([Minibatch((beyond,), 1)]))
         assert "rank 0 of 2 failed: RuntimeError: index 1031 is out of bounds" in str(error)
         assert str(error).endswith("(in step)")
         assert "Traceback (most recent call last)" in str(error.__cause__)

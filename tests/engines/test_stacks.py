@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -110,5 +111,9 @@ def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
+    trajectories = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    versions = {version for t in trajectories for version in t["versions"] if version >= 0}
+    assert versions <= set(range(steps + 1))
+    assert len(versions) > 1
     for role in ("actor", "extractor"):
         assert (run / "checkpoints" / str(steps) / role / "optimizer.safetensors").is_file()

