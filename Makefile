@@ -40,13 +40,14 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU (about 20 minutes)
+## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU (about 15 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest tests/engines
 
-## soak: the long and heavy checks
-soak: setup-dev
+## soak: the long and heavy checks, of the engines too
+soak: setup-dev setup-engines
 	$(BIN)/pytest -m soak
+	$(ENGINES)/bin/pytest -m soak tests/engines
 
 lint: setup-dev
 	$(BIN)/ruff check

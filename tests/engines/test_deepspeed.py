@@ -156,26 +156,23 @@ STEPS = [[probed(minibatch(0))], [minibatch(1), spoiled(minibatch(2)), minibatch
 @pytest.mark.parametrize(
     ("zero", "options"),
     [
-        (0, {}),
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (2, {"offload": True}),
-        (3, {"train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3), "loss": CispoLoss(0.5, 2.0)}),
-        (2, {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3}),
-        (2, {"train": replace(SETTINGS, activation_checkpointing=True)}),
-        (3, {"train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3), "offload": True}),
-    ],
-    ids=[
-        "0",
-        "1",
-        "2",
-        "3",
-        "offload",
-        "recompute, kl and cispo at 3",
-        "kl and clipping on three ranks",
-        "activations again",
-        "activations again, offloaded, at 3",
+        pytest.param(0, {}, marks=pytest.mark.soak, id="0"),
+        pytest.param(1, {}, id="1"),
+        pytest.param(2, {}, id="2"),
+        pytest.param(3, {}, id="3"),
+        pytest.param(2, {"offload": True}, marks=pytest.mark.soak, id="offload"),
+        pytest.param(
+            3,
+            {"train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3), "loss": CispoLoss(0.5, 2.0)},
+            id="recompute, kl and cispo at 3",
+        ),
+        pytest.param(2, {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3}, id="kl and clipping on three ranks"),
+        pytest.param(2, {"train": replace(SETTINGS, activation_checkpointing=True)}, marks=pytest.mark.soak, id="activations again"),
+        pytest.param(
+            3,
+            {"train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3), "offload": True},
+            id="activations again, offloaded, at 3",
+        ),
     ],
 )
 async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero: int, options: dict[str, Any]) -> None:
@@ -202,7 +199,10 @@ async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero
 # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 3)), ((3, 2), (1, 1)), ((1, 3), (0, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2), (3, 3)), pytest.param((3, 2), (1, 1), marks=pytest.mark.soak), pytest.param((1, 3), (0, 2), marks=pytest.mark.soak)],
+)
 async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
     model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
@@ -247,9 +247,13 @@ async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("zero", "options"), [(1, {}), (2, {}), (3, {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)})],
-    ids=["1", "2", "3, offloaded, activations again"],
-)  # fmt: skip
+    ("zero", "options"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.soak, id="1"),
+        pytest.param(2, {}, marks=pytest.mark.soak, id="2"),
+        pytest.param(3, {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)}, id="3, offloaded, activations again"),
+    ],
+)
 async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     model: Path, tmp_path: Path, zero: int, options: dict[str, Any]
 ) -> None:  # fmt: skip

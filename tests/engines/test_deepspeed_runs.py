@@ -38,6 +38,7 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+@pytest.mark.soak
 def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
     """The same tokens are sampled for the first step, so its figures are the same; later ones drift apart by rounding."""
     train(tmp_path / "local", *DETERMINISTIC, steps=2, method="grpo")
