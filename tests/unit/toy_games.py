@@ -44,10 +44,13 @@ class Guess:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "fork" | "daemon":
+                settled, tell = os.pipe()
                 if child := os.fork():
+                    os.read(settled, 1)
                     return StepResult(f"{child}")
                 if action == "daemon":
                     os.setsid()
+                os.write(tell, b".")
                 time.sleep(600)
             case "vanish":
                 shutil.rmtree(tempfile.gettempdir())
