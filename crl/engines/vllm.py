@@ -272,12 +272,8 @@ class NcclReceiver:
 
 
 async def _join(llm: AsyncLLM, request: WeightTransferInitRequest) -> None:
-    try:
+    with _failing(llm, "the learner and vLLM do not meet over NCCL"):
         await llm.init_weight_transfer_engine(request)
-    except Exception as error:  # NCCL fails in many ways
-        if llm.errored:
-            raise EngineDeadError() from error
-        raise EngineError(f"the learner and vLLM do not meet over NCCL: {error}") from error
 
 
 async def swap(llm: AsyncLLM, weights: FileWeights) -> None:
@@ -308,22 +304,29 @@ def _free_port() -> int:
 
 
 async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
-    try:
+    with _failing(llm, f"the weights of version {weights.version} did not arrive"):
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=_update(weights)))
         await llm.finish_weight_update(weight_version=str(weights.version))
         received = await llm.collective_rpc("received_checksum")
         version = await llm.get_weight_version()
-    except Exception as error:
-        if llm.errored:
-            raise EngineDeadError() from error
-        raise EngineError(f"the weights of version {weights.version} did not arrive: {error}") from error
     if set(received) != {weights.checksum} or version != str(weights.version):
         found = f"version {version} with the checksums {received}"
         raise EngineError(f"of version {weights.version} with the checksum {weights.checksum} arrived {found}")
     if not await llm.reset_prefix_cache():
         raise EngineError("vLLM kept a prefix cache of the old weights")
     await llm.resume_generation()
+
+
+@contextmanager
+def _failing(llm: AsyncLLM, what: str) -> Iterator[None]:
+    """Whatever vLLM raises, as an `EngineError` that begins with `what`, or as vLLM's own word for a death."""
+    try:
+        yield
+    except Exception as error:  # workers, NCCL and files fail in many ways
+        if llm.errored:
+            raise EngineDeadError() from error
+        raise EngineError(f"{what}: {error}") from error
 
 
 def _update(weights: FileWeights | NcclWeights) -> dict[str, Any]:

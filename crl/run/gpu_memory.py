@@ -92,9 +92,8 @@ def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
 def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
     """Bytes of weights, gradients and optimizer of all ranks together, wherever they are, each counted once."""
     width, zero = number_bytes(shape, learner), learner.zero if learner.kind == "deepspeed" else 0
-    return host_memory(shape, learner) + shape.parameters * float(
-        width if host_memory(shape, learner) else width + 4 + _optimizer_bytes(zero, width)
-    )
+    here = 4 + _optimizer_bytes(zero, width)
+    return width * shape.parameters + (host_memory(shape, learner) or float(here * shape.parameters))
 
 
 def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
