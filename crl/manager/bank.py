@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crl.manager.index import Index, Neighbour
 from crl.manager.records import Entry, UnitKey
-from crl.manager.retrieval import Candidate, RetrievalSettings, pick
+from crl.manager.retrieval import Candidate, RetrievalSettings, is_trial, pick
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
 from crl.types import ExperienceUse
@@ -104,7 +104,9 @@ class Bank:
         address = (step, request.group) if shared else (step, request.group, request.member, *([request.asked] if request.asked else []))
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
-        entry = pick(candidates, step, partial(generator, self._seed, "retrieval", *address), self._settings)
+        rng = partial(generator, self._seed, "retrieval", *address)
+        trial = counted and not request.asked and is_trial(request.group if shared else request.member, self._settings.trials)
+        entry = pick(candidates, step, rng, self._settings, trial=trial)
         how = "ask_unrefined" if request.asked else "start"
         hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal) if entry else None
         if counted:

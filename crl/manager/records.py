@@ -16,7 +16,7 @@ from crl.protocols import Hit
 from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
-"""Which entry goes where there is no room: the first written, the least recently returned, or the one of the lowest `credit_score`."""
+"""Which entry goes where there is no room: the first written, the least recently returned, or the one of the lowest `kept_score`."""
 
 
 class UnitKey(NamedTuple):

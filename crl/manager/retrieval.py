@@ -1,4 +1,4 @@
-"""Which of the similar entries is returned: diversity among equals (CRL eq. 6), or the best credit. Pure."""
+"""Choice among similar entries: diversity (CRL eq. 6), or the best record with a share of trials. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Choice = Literal["diverse", "credit"]
 EQUAL = 1e-6
 """Similarities this close are one rank: float32 products differ in their last bits."""
 
-PRIOR_SUCCESS, PRIOR_VISITS, BONUS = 0.6, 1.0, 0.2
-"""`choice = "credit"`: an untried entry counts as PRIOR_VISITS visits with that success, plus BONUS / √(visits) for trying it."""
+KNOWN_PRIOR, KEPT_PRIOR = 0.3, 0.5
+"""Success that an untried entry is taken to have, as one more episode: when the best-known entry is
+chosen, and when the one to evict is. Any entry that wins more often than not outlives untried ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class RetrievalSettings:
 
     choice: Choice = "diverse"
     per: Literal["group", "rollout"] = "group"
+    trials: float = 0.0
     candidates: int = 16
     margin: float = 0.05
     min_similarity: float = 0.1
@@ -44,7 +46,7 @@ class RetrievalSettings:
 
     def __post_init__(self) -> None:
         least = min(self.margin, self.lam, self.recent_steps, self.max_wait)
-        if min(self.candidates, self.batch, self.workers) < 1 or least < 0:
+        if min(self.candidates, self.batch, self.workers) < 1 or least < 0 or not 0 <= self.trials <= 1:
             raise ValueError(f"bad retrieval settings: {self}")
 
 
@@ -53,19 +55,40 @@ class Candidate(NamedTuple):
     similarity: float
 
 
-def pick(candidates: Sequence[Candidate], step: int, rng: Callable[[], random.Random], settings: RetrievalSettings) -> Entry | None:
-    """The entry to return, or None. candidates: the most similar first; step: completed actor steps; rng: makes what decides a tie."""
+def pick(
+    candidates: Sequence[Candidate],
+    step: int,
+    rng: Callable[[], random.Random],
+    settings: RetrievalSettings,
+    *,
+    trial: bool = False,
+) -> Entry | None:
+    """Return the entry that guides an episode, or None where nothing is similar enough.
+
+    candidates: the most similar first; step: completed actor steps; rng: makes the generator that
+    breaks ties; trial: with `choice = "credit"`, return the least retrieved entry instead of the
+    best-known one.
+    """
     if not candidates or candidates[0].similarity < settings.min_similarity:
         return None
     floor = max(candidates[0].similarity - settings.margin - EQUAL, settings.min_similarity)
     equals = [candidate for candidate in candidates if candidate.similarity >= floor]
-    if settings.choice == "credit":
-        scores = [credit_score(candidate.entry.credited, candidate.entry.credit) for candidate in equals]
-    else:
+    scores: list[float]
+    if settings.choice == "diverse":
         scores = list(diverse_scores(equals, step, settings))
+    elif trial:
+        scores = [-float(entry.retrieved) for entry, _ in equals]
+    else:
+        scores = [known_score(entry.credited, entry.credit) for entry, _ in equals]
     best = max(scores)
-    tied = [candidate.entry for candidate, score in zip(equals, scores, strict=False) if score == best]  # those without a score cannot win
+    # Entries without a score cannot win.
+    tied = [entry for (entry, _), score in zip(equals, scores, strict=False) if score == best]
     return rng().choice(tied) if len(tied) > 1 else tied[0]
+
+
+def is_trial(index: int, share: float) -> bool:
+    """Return whether search number `index` is a trial, when `share` of them are, evenly spread."""
+    return math.floor((index + 1) * share) > math.floor(index * share)
 
 
 def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> Iterator[float]:
@@ -92,9 +115,18 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
     return entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
 
 
-def credit_score(credited: int, credit: float) -> float:
-    """**Ours**: (guided successes + 0.6) / (n + 1) + 0.2 / √(n + 1) over the n credited episodes of an entry's version, whose Σ r = ±1
-    is `credit`."""
-    visits = credited + PRIOR_VISITS
-    successes = (credit + credited) / 2
-    return (successes + PRIOR_SUCCESS * PRIOR_VISITS) / visits + BONUS / math.sqrt(visits)
+def known_score(credited: int, credit: float) -> float:
+    """Return (won + 0.3) / (n + 1), by which `choice = "credit"` finds the best-known entry. **Ours**.
+
+    credited: n episodes that the entry's version guided; credit: Σ r = ±1 over them.
+    """
+    return _mean_success(credited, credit, KNOWN_PRIOR)
+
+
+def kept_score(credited: int, credit: float) -> float:
+    """Return (won + 0.5) / (n + 1): `bank.evict = "credit"` evicts the entry of the lowest. **Ours**."""
+    return _mean_success(credited, credit, KEPT_PRIOR)
+
+
+def _mean_success(credited: int, credit: float, prior: float) -> float:
+    return ((credit + credited) / 2 + prior) / (credited + 1)

@@ -26,7 +26,7 @@ _WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {BEGUN})"
 FIRST_TO_GO: dict[Evict, str] = {
     "fifo": "written",
     "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",  # never returned: as if it had been when it was written
-    "credit": "credit_score(credited, credit), written",
+    "credit": "kept_score(credited, credit), written",
 }
 """ORDER BY of active entries. What was returned since the last flush is not known here yet."""
 

@@ -372,6 +372,12 @@ class BankParts:
     seed: int
     progress: Progress
 
+    @property
+    def without_trials(self) -> BankParts:
+        """The same for evaluations, in which the best-known experience guides."""
+        retrieval = replace(self.settings.retrieval, trials=0.0)
+        return replace(self, settings=replace(self.settings, retrieval=retrieval))
+
     async def open(
         self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None,
         *, queue_size: int | None = None,
@@ -401,7 +407,7 @@ class RunBank:
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
             await self.manager.export_copy(path)
-            manager = await self.parts.open(path, self.engine, stack, on_distilled)
+            manager = await self.parts.without_trials.open(path, self.engine, stack, on_distilled)
             manager.advance(self.manager.step)
             yield manager
 
