@@ -16,7 +16,8 @@ from crl.protocols import Hit
 from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
-"""Which entry goes where there is no room: the first written, the least recently returned, or the one of the lowest `kept_score`."""
+"""Which entry goes where there is no room: the first written, the least recently returned, or with `credit` the tried
+ones of the lowest `known_score` outside the best-known half, then the oldest."""
 
 
 class UnitKey(NamedTuple):

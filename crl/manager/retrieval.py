@@ -16,9 +16,8 @@ Choice = Literal["diverse", "credit"]
 EQUAL = 1e-6
 """Similarities this close are one rank: float32 products differ in their last bits."""
 
-KNOWN_PRIOR, KEPT_PRIOR = 0.3, 0.5
-"""Success that an untried entry is taken to have, as one more episode: when the best-known entry is
-chosen, and when the one to evict is. Any entry that wins more often than not outlives untried ones."""
+KNOWN_PRIOR = 0.3
+"""Success of the one episode that every entry begins with when the best-known one is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +115,8 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
 
 
 def known_score(credited: int, credit: float) -> float:
-    """Return (won + 0.3) / (n + 1), by which `choice = "credit"` finds the best-known entry. **Ours**.
+    """Return (won + 0.3) / (n + 1), by which `choice = "credit"` and `bank.evict = "credit"` rank entries. **Ours**.
 
     credited: n episodes that the entry's version guided; credit: Σ r = ±1 over them.
     """
-    return _mean_success(credited, credit, KNOWN_PRIOR)
-
-
-def kept_score(credited: int, credit: float) -> float:
-    """Return (won + 0.5) / (n + 1): `bank.evict = "credit"` evicts the entry of the lowest. **Ours**."""
-    return _mean_success(credited, credit, KEPT_PRIOR)
-
-
-def _mean_success(credited: int, credit: float, prior: float) -> float:
-    return ((credit + credited) / 2 + prior) / (credited + 1)
+    return ((credit + credited) / 2 + KNOWN_PRIOR) / (credited + 1)

@@ -9,7 +9,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from crl.errors import StoreError
-from crl.manager.retrieval import kept_score
+from crl.manager.retrieval import known_score
 from crl.manager.snapshots import keep_images
 
 SCHEMA_VERSION = 3
@@ -25,7 +25,7 @@ def prepare(db: Connection, path: Path) -> None:
     """
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA busy_timeout = 5000")
-    db.create_function("kept_score", 2, kept_score, deterministic=True)
+    db.create_function("known_score", 2, known_score, deterministic=True)
     version = _pragma(db, "user_version")
     if version > SCHEMA_VERSION:
         raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")

@@ -26,7 +26,11 @@ _WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {BEGUN})"
 FIRST_TO_GO: dict[Evict, str] = {
     "fifo": "written",
     "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",  # never returned: as if it had been when it was written
-    "credit": "kept_score(credited, credit), written",
+    # The best-known half stays. Of the others those go first that were tried: the untried are what may be better.
+    "credit": """
+        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written) <= :most / 2,
+        credited = 0, known_score(credited, credit), written
+    """,
 }
 """ORDER BY of active entries. What was returned since the last flush is not known here yet."""
 
@@ -194,19 +198,20 @@ def _bound(db: Connection, goals: Iterable[tuple[str, str]], rules: ApplyRules, 
     gone = []
     if rules.cap is not None:
         for goal in goals:
-            gone += _evict(db, _surplus(db, rules.evict, rules.cap, 0, "AND task = ? AND goal = ?", *goal), data, stamp)
+            gone += _evict(db, _surplus(db, rules.evict, rules.cap, 0, "AND task = :task AND goal = :goal", task=goal[0], goal=goal[1]), data, stamp)
     if rules.size is not None:
         gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), data, stamp)
     return gone
 
 
-def _surplus(db: Connection, evict: Evict, most: int, spare: int, where: str = "", *values: str) -> list[UnitKey]:
+def _surplus(db: Connection, evict: Evict, most: int, spare: int, where: str = "", **values: str) -> list[UnitKey]:
     """Of active entries those that go first, so that `most` remain; `spare` less when it must be any."""
     (active,) = db.execute(f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values).fetchone()
     if active <= most:
         return []
     sql = f"SELECT uid, version FROM entries JOIN units USING (uid, version) WHERE status = 'active' {where}"
-    return [UnitKey(*row) for row in db.execute(f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT ?", (*values, active - most + spare))]
+    rows = db.execute(f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT :gone", {**values, "most": most, "gone": active - most + spare})
+    return [UnitKey(*row) for row in rows]
 
 
 def _evict(db: Connection, units: Sequence[UnitKey], data: Mapping[str, object], stamp: Stamp) -> list[str]:

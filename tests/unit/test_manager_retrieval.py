@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder, Keys
 from crl.manager.index import TAIL, Index
 from crl.manager.records import Entry
-from crl.manager.retrieval import EQUAL, Candidate, RetrievalSettings, credit_score, diverse_scores, pick
+from crl.manager.retrieval import EQUAL, Candidate, RetrievalSettings, diverse_scores, is_trial, kept_score, known_score, pick
 
 
 def entry(uid: str, **fields) -> Entry:
@@ -32,8 +33,8 @@ def candidates(*similarities: float, **fields) -> list[Candidate]:
     return [Candidate(entry(f"m{i}", **fields), similarity) for i, similarity in enumerate(similarities)]
 
 
-def picked(found: list[Candidate], step: int = 10, seed: int = 0, **settings) -> str | None:
-    chosen = pick(found, step, lambda: random.Random(seed), RetrievalSettings(**settings))
+def picked(found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings) -> str | None:
+    chosen = pick(found, step, lambda: random.Random(seed), RetrievalSettings(**settings), trial=trial)
     return chosen.uid if chosen else None
 
 
@@ -109,26 +110,112 @@ def test_below_the_least_similarity_nothing_is_returned():
 # ── choice = credit ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_credit_score_on_worked_numbers():
-    # untried: 0.6 / 1 + 0.2 / 1 = 0.8; 3 of 4: (3 + 0.6) / 5 + 0.2 / √5 = 0.80944; 1 of 2: 1.6 / 3 + 0.2 / √3 = 0.64880
-    assert credit_score(0, 0.0) == pytest.approx(0.8)
-    assert credit_score(4, 2.0) == pytest.approx(0.72 + 0.2 / math.sqrt(5))
-    assert credit_score(2, 0.0) == pytest.approx(0.648803, abs=1e-6)
+def test_the_scores_of_a_record_on_worked_numbers():
+    # untried: 0.3 and 0.5; 3 of 4 won: 3.3 / 5 and 3.5 / 5; 0 of 1: 0.3 / 2 and 0.5 / 2
+    assert [known_score(0, 0.0), known_score(4, 2.0), known_score(1, -1.0)] == pytest.approx([0.3, 0.66, 0.15])
+    assert [kept_score(0, 0.0), kept_score(4, 2.0), kept_score(1, -1.0)] == pytest.approx([0.5, 0.7, 0.25])
 
 
-def test_credit_takes_the_best_among_equals_whatever_their_rank():
-    found = [
-        Candidate(entry("half", credited=2, credit=0.0), 0.95),
-        Candidate(entry("good", credited=4, credit=2.0), 0.94),
+def records() -> list[Candidate]:
+    return [
+        Candidate(entry("half", credited=2, credit=0.0, retrieved=2), 0.95),
+        Candidate(entry("good", credited=4, credit=2.0, retrieved=4), 0.94),
         Candidate(entry("new"), 0.93),
         Candidate(entry("perfect but elsewhere", credited=9, credit=9.0), 0.5),
     ]
+
+
+def test_credit_takes_the_best_known_among_equals_whatever_their_rank():
+    found = records()
     assert picked(found, choice="credit") == "good"
-    assert picked([found[0], found[2]], choice="credit") == "new"
+    assert picked([found[0], found[2]], choice="credit") == "half"  # 1.3 / 3 against 0.3
+    lost = Candidate(entry("lost", credited=1, credit=-1.0), 0.95)
+    assert picked([lost, found[2]], choice="credit") == "new"
+
+
+def test_a_trial_takes_the_least_retrieved_among_equals():
+    found = records()
+    assert picked(found, choice="credit", trial=True) == "new"
+    assert picked(found[:2], choice="credit", trial=True) == "half"
 
 
 @pytest.mark.parametrize(
-    "bad", [{"candidates": 0}, {"margin": -0.1}, {"lam": -1}, {"recent_steps": -1}, {"batch": 0}, {"max_wait": -1}, {"workers": 0}]
+    ("share", "trials"), [(0.0, []), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.75, [1, 2, 3, 5, 6, 7]), (1.0, [*range(8)])]
+)
+def test_trials_are_spread_evenly(share: float, trials: list[int]):
+    assert [index for index in range(8) if is_trial(index, share)] == trials
+
+
+def a_place_with_records() -> Bank:
+    bank = Bank(2, "task", RetrievalSettings(choice="credit", per="rollout", trials=0.5), seed=0)
+    bank.put(entry("proven", credited=8, credit=6.0, retrieved=8), np.array([1, 0], np.float32))
+    for number in range(3):
+        bank.put(entry(f"untried {number}"), np.array([1, 0], np.float32))
+    return bank
+
+
+def test_every_other_guided_member_tries_what_was_tried_least_and_the_others_get_what_is_proven():
+    bank = a_place_with_records()
+    found = [bank.search(search("q", group=3, member=m), np.array([1, 0], np.float32), 0, counted=True) for m in range(4)]
+    texts = [hit.text for hit in found if hit]
+    assert [texts[0], texts[2]] == ["proven", "proven"]
+    assert len({texts[1], texts[3]}) == 2
+    assert {texts[1], texts[3]} <= {"untried 0", "untried 1", "untried 2"}
+
+
+def test_an_evaluation_and_a_question_get_the_best_known():
+    bank, query = a_place_with_records(), np.array([1, 0], np.float32)
+    for member in range(4):
+        evaluated = bank.search(search("q", group=3, member=member), query, 0, counted=False)
+        asked = bank.search(search("q", group=3, member=member, asked=1), query, 0, counted=True)
+        assert [hit.text for hit in (evaluated, asked) if hit] == ["proven", "proven"]
+
+
+def test_of_groups_that_share_an_experience_every_other_one_tries():
+    bank = a_place_with_records()
+    bank._settings = replace(bank._settings, per="group")
+    texts = []
+    for group in range(4):
+        for member in range(2):
+            hit = bank.search(search("q", group=group, member=member), np.array([1, 0], np.float32), 0, counted=True)
+            texts.append(hit.text if hit else None)
+    assert texts[0] == texts[1] == texts[4] == texts[5] == "proven"
+    assert texts[2] == texts[3] != texts[6] == texts[7]
+    assert {str(texts[2])[:7], str(texts[6])[:7]} == {"untried"}
+
+
+def test_a_lesson_that_wins_outlives_any_number_of_untried_ones_and_makes_way_for_them_when_it_does_not():
+    """Eight new lessons a visit come into a place that keeps eight; each trial of a useless one is won in one of four visits."""
+    draw, kept = random.Random(0), [entry("right", credited=1, credit=1.0, retrieved=1)]
+    guided = 0
+    for visit in range(50):
+        kept += [entry(f"{visit}/{number}") for number in range(8)]
+        found = [Candidate(one, 1.0) for one in kept]
+        chosen = [pick(found, visit, lambda: draw, RetrievalSettings(choice="credit"), trial=trial) for trial in (False, True) * 2]
+        for one in chosen:
+            assert one is not None
+            won = draw.random() < (0.85 if one.uid == "right" else 0.25)
+            one.retrieved, one.credited, one.credit = one.retrieved + 1, one.credited + 1, one.credit + (1 if won else -1)
+        guided += chosen[0] is chosen[2] is kept[0]
+        kept = sorted(kept, key=lambda one: kept_score(one.credited, one.credit))[-8:]
+        kept.sort(key=lambda one: one.uid != "right")
+        assert kept[0].uid == "right"
+    assert guided >= 45
+    assert sum(not one.credited for one in kept) >= 2, "there is always something to try"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"candidates": 0},
+        {"margin": -0.1},
+        {"lam": -1},
+        {"recent_steps": -1},
+        {"batch": 0},
+        {"max_wait": -1},
+        {"workers": 0},
+        {"trials": 1.1},
+    ],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match="bad retrieval settings"):

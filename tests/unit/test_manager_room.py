@@ -20,7 +20,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
 from crl.manager.records import Entry, Evict, Stamp
-from crl.manager.retrieval import credit_score
+from crl.manager.retrieval import kept_score
 from crl.manager.store import Store
 from crl.protocols import Hit
 
@@ -71,7 +71,7 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     [
         ("fifo", ["one", "two"]),
         ("lru", ["two", "four"]),  # steps: 3, written at 0, 2, 1; the new one was written at 4
-        ("credit", ["three", "four"]),  # scores: 0.649, 0.8, 0.441, 0.441
+        ("credit", ["three", "four"]),  # scores: 0.5, 0.5, 0.25, 0.25
     ],
 )
 @pytest.mark.parametrize("bound", ["cap", "size"])
@@ -158,7 +158,7 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
         await distil(made, request(step))
         sizes.append(len(texts(made)))
     assert sizes == [495, 496, 497, 498, 499, 500, 495, 496]
-    order = sorted(entries, key=lambda e: credit_score(e.credited, e.credit)) if evict == "credit" else entries
+    order = sorted(entries, key=lambda e: kept_score(e.credited, e.credit)) if evict == "credit" else entries
     assert set(texts(made)) & {entry.text for entry in entries} == {entry.text for entry in order[12:]}
     await made.aclose()
 

@@ -1,0 +1,187 @@
+"""Why does a trained actor stop following advice? Measured in the room, during training.
+
+    python benchmarks/listening.py --seeds 0 1 2 --out benchmarks/results/listening.json
+    python benchmarks/listening.py --seeds 2 --set retrieval.trials=0 --set retrieval.per=group --set bank.cap=4
+
+Before the updates of every EVERY-th step, on the first turn of fixed probe places:
+
+* `right`, `wrong`: mean log-probability (nats) of the advised first move under right and under wrong
+  advice. An actor that listens gives both a high one; one that ignores advice gives both a low one.
+* for each term of the actor's policy gradient (free episodes, and guided ones by what guided them):
+  −∇loss_term · ∇right / (‖∇loss‖ ‖∇right‖). Positive: the term teaches to follow right advice. The
+  terms sum to the cosine between the whole update direction and that of better listening.
+* `flat`: share of the term's episodes without advantage, all members of their half having won or lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from arms import Recorder
+from common import mean_and_interval, write_results
+
+EVERY = 5
+PLACES = 64
+TERMS = ("free", "nothing found", "right lesson", "wrong direction", "other lesson")
+
+
+def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict[str, Any]]:
+    """Train in the room and return one row per measured step."""
+    from crl.config import load
+
+    unused = [*(f"tasks.room.eval.{name}=0" for name in ("known", "new", "online")), "eval.probe_every=0"]
+    options = {"run.seed": seed} | ({"run.steps": steps} if steps is not None else {})
+    config = load(["room"], options=options, sets=[*unused, *sets])
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(_train(config, Path(folder)))
+
+
+async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
+    from crl.monitor.run_dir import RunDir
+    from crl.run.assemble import training
+    from crl.run.evaluate import Evaluation
+
+    recorder = Recorder()
+    async with training(config, RunDir(folder), recorder) as loop:
+        loop.evaluations |= {0: Evaluation({}, {}, 0), config.run.steps: Evaluation({}, {}, 0)}
+        watch = Watch(loop, {advice: await advised(loop, config, advice) for advice in ("right", "wrong")})
+        recorder.trajectories = watch.observe  # called with the batch before it trains
+        await loop.run()
+    return watch.rows
+
+
+async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
+    """The first turns of the probe places under right or wrong advice, with the advised move marked as sampled."""
+    from crl.envs.room.lessons import read
+    from crl.rollout.episode import EpisodeKey
+    from crl.run.playing import play_all
+    from crl.run.probe import Told, advice_texts
+    from crl.run.tasks import probe_tasks, specs
+    from crl.types import Completion, TokenTrace
+
+    task = probe_tasks(config, specs(config))["room"]
+    task = replace(task, places=task.places[:PLACES])
+    texts = advice_texts(task, advice)
+    runner = replace(loop.evaluator.runner, retriever=Told(texts))
+    keys = [EpisodeKey("listening", 0, i, 0) for i in range(len(task.places))]
+    played = await play_all(runner, "guided", keys, task.places, concurrency=PLACES)
+    traces = []
+    for trajectory in played:
+        trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]
+        move = (*runner.renderer.encode(direction), runner.renderer.stop_ids[0])
+        prompt = TokenTrace().with_context(trace.ids[: trace.mask.index(1)])
+        traces.append(prompt.with_sampled(Completion(move, (0.0,) * len(move), (0,) * len(move), "stop")))
+    return traces
+
+
+class Watch:
+    """Measures before updates; `rows` holds what it found. probes: traces by advice."""
+
+    def __init__(self, loop: Any, probes: Mapping[str, Sequence[Any]]) -> None:
+        from crl.envs.room import SPEC
+
+        self._loop, self._probes, self._advisor = loop, probes, SPEC.advisor
+        self._trainer = loop.learner._trainer
+        self._step = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def observe(self, batch: Sequence[Any]) -> None:
+        if self._step % EVERY == 0:
+            self.rows.append(self._measure([t for t in batch if t.error is None]))
+        self._step += 1
+
+    def _measure(self, played: Sequence[Any]) -> dict[str, Any]:
+        from crl.algo import build_minibatches
+        from crl.seeds import generator
+
+        right, upwards = self._log_probability(self._probes["right"])
+        row: dict[str, Any] = {"step": self._step, "right": right, "wrong": self._log_probability(self._probes["wrong"])[0]}
+        advantages, terms = self._loop._advantages(played), [self._term(t) for t in played]
+        views = [self._loop.method.actor.view(t) for t in played]
+        gradients = {}
+        for term in TERMS:
+            own = [advantage if of == term else 0.0 for advantage, of in zip(advantages, terms, strict=True)]
+            batches = build_minibatches(played, own, views, count=1, rng=generator(0, "listening"))
+            gradients[term] = self._gradient(batches[0]) if batches else 0 * upwards
+            row[f"{term}/episodes"] = terms.count(term)
+            if term in terms:
+                row[f"{term}/flat"] = sum(a == 0 for a, of in zip(advantages, terms, strict=True) if of == term) / terms.count(term)
+        whole = sum(gradients.values())
+        for term, gradient in gradients.items():
+            row[f"{term}/projection"] = float(-(gradient @ upwards) / (whole.norm() * upwards.norm()).clamp(min=1e-12))
+        return row
+
+    def _term(self, trajectory: Any) -> str:
+        if trajectory.condition == "free":
+            return "free"
+        if not trajectory.shown:
+            return "nothing found"
+        verdict = self._advisor.judge(trajectory.task, trajectory.shown[0])
+        return "right lesson" if verdict.correct else "wrong direction" if verdict.kind == "wrong exit" else "other lesson"
+
+    def _log_probability(self, traces: Sequence[Any]) -> tuple[float, Any]:
+        """Mean log-probability of the marked tokens, summed within a trace, and its gradient."""
+        from crl.learners.step import Tensors
+        from crl.types import TrainSample
+
+        batch = Tensors.of([TrainSample(trace, 1.0, 1.0) for trace in traces], self._trainer.model.device)
+        mean = self._trainer._tokens(batch).logp.mul(batch.mask).sum() / len(traces)
+        self._trainer.optimizer.zero_grad(set_to_none=True)
+        mean.backward()
+        return mean.item(), self._flat()
+
+    def _gradient(self, minibatch: Any) -> Any:
+        from crl.learners.step import Figures
+
+        self._trainer._gradient(minibatch, Figures(), None)
+        return self._flat()
+
+    def _flat(self) -> Any:
+        """The gradient of all parameters as one vector, which is then cleared."""
+        import torch
+
+        flat = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in self._trainer.model.parameters()])
+        self._trainer.optimizer.zero_grad(set_to_none=True)
+        return flat
+
+
+def table(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """Means over seeds, by quarters of the run."""
+    length = min(len(rows) for rows in runs.values())
+    parts = [range(q * length // 4, (q + 1) * length // 4) for q in range(4)]
+    lines = [f"{'':<30}" + "".join(f"{f'quarter {q}':>18}" for q in range(1, 5))]
+    names = ["right", "wrong", *(f"{term}/{what}" for term in TERMS for what in ("episodes", "flat", "projection"))]
+    for name in names:
+        cells = []
+        for part in parts:
+            seeds = [[rows[i][name] for i in part if name in rows[i]] for rows in runs.values()]
+            cells.append(mean_and_interval([statistics.fmean(values) for values in seeds if values]))
+        lines.append(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the runs")
+    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    arguments = parser.parse_args()
+    runs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for seed in arguments.seeds:
+        runs[seed] = measured_run(seed, arguments.steps, arguments.set)
+    print(table(runs))
+    if arguments.out:
+        write_results(arguments.out, {"set": arguments.set, "runs": [{"seed": s, "rows": rows} for s, rows in runs.items()]})
+
+
+if __name__ == "__main__":
+    main()

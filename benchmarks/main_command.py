@@ -1,0 +1,191 @@
+"""Does co-evolution beat a frozen partner? The main command and room alone, by arm, over untouched seeds.
+
+    python benchmarks/main_command.py --jobs 2 --out benchmarks/results/main_command.json
+
+Arms (`arms.py`): `none` (--method grpo, at equal rollouts), `static` (the extractor distils and is not
+trained), `co-evolved` (the default), `experience only` (the actor is not trained) and `always right`
+(guided by the truth: the ceiling). Settings: `room` is `crl train --tasks room`, `mixture` is
+`crl train --tasks room,webshop,alfworld`.
+
+Metrics, named before the runs, of the evaluation after the last step, by task, sampled at temperature 1:
+`online`: success in places never trained on, visits 3 to 5, with a bank that is built on the way.
+`alone`: the same episodes without experience. `unseen`, `seen`: success without experience in places
+never trained on, and in places of the train stream. `seen, bank`: there with the run's bank. `lessons`:
+right lessons among the extractor's answers, beside those of the extractor that the run started with, of
+the same episodes. `listening`: what right advice is worth on the advice probe, (right − none) /
+(1 − none), at the end over the start.
+
+Nothing was tuned on seeds 10 to 14. The seed is the unit: mean ± half the 95 % interval by Student's t,
+differences paired by seed. Finished runs are kept in a .jsonl file beside --out and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from arms import ARMS, run_arm
+from common import mean_and_interval, write_results
+
+SETTINGS: Mapping[str, tuple[str, ...]] = {"room": ("room",), "mixture": ("room", "webshop", "alfworld")}
+SEEDS = (10, 11, 12, 13, 14)
+
+Run = Mapping[str, Any]
+Metric = Callable[[Run, str], float | None]
+
+
+def recorded(name: str) -> Metric:
+    """Return a metric that the run's last evaluation logged. name: its key, with {} for the task."""
+    return lambda run, task: run["metrics"].get(name.format(task))
+
+
+def listening(run: Run, task: str) -> float | None:
+    """Return the value of right advice at the end over that at the start, each over 1 − none."""
+    worth = []
+    for end in ("start", "end"):
+        none, right = (run["metrics"][f"{end}/probe/{task}/{advice}"] for advice in ("none", "right"))
+        worth.append((right - none) / (1 - none) if none < 1 else None)
+    start, end = worth
+    return end / start if start and end is not None else None
+
+
+def lesson_ratio(run: Run, task: str) -> float | None:
+    """Return the share of right lessons over that of the untrained extractor, of the same episodes."""
+    share, untrained = (run["metrics"].get(f"eval/{task}/lessons/correct{of}") for of in ("", "/untrained"))
+    return share / untrained if share is not None and untrained else None
+
+
+METRICS: Mapping[str, Metric] = {
+    "online": recorded("eval/{}/new/success/online"),
+    "alone": recorded("eval/{}/new/success/alone"),
+    "unseen": recorded("eval/{}/new/success/free"),
+    "seen": recorded("eval/{}/known/success/free"),
+    "seen, bank": recorded("eval/{}/known/success/guided"),
+    "lessons": recorded("eval/{}/lessons/correct"),
+    "lessons, untrained": recorded("eval/{}/lessons/correct/untrained"),
+    "lessons ratio": lesson_ratio,
+    "probe none": recorded("end/probe/{}/none"),
+    "probe right": recorded("end/probe/{}/right"),
+    "listening": listening,
+}
+
+PAIRS = (
+    ("online", "co-evolved", "none"),
+    ("online", "co-evolved", "static"),
+    ("online", "co-evolved", "experience only"),
+    ("online", "always right", "co-evolved"),
+    ("alone", "co-evolved", "experience only"),
+    ("alone", "co-evolved", "none"),
+    ("unseen", "co-evolved", "none"),
+    ("seen", "co-evolved", "none"),
+    ("seen, bank", "co-evolved", "none"),
+    ("lessons", "co-evolved", "static"),
+)
+"""(metric, arm, the arm that it is compared with)."""
+
+
+# ── runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_apart(setting: str, arm: str, seed: int, arguments: argparse.Namespace) -> None:
+    """Train one arm in a process of its own and append the result to the .jsonl file."""
+    command = [sys.executable, __file__, "--one", setting, arm, str(seed)]
+    command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
+    command += [word for text in arguments.set for word in ("--set", text)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = {"setting": setting, "arm": arm, "seed": seed, "set": arguments.set, **json.loads(done.stdout)}
+    with records(arguments.out).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(result) + "\n")
+    print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+
+def records(out: Path) -> Path:
+    return out.with_suffix(".jsonl")
+
+
+def finished(out: Path) -> list[dict[str, Any]]:
+    path = records(out)
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Render, for each setting and task, every metric by arm and the paired differences."""
+    lines: list[str] = []
+    for setting, tasks in SETTINGS.items():
+        of_setting = [run for run in runs if run["setting"] == setting]
+        for task in tasks if of_setting else ():
+            lines += [f"{setting}: {task}", *metric_rows(of_setting, task), *pair_rows(of_setting, task), ""]
+        if of_setting:
+            lines += [*cost_rows(of_setting), ""]
+    return "\n".join(lines)
+
+
+def metric_rows(runs: Sequence[Run], task: str) -> list[str]:
+    arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
+    rows = [f"  {'':<20}" + "".join(f"{arm:>18}" for arm in arms)]
+    for name, metric in METRICS.items():
+        cells = (mean_and_interval([metric(run, task) for run in runs if run["arm"] == arm]) for arm in arms)
+        rows.append(f"  {name:<20}" + "".join(f"{cell:>18}" for cell in cells))
+    return rows
+
+
+def pair_rows(runs: Sequence[Run], task: str) -> list[str]:
+    rows = []
+    for name, one, other in PAIRS:
+        by_seed = {arm: {run["seed"]: METRICS[name](run, task) for run in runs if run["arm"] == arm} for arm in (one, other)}
+        pairs = [(by_seed[one][seed], by_seed[other][seed]) for seed in sorted(by_seed[one].keys() & by_seed[other].keys())]
+        differences = [a - b for a, b in pairs if a is not None and b is not None]
+        if differences:
+            each = " ".join(f"{difference:+.3f}" for difference in differences)
+            rows.append(f"  {name}: {one} − {other}: {mean_and_interval(differences)}   by seed {each}")
+    return rows
+
+
+def cost_rows(runs: Sequence[Run]) -> list[str]:
+    """Render what each arm took: environment turns, sampled tokens and seconds, means over seeds."""
+    names = sorted({name for run in runs for name in run["totals"]})
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = [run for run in runs if run["arm"] == arm]
+        totals = ", ".join(f"{name.removeprefix('total/')} {sum(r['totals'].get(name, 0) for r in own) / len(own):,.0f}" for name in names)
+        rows.append(f"  {arm}: {totals}; {sum(r['seconds'] for r in own) / len(own):.0f} s")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all arms")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
+    parser.add_argument("--out", type=Path, required="--one" not in sys.argv, help="write the raw numbers here, as JSON")
+    parser.add_argument("--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        setting, arm, seed = arguments.one
+        print(json.dumps(run_arm(ARMS[arm], SETTINGS[setting], int(seed), arguments.steps, arguments.set)))
+        return
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    done = {(run["setting"], run["arm"], run["seed"]) for run in finished(arguments.out)}
+    wanted = [(setting, arm, seed) for setting in arguments.settings for seed in arguments.seeds for arm in arguments.arms]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda run: run_apart(*run, arguments), [run for run in wanted if run not in done]))
+    runs = finished(arguments.out)
+    print(tables(runs))
+    write_results(arguments.out, {"jobs": arguments.jobs, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
