@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
 from crl.manager.records import Entry, Evict, Stamp
-from crl.manager.retrieval import kept_score
+from crl.manager.retrieval import known_score
 from crl.manager.store import Store
 from crl.protocols import Hit
 
@@ -71,7 +72,7 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     [
         ("fifo", ["one", "two"]),
         ("lru", ["two", "four"]),  # steps: 3, written at 0, 2, 1; the new one was written at 4
-        ("credit", ["three", "four"]),  # scores: 0.5, 0.5, 0.25, 0.25
+        ("credit", ["three", "four"]),  # scores: 0.433, 0.3, 0.15, 0.15
     ],
 )
 @pytest.mark.parametrize("bound", ["cap", "size"])
@@ -85,6 +86,31 @@ async def test_over_a_bound_those_go_that_the_policy_says(tmp_path: Path, evict:
     assert set(texts(made)) == {"one", "two", "three", "four", "five", "six"} - set(gone)
     await made.aclose()
     assert [data for _, data in logged(path, "evict")] == [{"for": "run/4/0/0"}, {"for": "run/6/0/0"}]
+
+
+async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Path) -> None:
+    """Eight answers come in with every visit of a place that keeps eight; useless ones are won in three of four episodes."""
+    draw = random.Random(0)
+    chosen_by = RetrievalSettings(choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2)
+    settings = ManagerSettings(retrieval=chosen_by, cap=8, evict="credit")
+    made = await manager(tmp_path / "bank.sqlite", answering(echo), settings)
+    led = tried = 0
+    for visit in range(20):
+        notes = [f"useless-{visit}-{number}" for number in range(8)] if visit else ["right"]
+        await distil(made, *(request(visit, member=m, note=note) for m, note in enumerate(notes)))
+        made.advance(visit)
+        untried = {entry.text for entry in made._bank.entries.values() if not entry.credited}
+        assert len(untried) >= (4 if visit else 1)
+        for member in range(4):
+            (found,) = await made.search([search("q", group=visit, member=member)])
+            assert found is not None
+            led += found.text == "right" and member % 2 == 0
+            tried += found.text in untried
+            await made.credit([found.use], draw.random() < (0.95 if found.text == "right" else 0.75), episode=f"e/{visit}/0/{member}")
+    assert "right" in texts(made)
+    assert led >= 20
+    assert tried >= 36
+    await made.aclose()
 
 
 async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
@@ -158,7 +184,11 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
         await distil(made, request(step))
         sizes.append(len(texts(made)))
     assert sizes == [495, 496, 497, 498, 499, 500, 495, 496]
-    order = sorted(entries, key=lambda e: kept_score(e.credited, e.credit)) if evict == "credit" else entries
+    order = entries
+    if evict == "credit":
+        score = {entry.uid: known_score(entry.credited, entry.credit) for entry in entries}
+        best = {entry.uid for entry in sorted(entries, key=lambda entry: -score[entry.uid])[:250]}
+        order = sorted(entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid]))
     assert set(texts(made)) & {entry.text for entry in entries} == {entry.text for entry in order[12:]}
     await made.aclose()
 
