@@ -242,7 +242,8 @@ class RetrievalSection(Section):
 
 
 class AskSection(Section):
-    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor answers."""
+    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor answers (a method without
+    experience ignores it)."""
 
     enabled: bool = False
     """offer the tool to guided episodes, also in evaluations with a bank"""
@@ -516,6 +517,11 @@ class RunConfig(Section):
         """Whether the method has an extractor and a bank."""
         return self.method not in WITHOUT_EXPERIENCE
 
+    @property
+    def distils(self) -> bool:
+        """Whether the extractor reads finished episodes."""
+        return self.with_experience and not self.bank.frozen
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
@@ -525,8 +531,6 @@ class RunConfig(Section):
         if self.with_experience:
             _check_experience(self)
             _check_embedder(self)
-        elif self.ask.enabled:
-            raise ConfigError("ask.enabled", True, f"the method {self.method} has no bank to ask", "Leave it out, or choose another method")
         _check_critic(self)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
