@@ -451,7 +451,8 @@ class TaskConfig(Section):
     turns: Count
     """actions after which an episode ends as truncated"""
     overtime: Natural = 0
-    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded nor trained on"""
+    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded nor trained on, but counted in
+    total/env_turns; none in a run that distils nothing"""
     max_response_tokens: Count
     """sampled tokens of one response, the stop token included"""
     context: Annotated[str, AfterValidator(_context)] = "full"

@@ -23,7 +23,7 @@ from crl.manager.settings import unseen
 from crl.monitor.plain import PlainMonitor
 from crl.run.assemble import _bank_parts
 from crl.run.main import train
-from crl.run.plan import plan
+from crl.run.plan import overview, plan
 from crl.run.tasks import require_engine, require_told, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
@@ -755,6 +755,14 @@ def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
 def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):
     dump(resolved(model, "ask.limit=2", "ask.enabled=false"), tmp_path / "config.json")
     assert load_saved(tmp_path).config.ask.limit == 2
+
+
+def test_overtime_is_planned_only_where_episodes_are_distilled(model: Path):
+    frozen = resolved(model, "bank.frozen=true", "bank.init=bank.sqlite")
+    alone = resolved(model, options={"method": "grpo"})
+    assert (resolved(model).distils, frozen.distils, alone.distils) == (True, False, False)
+    assert "goes on for 4 turns, for the extractor alone" in overview(resolved(model, "actor.model=tiny-actor"))
+    assert "goes on for" not in overview(resolved(model, "actor.model=tiny-actor", options={"method": "grpo"}))
 
 
 def test_questions_are_off_and_few_for_tiny_models(model: Path):
