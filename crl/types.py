@@ -226,8 +226,9 @@ class Trajectory:
     grade in [0, 1] where it gives one: neither is trained on.
     `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
     such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order;
-    `rejected`: those that it went on without. `turns`: environment turns that count; `overtime_turns`: those played after them,
-    which are neither rewarded nor trained on. `sampled_tokens`: tokens that the actor sampled, overtime included.
+    `rejected`: those that it went on without. `turns`: environment turns that count;
+    `overtime_turns`: those played after them, which are neither rewarded nor trained on.
+    `sampled_tokens`: tokens that the actor sampled, overtime included.
     """
 
     task: Task

@@ -191,7 +191,8 @@ class BankSection(Section):
     """The experience bank (a method without experience ignores it)."""
 
     scope: Literal["task", "shared"] = "task"
-    """whom an experience guides: episodes of its own task alone, or of any"""
+    """whom an experience guides: episodes of its own task alone, or of any; a shared bank is merged
+    as a whole"""
     frozen: bool = False
     """keep the experiences of bank.init: nothing is distilled, the extractor is not trained; uses and credit are counted all the same"""
     init: BankFile = ""
@@ -242,8 +243,8 @@ class RetrievalSection(Section):
 
 
 class AskSection(Section):
-    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor answers (a method without
-    experience ignores it)."""
+    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor
+    answers (a method without experience ignores it)."""
 
     enabled: bool = False
     """offer the tool to guided episodes, also in evaluations with a bank"""
@@ -451,8 +452,8 @@ class TaskConfig(Section):
     turns: Count
     """actions after which an episode ends as truncated"""
     overtime: Natural = 0
-    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded nor trained on, but counted in
-    total/env_turns; none in a run that distils nothing"""
+    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded
+    nor trained on, but counted in total/env_turns; none in a run that distils nothing"""
     max_response_tokens: Count
     """sampled tokens of one response, the stop token included"""
     context: Annotated[str, AfterValidator(_context)] = "full"

@@ -333,9 +333,11 @@ class ExperienceManager:
     async def merge(self) -> MergeStats | None:
         """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
 
-        Entries are merged with those that the same searches may find: in a shared bank with all others (CRL §3.2.1), else with
-        those of their task, and with goals in the keys only with those of the same goal. A merged entry has the task and the goal of
-        its first source. Return None where another merge is under way: nothing was done, and that is counted. Raises `EngineError`.
+        Entries are merged with those that the same searches may find: in a shared bank with all
+        others (CRL §3.2.1), else with those of their task, and with goals in the keys only with
+        those of the same goal. A merged entry has the task and the goal of its first source.
+        Return None where another merge is under way: nothing was done, and that is counted.
+        Raises `EngineError`.
         """
         if self._merging:
             self._merges_skipped += 1
@@ -489,8 +491,9 @@ class ExperienceManager:
     async def stats(self) -> dict[str, int]:
         """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …
 
-        refine/failed: questions that the extractor did not answer in time, or at all. total/sampled_tokens/extractor: tokens of
-        its answers since the bank was opened; evaluations are not included.
+        refine/failed: questions that the extractor did not answer in time, or at all.
+        total/sampled_tokens/extractor: tokens of its answers since the bank was opened; evaluations
+        are not included.
         """
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():

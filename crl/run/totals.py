@@ -1,4 +1,4 @@
-"""What the training episodes of a run have cost so far, so that runs can be compared at equal budgets."""
+"""Cost of a run's training episodes so far, so that runs can be compared at equal budgets."""
 
 from __future__ import annotations
 
