@@ -226,7 +226,9 @@ class Trajectory:
     grade in [0, 1] where it gives one: neither is trained on.
     `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
     such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order;
-    `rejected`: those that it went on without.
+    `rejected`: those that it went on without. `turns`: environment turns that count;
+    `overtime_turns`: those played after them, which are neither rewarded nor trained on.
+    `sampled_tokens`: tokens that the actor sampled, overtime included.
     """
 
     task: Task
@@ -241,7 +243,9 @@ class Trajectory:
     success: bool = False
     score: float | None = None
     turns: int = 0
+    overtime_turns: int = 0
     invalid_actions: int = 0
+    sampled_tokens: int = 0
     used: tuple[ExperienceUse, ...] = ()
     shown: tuple[str, ...] = ()
     rejected: tuple[ExperienceUse, ...] = ()

@@ -71,6 +71,7 @@ class ExperienceManager:
         self._merges_skipped = 0
         self._refiner = Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
         self._refines_failed = 0
+        self._sampled_tokens = 0
         self._begin_empty()
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.size, settings.evict, settings.vote_out)
@@ -200,6 +201,7 @@ class ExperienceManager:
             self._refines_failed += counted
             refined = None
         if refined and counted:
+            self._sampled_tokens += len(refined.generation.completion.ids)
             await self._whole(self._store.refine(refined, Stamp(self._step, refined.generation.extractor), self._rules))
         if counted:
             self._refine_times.append(time.perf_counter() - start)
@@ -258,6 +260,7 @@ class ExperienceManager:
     async def _distil(self, request: DistilRequest) -> Distilled:
         async def ask() -> Distilled:
             distilled = await self._distiller.distil(request)
+            self._sampled_tokens += len(distilled.generation.completion.ids)
             if self._duplicates:
                 await self._duplicates.prepare(distilled)
             return distilled
@@ -330,9 +333,11 @@ class ExperienceManager:
     async def merge(self) -> MergeStats | None:
         """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
 
-        Merged apart are entries of different tasks, in a shared bank too, since what is made of them is of one task, and with goals in
-        the keys those of different goals, which different queries find. None: another merge is under way; nothing was done, and that
-        is counted. Raises `EngineError`.
+        Entries are merged with those that the same searches may find: in a shared bank with all
+        others (CRL §3.2.1), else with those of their task, and with goals in the keys only with
+        those of the same goal. A merged entry has the task and the goal of its first source.
+        Return None where another merge is under way: nothing was done, and that is counted.
+        Raises `EngineError`.
         """
         if self._merging:
             self._merges_skipped += 1
@@ -342,8 +347,9 @@ class ExperienceManager:
             stats = MergeStats()
             places: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
+                task = "" if self._settings.scope == "shared" else entry.task
                 goal = "" if self._settings.distil.key_text_weight is None else entry.goal
-                places.setdefault((entry.task, goal), []).append(entry)
+                places.setdefault((task, goal), []).append(entry)
             for entries in places.values():
                 if len(entries) > 1:
                     await self._merge_place(entries, stats)
@@ -377,6 +383,7 @@ class ExperienceManager:
         except RolloutError:
             stats.failed += 1
             return []
+        self._sampled_tokens += len(merged.generation.completion.ids)
         stats.failed += merged.malformed
         made: list[Entry] = []
 
@@ -485,11 +492,14 @@ class ExperienceManager:
         """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …
 
         refine/failed: questions that the extractor did not answer in time, or at all.
+        total/sampled_tokens/extractor: tokens of its answers since the bank was opened; evaluations
+        are not included.
         """
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         figures = {"queue/refused": self._queue.refused, "queue/retried": self._queue.retried, "merge/skipped": self._merges_skipped}
+        figures["total/sampled_tokens/extractor"] = self._sampled_tokens
         if self._refiner:
             figures["refine/failed"] = self._refines_failed
         return {**sizes, **await self._store.counts(), **figures}

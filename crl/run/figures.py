@@ -60,6 +60,7 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     figures |= _asks(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return figures | {
+        "rollout/env_turns": sum(t.turns + t.overtime_turns for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),

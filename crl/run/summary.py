@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from crl.run.evaluate import Evaluation, MeanRate, Rate, Setting, difference
 from crl.run.figures import Mean
+from crl.run.totals import Totals
 from crl.types import Experience
 
 if TYPE_CHECKING:
@@ -160,11 +161,13 @@ class Summary:
     before: Evaluation | None
     after: Evaluation | None
     skipped_updates: int
+    totals: Totals
     experience: ExperienceReport | None = None
     generated: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", ""]
+        extractor_tokens = self.experience.stats["total/sampled_tokens/extractor"] if self.experience else 0
+        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", self.totals.line(extractor_tokens), ""]
         if self.before:
             lines += success_lines(self.temperature, self.before, self.after, generated=self.generated)
         else:

@@ -276,6 +276,11 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
         assert len(t["versions"]) == len(t["ids"]) == len(t["mask"])
         assert t["mask"][-1] == 1, "the record of tokens ends with the last one that is trained"
     assert max(t["turns"] for t in played) == 4
+    for t in played:
+        assert t["turns"] + t["overtime_turns"] == sum(s["origin"] == "policy" for s in t["segments"])
+    turns, overtime = (sum(t[name] for t in played) for name in ("turns", "overtime_turns"))
+    last = metrics(either, "train")[-1]
+    assert (last["total/env_turns"], last["total/env_turns/overtime"]) == (turns + overtime, overtime)
 
 
 # ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────

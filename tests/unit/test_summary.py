@@ -13,6 +13,7 @@ import pytest
 from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.figures import Mean
 from crl.run.summary import ExperienceReport, Summary, best_of_each_task, experience_report, success_lines
+from crl.run.totals import Totals
 from crl.types import Experience
 
 SETTINGS: list[Setting] = [
@@ -33,10 +34,12 @@ SUMMARY = Summary(
     before=BEFORE,
     after=AFTER,
     skipped_updates=0,
+    totals=Totals(env_turns=12_345, overtime_turns=678, actor_tokens=98_765),
 )
 
 TEXT = """
 80 steps in 172 s
+environment turns 12,345 (of them overtime 678), sampled tokens: actor 98,765, extractor 0
 
 success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
   room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
@@ -68,7 +71,8 @@ def test_a_run_that_was_stopped_has_no_after() -> None:
 
 def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
-    assert "0 steps in 172 s\n\nstopped before the first evaluation\n\nthe trained models" in text
+    assert "0 steps in 172 s\nenvironment turns 12,345" in text
+    assert "extractor 0\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_what_went_wrong_is_said() -> None:
@@ -90,7 +94,7 @@ def test_an_evaluation_alone() -> None:
 
 REPORT = ExperienceReport(
     bank=Path("runs/one/bank.sqlite"),
-    stats={"bank/size": 31, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
+    stats={"bank/size": 31, "total/sampled_tokens/extractor": 4_321, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
     best=[Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0)],
     gaps=[0.5, 0.0, 0.25, 0.25],
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
