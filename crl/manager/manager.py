@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,19 @@ from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
 from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
-from crl.manager.records import Applied, ApplyRules, Credit, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
+from crl.manager.records import (
+    Applied,
+    ApplyRules,
+    Credit,
+    Distilled,
+    DistilRequest,
+    Entry,
+    GroupSuccess,
+    PendingUnit,
+    RolledBack,
+    Stamp,
+    UnitKey,
+)
 from crl.manager.refine import Refiner
 from crl.manager.searching import Searcher
 from crl.manager.settings import ManagerSettings, Progress, Prompts, unseen
@@ -37,7 +49,7 @@ from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
-from crl.types import Experience, ExperienceUse
+from crl.types import Experience, ExperienceUse, lift_order
 
 T = TypeVar("T")
 
@@ -415,6 +427,20 @@ class ExperienceManager:
 
         await self._whole(change())
 
+    async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]]) -> None:
+        """Add what groups say of units to their lifts, which nothing is trained on.
+
+        found: by the group's id, success with each unit and without any. A second call for a group
+        changes nothing.
+        """
+
+        async def change() -> None:
+            for one in await self._store.record_lifts(found, self._stamp()):
+                self._bank.lift(one.unit, one.lift)
+
+        if found:
+            await self._whole(change())
+
     async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
         """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
 
@@ -510,15 +536,18 @@ class ExperienceManager:
         return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:
-        """At most `n` active entries that guided episodes, those first that succeeded most: by Σ r, the last written first among equals."""
+        """Return at most `n` active entries that guided episodes, in `lift_order`.
+
+        Among equals those of the highest Σ r come first, then the last written.
+        """
         guiding = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
-        entries = sorted(guiding, key=lambda entry: -entry.credit)
+        entries = sorted(guiding, key=lambda entry: (lift_order(entry.lift), -entry.credit))
         return [entry.experience for entry in entries[:n]]
 
     async def export_copy(self, path: Path) -> None:
         """Copies the bank as it is now to a file of its own, while it is in use, for another run or a scratch copy.
 
-        The copy begins anew: it has the entries with their lineage and credit, and neither the queue nor pending rewards. Raises
+        The copy begins anew: it has the entries with their lineage, credit and lift, and neither the queue nor pending rewards. Raises
         `StoreError`, also when `path` exists.
         """
         await self._write_counts()
