@@ -159,7 +159,7 @@ async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, d
 def ranked(state: dict[str, list[Any]]) -> list[Any]:
     """What does not depend on the sequence numbers that were given out."""
     log = [eval(row)[1:] for row in state["log"]]
-    units = [(*row[:-2], row[-1]) for row in map(eval, state["units"])]
+    units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # but `ready`
     entries = [row[1:] for row in sorted(map(eval, state["entries"]))]
     return [sorted(log), units, entries, *(state[table] for table in ("requests", "generations", "facts"))]
 
