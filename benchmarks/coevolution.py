@@ -61,7 +61,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
     from crl.protocols import Hit
     from crl.run.assemble import training
     from crl.run.evaluate import Evaluation
-    from crl.run.figures import group_gaps
+    from crl.run.figures import GroupGap, group_gaps
     from crl.run.tasks import online_tasks
     from crl.types import ExperienceUse
 
@@ -77,7 +77,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
         """A monitor that keeps what the table needs."""
 
         def __init__(self) -> None:
-            self.gaps: list[list[float]] = []
+            self.gaps: list[list[GroupGap]] = []
             self.lines: list[dict[str, Any]] = []
 
         def log(self, step: int, kind: str, figures: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
             visits = alone
         lessons = loop.experience.diagnostics.lessons if loop.experience else []
         updates = loop.experience.trainer.updates if loop.experience and loop.experience.trainer else 0
-    gaps = [gap for step in recorder.gaps[len(recorder.gaps) // 2 :] for gap in step]
+    gaps = [gap.value for step in recorder.gaps[len(recorder.gaps) // 2 :] for gap in step]
     tail = lessons[-20:]
     probe = loop.probes[loop.completed]
     fresh, fresh_alone = statistics.fmean(visits[2:]), statistics.fmean(alone[2:])

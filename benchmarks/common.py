@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -13,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""Student's t at 97.5 %, by number of seeds."""
+from crl.intervals import Mean
 
 
 def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
@@ -62,7 +60,7 @@ def processor() -> str:
 
 
 def mean_and_interval(values: Sequence[float | None]) -> str:
-    """mean ± half the 95 % interval over seeds; a dash where nothing is known."""
+    """Return "mean ± half the 95 % interval" over seeds; a dash where nothing is known."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
@@ -71,5 +69,5 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Half the 95 % interval of their mean; None for so few, or so many, that T_975 has no entry."""
-    return T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) in T_975 else None
+    """Return half the 95 % interval of the mean of independent values; None for fewer than two."""
+    return Mean.of(values).half if len(values) > 1 else None

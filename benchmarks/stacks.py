@@ -22,7 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import T_975, mean_and_interval, trained, write_results
+from common import mean_and_interval, trained, write_results
+
+from crl.intervals import t_975
 
 STACKS = {
     "in process": (),
@@ -66,7 +68,7 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
 def half_width(a: Sequence[float], b: Sequence[float]) -> float:
     """Half the 95 % interval of the difference of two means."""
     error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
-    return T_975[min(len(a), len(b))] * error
+    return t_975(min(len(a), len(b)) - 1) * error
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from crl.intervals import half_width
+
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
 Condition = Literal["guided", "free"]
@@ -139,6 +141,55 @@ class TokenTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Lift:
+    """What an experience adds: success with it minus success without any, in the same groups.
+
+    A group gives one difference: the mean success of the members that the experience guided minus
+    that of the group's experience-free members. Groups are the clusters of its interval. The sum of
+    two lifts is that of their groups together.
+    """
+
+    groups: int
+    """Groups that gave a difference, at least one."""
+    mean: float
+    """Mean of the differences, in [−1, 1]."""
+    m2: float = 0.0
+    """Sum of the squared deviations from the mean."""
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or not abs(self.mean) <= 1 + 1e-9 or not 0 <= self.m2 <= self.groups + 1e-9:
+            raise ValueError(f"a lift needs a group, a mean in [−1, 1] and an m2 of 0 or more, not {self}")
+
+    def __add__(self, other: Lift) -> Lift:
+        """Pool the groups of both (Chan, Golub & LeVeque 1983)."""
+        groups, apart = self.groups + other.groups, other.mean - self.mean
+        mean = self.mean + apart * other.groups / groups
+        return Lift(groups, mean, self.m2 + other.m2 + apart**2 * self.groups * other.groups / groups)
+
+    def __neg__(self) -> Lift:
+        return Lift(self.groups, -self.mean, self.m2)
+
+    @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval, by Student's t over groups; NaN with one group."""
+        spread = self.m2 / (self.groups * (self.groups - 1)) if self.groups > 1 else math.nan
+        return half_width(spread, self.groups)
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval; −1, which no lift is below, where it is unknown."""
+        return -1.0 if self.groups < 2 else max(-1.0, self.mean - self.half)
+
+
+def lift_order(lift: Lift | None) -> tuple[float, float]:
+    """Return a sort key: the highest lower end first, then the highest mean; unknown ones last.
+
+    By its mean alone, the luck of a single group would come first.
+    """
+    return (-lift.low, -lift.mean) if lift else (1.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
 class Experience:
     """A bank entry at one version. `span`: its tokens' range in the generation that wrote it; `goal`: of the episode that taught
     it; `parents`: its lineage."""
@@ -155,6 +206,8 @@ class Experience:
     retrieved: int = 0
     credited: int = 0
     credit: float = 0.0
+    lift: Lift | None = None
+    """None before the first group that has experience-free members too."""
 
     def __post_init__(self) -> None:
         _one_of("status", self.status, ExperienceStatus)
@@ -226,7 +279,9 @@ class Trajectory:
     grade in [0, 1] where it gives one: neither is trained on.
     `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
     such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order;
-    `rejected`: those that it went on without.
+    `rejected`: those that it went on without. `turns`: environment turns that count;
+    `overtime_turns`: those played after them, which are neither rewarded nor trained on.
+    `sampled_tokens`: tokens that the actor sampled, overtime included.
     """
 
     task: Task
@@ -241,7 +296,9 @@ class Trajectory:
     success: bool = False
     score: float | None = None
     turns: int = 0
+    overtime_turns: int = 0
     invalid_actions: int = 0
+    sampled_tokens: int = 0
     used: tuple[ExperienceUse, ...] = ()
     shown: tuple[str, ...] = ()
     rejected: tuple[ExperienceUse, ...] = ()

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 RANKS = {
-    **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds"], 0),
+    **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals"], 0),
     **dict.fromkeys(["crl.protocols", "crl.config", "crl.packing", "crl.extras", "crl.scratch"], 1),
     **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.sync", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),

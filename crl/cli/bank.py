@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,6 +16,7 @@ import typer
 
 from crl.cli.command import command
 from crl.errors import ConfigError
+from crl.types import Lift, lift_order
 
 if TYPE_CHECKING:
     from crl.cli.bank_text import Story, Told
@@ -38,7 +39,7 @@ SHOWN = 10
 
 
 class Sort(StrEnum):
-    credit, uses, age = "credit", "uses", "age"
+    lift, credit, uses, age = "lift", "credit", "uses", "age"
 
 
 class Status(StrEnum):
@@ -52,8 +53,11 @@ class Status(StrEnum):
 @command
 def list_entries(
     run: Run,
-    sort: Annotated[Sort, typer.Option(help="Best credit (won − lost episodes), most uses, or newest first.")] = Sort.credit,
-    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    sort: Annotated[
+        Sort,
+        typer.Option(help="Best lift (the lower end of its 95 % interval), best credit (won − lost episodes), most uses, or newest first."),
+    ] = Sort.lift,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round; by lift, its upper end.")] = False,
     task: TaskName = None,
     goal: Annotated[str | None, typer.Option(metavar="TEXT", help="Only those whose goal holds this, in any case.")] = None,
     status: Annotated[Status, typer.Option(help="Which experiences.")] = Status.active,
@@ -71,10 +75,17 @@ def list_entries(
         for entry in reversed(entries)
         if status in (Status.all, entry.status) and task in (None, entry.task) and (goal or "").lower() in entry.goal.lower()
     ]
-    keys = {Sort.credit: lambda entry: -entry.credit, Sort.uses: lambda entry: -entry.retrieved, Sort.age: lambda entry: 0}
+    keys = {
+        Sort.lift: lambda entry: (lift_order(entry.lift), -entry.credit),
+        Sort.credit: lambda entry: -entry.credit,
+        Sort.uses: lambda entry: -entry.retrieved,
+        Sort.age: lambda entry: 0,
+    }
     fits.sort(key=keys[sort])
     if reverse:
         fits.reverse()
+        if sort is Sort.lift:  # by the upper end; what is unknown stays last
+            fits.sort(key=lambda entry: lift_order(entry.lift and -entry.lift))
     _print_rows(fits, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
 
@@ -89,7 +100,7 @@ def show(
 ) -> None:
     """Tell the story of one experience.
 
-    Its text and lineage, its credit over time, the episodes that it guided, the questions that it answered, and the answer of the
+    Its text and lineage, its lift and credit over time, the episodes that it guided, the questions that it answered, and the answer of the
     extractor that wrote it. Of an answer to a question: what was told, what it was made from, and what it earned.
     """
     from crl.manager.reading import reading, short_uids
@@ -141,7 +152,7 @@ def search(
 @app.command()
 @command
 def stats(run: Run, as_json: AsJson = False) -> None:
-    """Print sizes, uses, credit and the queue."""
+    """Print sizes, uses, lift, credit and the queue."""
     from crl.cli.bank_text import stats_lines
     from crl.manager.reading import reading
 
@@ -346,9 +357,13 @@ def _escape(character: str) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; a lift with the half width of its interval, null where that is unknown."""
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        if isinstance(value, Lift):
+            plain["half_width"] = value.half if value.groups > 1 else None
+        return plain
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json: bool) -> None:
@@ -408,6 +423,7 @@ def _story(bank: BankReader, name: str) -> Story | Told:
         lineage=bank.lineage(entry.unit),
         offspring=bank.offspring(entry.uid),
         uses=bank.uses(entry.uid),
+        lifts=bank.lifts(entry.uid),
         refinements=bank.refinements(entry.uid),
         generation=bank.generation(entry.unit),
         eviction=bank.eviction(entry.uid),

@@ -11,6 +11,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from crl.cli.draw import one_line, printable
+from crl.intervals import plus_minus
 from crl.manager.reading import (
     BINS,
     Comparison,
@@ -18,11 +19,14 @@ from crl.manager.reading import (
     Eviction,
     GenerationView,
     Lesson,
+    LiftView,
     RefinementView,
     RequestView,
     UseView,
     VersionView,
+    pooled,
 )
+from crl.types import Lift
 
 LAST = 10
 """Episodes, questions and versions that `show` lists."""
@@ -30,7 +34,9 @@ LAST = 10
 PERIODS = 8
 """Parts of an entry's history that `show` tells apart at most."""
 
-LEFT = frozenset({"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by", "answer"})
+LEFT = frozenset(
+    {"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by", "answer", "when"}
+)
 """Columns of words; the others hold numbers."""
 
 Short = Mapping[str, str]
@@ -59,9 +65,14 @@ def _fitted(text: str, width: int, left: bool) -> str:
     return text + padding if left else padding + text
 
 
-def helped(won: int, credited: int) -> str:
-    """– before the first credited episode."""
+def won_of(won: int, credited: int) -> str:
+    """Return "3/4"; – before the first credited episode."""
     return f"{won}/{credited}" if credited else "–"
+
+
+def lift_text(lift: Lift | None) -> str:
+    """Return a lift with half its 95 % interval; – where it is unknown."""
+    return plus_minus(lift.mean, lift.half, 2) if lift else "–"
 
 
 def _step(step: int | None) -> str:
@@ -78,7 +89,8 @@ def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, *
     columns = {
         **more,
         "uid": [short[entry.uid] for entry in entries],
-        "helped": [helped(entry.won, entry.credited) for entry in entries],
+        "lift": [lift_text(entry.lift) for entry in entries],
+        "won": [won_of(entry.won, entry.credited) for entry in entries],
         "uses": [str(entry.retrieved) for entry in entries],
         "step": [_step(entry.step) for entry in entries],
     }
@@ -153,6 +165,7 @@ class Story(Written):
     lineage: Sequence[VersionView]
     offspring: Sequence[VersionView]
     uses: Sequence[UseView]
+    lifts: Sequence[LiftView]
     refinements: Sequence[RefinementView]
     eviction: Eviction | None
 
@@ -166,7 +179,12 @@ class Story(Written):
         yield ""
         last = f", for the last time {_when(entry.last_returned_step)}" if entry.retrieved else ""
         yield f"{_often('retrieved', entry.retrieved)}{last}"
-        yield f"helped in {entry.won} of {entry.credited} credited episodes (of this version)" if entry.credited else "never credited"
+        yield f"won {entry.won} of {entry.credited} credited episodes (of this version)" if entry.credited else "never credited"
+        if entry.lift:
+            groups = f"{entry.lift.groups:,} groups" if entry.lift.groups > 1 else "one group"
+            yield f"lift {lift_text(entry.lift)} over {groups}: success of their guided − of their free members (of this version)"
+        elif entry.credited:
+            yield "lift unknown: no group that it guided has free members to compare with (of this version)"
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
         title = _first("lineage, the newest first", min(LAST, len(self.lineage)), len(self.lineage))
@@ -175,7 +193,7 @@ class Story(Written):
             yield f"  came from what is not in this bank: {', '.join(map(line, self.absent))}"
         title = f"{_last('versions', len(self.offspring))} that came of it" if len(self.offspring) > LAST else "what came of it"
         yield from _titled(title, _versions(self.offspring[-LAST:], short))
-        yield from _titled("credit over time (of all versions)", history(self.uses))
+        yield from _titled("lift and credit over time (of all versions)", history(self.uses, self.lifts))
         yield from _titled(f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:]))
         yield from _titled(f"{_last('questions', len(self.refinements))} that it answered", _refinements(self.refinements[-LAST:]))
         yield ""
@@ -261,16 +279,24 @@ def _last(what: str, n: int) -> str:
     return f"the last {LAST} of the {n:,} {what}" if n > LAST else f"the {what}"
 
 
-def history(uses: Sequence[UseView]) -> list[str]:
-    """Won of credited episodes by step, neighbouring steps together where there are more than PERIODS; those of earlier runs together."""
+def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str]:
+    """Lift and won of credited episodes by step, neighbouring steps together where there are more than PERIODS; those of earlier runs
+    together."""
     earlier = [use for use in uses if use.step is None]
     steps = [list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None]
     size = max(1, -(-len(steps) // PERIODS))
     periods = [earlier] if earlier else []
     periods += [[use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)]
     names = [_period(period[0].step, period[-1].step) for period in periods]
-    rates = [helped(sum(use.reward > 0 for use in period), len(period)) for period in periods]
-    return [f"{name:<{max(map(len, names))}}  helped {rate}" for name, rate in zip(names, rates, strict=True)]
+    if not periods:
+        return []
+    when = [{use.step for use in period} for period in periods]
+    columns = {
+        "when": names,
+        "lift": [lift_text(pooled(one.lift for one in lifts if one.step in steps)) for steps in when],
+        "won": [won_of(sum(use.reward > 0 for use in period), len(period)) for period in periods],
+    }
+    return table(columns, None)
 
 
 def _period(first: int | None, last: int | None) -> str:
@@ -306,11 +332,18 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     columns = {name: [f"{sizes[name]:,}" for sizes in tasks.values()] for name in ("active", "evicted", "merged", "goals")}
     yield from table({"task": list(tasks), **columns}, None)
     if used["credited"]:
+        yield from _titled("active experiences by the 95 % interval of their lift", _lift_counts(stats["lift"]))
         yield from _titled("active experiences by the share of their credited episodes that were won", _histogram(stats["won"]))
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return "  ".join(f"{line(name)} {number:,}" for name, number in counts.items())
+
+
+def _lift_counts(counts: Mapping[str, int]) -> list[str]:
+    names = {"above": "above 0", "around": "around 0", "below": "below 0", "unknown": "unknown"}
+    widest = len(f"{max(counts.values()):,}")
+    return [f"{text:<8}  {counts[name]:>{widest},}" for name, text in names.items()]
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
@@ -331,19 +364,22 @@ def diff_lines(found: Comparison, a: Path, b: Path, limit: int | None, width: in
     yield f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in both {len(found.both):,}"
     credited = [pair for pair in found.both if all(lesson.credited for lesson in pair)]
     if credited:
-        of_a, of_b = (helped(sum(one.won for one in side), sum(one.credited for one in side)) for side in zip(*credited, strict=True))
-        yield f"the {len(credited):,} that were credited in both helped in {of_a} episodes of A, {of_b} of B"
+        of_a, of_b = (won_of(sum(one.won for one in side), sum(one.credited for one in side)) for side in zip(*credited, strict=True))
+        yield f"the {len(credited):,} that were credited in both won {of_a} episodes of A, {of_b} of B"
     inside = width and width - 2
     for title, lessons in {"only in A": found.only_a, "only in B": found.only_b}.items():
         rows = lessons[:limit]
-        yield from _titled(_first(title, len(rows), len(lessons)), _lessons({"helped": rows}, inside))
+        yield from _titled(_first(title, len(rows), len(lessons)), _lessons({"": rows}, inside))
     rows = found.both[:limit]
-    title = _first("in both: where they helped most differently first", len(rows), len(found.both))
+    title = _first("in both: those whose lifts differ most first", len(rows), len(found.both))
     yield from _titled(title, _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, inside))
 
 
 def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[str]:
-    columns = {name: [helped(lesson.won, lesson.credited) for lesson in lessons] for name, lessons in sides.items()}
+    columns: dict[str, Sequence[str]] = {}
+    for side, lessons in sides.items():
+        columns[f"lift {side}".rstrip()] = [lift_text(lesson.lift) for lesson in lessons]
+        columns[f"won {side}".rstrip()] = [won_of(lesson.won, lesson.credited) for lesson in lessons]
     rows = next(iter(sides.values()))
     columns |= {"goal": [lesson.goal for lesson in rows], "text": [lesson.text for lesson in rows]}
     return table(columns, width) if rows else []

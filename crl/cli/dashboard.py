@@ -38,9 +38,10 @@ from crl.cli.draw import (
     share_out,
     spark,
 )
+from crl.intervals import plus_minus
 from crl.monitor.plain import Figures
 from crl.monitor.snapshot import HISTORY, Bank, Probe, Rate, RunInfo, Series, Snapshot, SnapshotMonitor
-from crl.types import Experience, Trajectory
+from crl.types import Experience, Trajectory, lift_order
 
 REFRESH_PER_S = 4
 
@@ -111,7 +112,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
         "stats": stats,
         "time": Section(list(_time(snapshot, width)), least=2),
         "probe": Section(list(_probes(snapshot, width))),
-        "experiences": Section(_experiences(snapshot, width), title="experiences: uses, mean credit, task, text"),
+        "experiences": Section(_experiences(snapshot, width), title="experiences: uses, lift, task, text"),
         "notes": _notes(snapshot, height),
     }
     shown = share_out(sections, height, weight=WEIGHT, growth=GROWTH)
@@ -286,17 +287,17 @@ def _advice(p: Probe) -> Text:
 
 
 def _experiences(s: Snapshot, width: int) -> list[Text]:
-    return [_experience(experience, width) for experience in s.experiences]
+    """Return those of the snapshot, the best lift first."""
+    return [_experience(experience, width) for experience in sorted(s.experiences, key=lambda e: lift_order(e.lift))]
 
 
 def _experience(e: Experience, width: int) -> Text:
-    mean = e.credit / e.credited if e.credited else None
-    style = "" if not mean else GUIDED if mean > 0 else "red"
+    style = "" if not e.lift or not e.lift.mean else GUIDED if e.lift.mean > 0 else "red"
     task = Text(one_line(e.task, width), DIM)
     task.truncate(12, overflow="ellipsis")
     return Text.assemble(
         f"{figure(e.retrieved, ',.0f', 6):>6} ",
-        (f"{figure(mean, '+.2f', 6):>6}", style),
+        (f"{plus_minus(e.lift.mean, e.lift.half, 2) if e.lift else '–':>13}", style),
         "  ",
         task,
         "  ",

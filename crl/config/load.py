@@ -97,6 +97,8 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
     """
     section, _, name = key.partition(".")
     switch = f"{section}.enabled"
+    if key == "ask.enabled" and config.ask.enabled and not config.with_experience:
+        return f"the method {config.method} has no bank to ask", "Leave it out, or choose another method"
     if section in ("ask", "critic") and switch not in given and not getattr(config, section).enabled:
         if not config.with_experience:
             return f"the method {config.method} has no experience", "Leave it out, or choose another method"

@@ -191,7 +191,8 @@ class BankSection(Section):
     """The experience bank (a method without experience ignores it)."""
 
     scope: Literal["task", "shared"] = "task"
-    """whom an experience guides: episodes of its own task alone, or of any"""
+    """whom an experience guides: episodes of its own task alone, or of any; a shared bank is merged
+    as a whole"""
     frozen: bool = False
     """keep the experiences of bank.init: nothing is distilled, the extractor is not trained; uses and credit are counted all the same"""
     init: BankFile = ""
@@ -245,7 +246,8 @@ class RetrievalSection(Section):
 
 
 class AskSection(Section):
-    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor answers."""
+    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor
+    answers (a method without experience ignores it)."""
 
     enabled: bool = False
     """offer the tool to guided episodes, also in evaluations with a bank"""
@@ -453,7 +455,8 @@ class TaskConfig(Section):
     turns: Count
     """actions after which an episode ends as truncated"""
     overtime: Natural = 0
-    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded nor trained on"""
+    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded
+    nor trained on, but counted in total/env_turns; none in a run that distils nothing"""
     max_response_tokens: Count
     """sampled tokens of one response, the stop token included"""
     context: Annotated[str, AfterValidator(_context)] = "full"
@@ -519,6 +522,11 @@ class RunConfig(Section):
         """Whether the method has an extractor and a bank."""
         return self.method not in WITHOUT_EXPERIENCE
 
+    @property
+    def distils(self) -> bool:
+        """Whether the extractor reads finished episodes."""
+        return self.with_experience and not self.bank.frozen
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         _check_run(self)
@@ -528,8 +536,6 @@ class RunConfig(Section):
         if self.with_experience:
             _check_experience(self)
             _check_embedder(self)
-        elif self.ask.enabled:
-            raise ConfigError("ask.enabled", True, f"the method {self.method} has no bank to ask", "Leave it out, or choose another method")
         _check_critic(self)
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)

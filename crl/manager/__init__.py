@@ -6,7 +6,7 @@ from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager
 from crl.manager.merge import MergePromptWriter, MergeStats
 from crl.manager.ops import OpLimits
-from crl.manager.records import Distilled, DistilRequest, Generation
+from crl.manager.records import Distilled, DistilRequest, Generation, GroupSuccess, UnitKey
 from crl.manager.refine import RefinePromptWriter
 from crl.manager.retrieval import RetrievalSettings
 from crl.manager.settings import ManagerSettings, Progress, Prompts
@@ -20,6 +20,7 @@ __all__ = [
     "ExperienceManager",
     "ExtractorSample",
     "Generation",
+    "GroupSuccess",
     "ManagerSettings",
     "MergePromptWriter",
     "MergeStats",
@@ -29,4 +30,5 @@ __all__ = [
     "Prompts",
     "RefinePromptWriter",
     "RetrievalSettings",
+    "UnitKey",
 ]

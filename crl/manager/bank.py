@@ -14,7 +14,7 @@ from crl.manager.records import Entry, UnitKey
 from crl.manager.retrieval import Candidate, RetrievalSettings, is_trial, pick
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
-from crl.types import ExperienceUse
+from crl.types import ExperienceUse, Lift
 
 Scope = Literal["task", "shared"]
 Vector = NDArray[np.float32]
@@ -56,6 +56,11 @@ class Bank:
         if entry := self._current(unit):
             entry.credited += 1
             entry.credit += reward
+
+    def lift(self, unit: UnitKey, lift: Lift) -> None:
+        """Add a group's lift to the unit's, if it is a current version."""
+        if entry := self._current(unit):
+            entry.lift = entry.lift + lift if entry.lift else lift
 
     def vote(self, unit: UnitKey, value: int) -> None:
         """One more vote on the unit, if it is a current version."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,19 @@ from crl.manager.embed import Keys
 from crl.manager.extractor import Extractor
 from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
-from crl.manager.records import Applied, ApplyRules, Credit, Distilled, DistilRequest, Entry, PendingUnit, RolledBack, Stamp, UnitKey
+from crl.manager.records import (
+    Applied,
+    ApplyRules,
+    Credit,
+    Distilled,
+    DistilRequest,
+    Entry,
+    GroupSuccess,
+    PendingUnit,
+    RolledBack,
+    Stamp,
+    UnitKey,
+)
 from crl.manager.refine import Refiner
 from crl.manager.searching import Searcher
 from crl.manager.settings import ManagerSettings, Progress, Prompts, unseen
@@ -37,7 +49,7 @@ from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
-from crl.types import Experience, ExperienceUse
+from crl.types import Experience, ExperienceUse, lift_order
 
 T = TypeVar("T")
 
@@ -71,6 +83,7 @@ class ExperienceManager:
         self._merges_skipped = 0
         self._refiner = Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
         self._refines_failed = 0
+        self._sampled_tokens = 0
         self._begin_empty()
         self._step = 0
         self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.size, settings.evict, settings.vote_out)
@@ -200,6 +213,7 @@ class ExperienceManager:
             self._refines_failed += counted
             refined = None
         if refined and counted:
+            self._sampled_tokens += len(refined.generation.completion.ids)
             await self._whole(self._store.refine(refined, Stamp(self._step, refined.generation.extractor), self._rules))
         if counted:
             self._refine_times.append(time.perf_counter() - start)
@@ -258,6 +272,7 @@ class ExperienceManager:
     async def _distil(self, request: DistilRequest) -> Distilled:
         async def ask() -> Distilled:
             distilled = await self._distiller.distil(request)
+            self._sampled_tokens += len(distilled.generation.completion.ids)
             if self._duplicates:
                 await self._duplicates.prepare(distilled)
             return distilled
@@ -330,9 +345,11 @@ class ExperienceManager:
     async def merge(self) -> MergeStats | None:
         """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
 
-        Merged apart are entries of different tasks, in a shared bank too, since what is made of them is of one task, and with goals in
-        the keys those of different goals, which different queries find. None: another merge is under way; nothing was done, and that
-        is counted. Raises `EngineError`.
+        Entries are merged with those that the same searches may find: in a shared bank with all
+        others (CRL §3.2.1), else with those of their task, and with goals in the keys only with
+        those of the same goal. A merged entry has the task and the goal of its first source.
+        Return None where another merge is under way: nothing was done, and that is counted.
+        Raises `EngineError`.
         """
         if self._merging:
             self._merges_skipped += 1
@@ -342,8 +359,9 @@ class ExperienceManager:
             stats = MergeStats()
             places: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
+                task = "" if self._settings.scope == "shared" else entry.task
                 goal = "" if self._settings.distil.key_text_weight is None else entry.goal
-                places.setdefault((entry.task, goal), []).append(entry)
+                places.setdefault((task, goal), []).append(entry)
             for entries in places.values():
                 if len(entries) > 1:
                     await self._merge_place(entries, stats)
@@ -377,6 +395,7 @@ class ExperienceManager:
         except RolloutError:
             stats.failed += 1
             return []
+        self._sampled_tokens += len(merged.generation.completion.ids)
         stats.failed += merged.malformed
         made: list[Entry] = []
 
@@ -407,6 +426,20 @@ class ExperienceManager:
                     self._bank.credit(credit.unit, credit.outcome)
 
         await self._whole(change())
+
+    async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]]) -> None:
+        """Add what groups say of units to their lifts, which nothing is trained on.
+
+        found: by the group's id, success with each unit and without any. A second call for a group
+        changes nothing.
+        """
+
+        async def change() -> None:
+            for one in await self._store.record_lifts(found, self._stamp()):
+                self._bank.lift(one.unit, one.lift)
+
+        if found:
+            await self._whole(change())
 
     async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
         """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
@@ -485,11 +518,14 @@ class ExperienceManager:
         """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …
 
         refine/failed: questions that the extractor did not answer in time, or at all.
+        total/sampled_tokens/extractor: tokens of its answers since the bank was opened; evaluations
+        are not included.
         """
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         figures = {"queue/refused": self._queue.refused, "queue/retried": self._queue.retried, "merge/skipped": self._merges_skipped}
+        figures["total/sampled_tokens/extractor"] = self._sampled_tokens
         if self._refiner:
             figures["refine/failed"] = self._refines_failed
         return {**sizes, **await self._store.counts(), **figures}
@@ -500,15 +536,18 @@ class ExperienceManager:
         return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:
-        """At most `n` active entries that guided episodes, those first that succeeded most: by Σ r, the last written first among equals."""
+        """Return at most `n` active entries that guided episodes, in `lift_order`.
+
+        Among equals those of the highest Σ r come first, then the last written.
+        """
         guiding = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
-        entries = sorted(guiding, key=lambda entry: -entry.credit)
+        entries = sorted(guiding, key=lambda entry: (lift_order(entry.lift), -entry.credit))
         return [entry.experience for entry in entries[:n]]
 
     async def export_copy(self, path: Path) -> None:
         """Copies the bank as it is now to a file of its own, while it is in use, for another run or a scratch copy.
 
-        The copy begins anew: it has the entries with their lineage and credit, and neither the queue nor pending rewards. Raises
+        The copy begins anew: it has the entries with their lineage, credit and lift, and neither the queue nor pending rewards. Raises
         `StoreError`, also when `path` exists.
         """
         await self._write_counts()

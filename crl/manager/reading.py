@@ -13,9 +13,11 @@ import math
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +27,8 @@ from numpy.typing import NDArray
 from crl.errors import ConfigError
 from crl.manager.database import check_bank, connect_to_read, log_bytes, readable_rows, store_errors
 from crl.manager.records import DistilRequest, UnitKey
-from crl.manager.tables import BEGUN, read_vectors
-from crl.types import ExperienceStatus
+from crl.manager.tables import BEGUN, read_lift, read_vectors
+from crl.types import ExperienceStatus, Lift, lift_order
 
 QueueState = Literal["pending", "leased", "done", "dead"]
 
@@ -63,6 +65,8 @@ class EntryView:
     credited: int
     credit: float
     votes: int
+    lift: Lift | None
+    """None before the first group that has experience-free members too."""
 
     @property
     def unit(self) -> UnitKey:
@@ -97,6 +101,25 @@ class UseView:
     episode: str
     version: int
     reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class LiftView:
+    """Success in one group with an entry and without any experience."""
+
+    step: int | None
+    """Completed actor steps when it was recorded; None = in another run."""
+    group: str
+    """run/step/group."""
+    version: int
+    guided: float
+    """Share of the members that the entry guided that succeeded."""
+    free: float
+    """Share of the experience-free members that succeeded."""
+
+    @property
+    def lift(self) -> Lift:
+        return Lift(1, self.guided - self.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +203,8 @@ class Lesson:
     text: str
     won: int
     credited: int
+    lift: Lift | None
+    """None before the first group that has experience-free members too."""
 
     @property
     def rate(self) -> float:
@@ -189,7 +214,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two banks hold, those that helped most first; both: (of A, of B), those that differ most in their `rate` first."""
+    """What two banks hold, in `lift_order`; both: (of A, of B), those whose lifts differ most first, then those whose rates do."""
 
     only_a: tuple[Lesson, ...]
     only_b: tuple[Lesson, ...]
@@ -267,14 +292,15 @@ class BankReader:
         steps = {(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
         votes = "votes" if version > 2 else "0 AS votes"  # there were none before
-        counters = f"generation, retrieved, last_returned_step, credited, credit, {votes}"
+        lift = "lift_groups, lift_mean, lift_m2" if version > 3 else "0 AS lift_groups"
+        counters = f"generation, retrieved, last_returned_step, credited, credit, {votes}, {lift}"
         columns = f"uid, version, status, task, goal, text, parents, {counters}"
         sql = f"SELECT {columns} FROM entries JOIN units USING (uid, version) WHERE {where} ORDER BY entries.rowid"
         return [
             EntryView(
                 row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"], tuple(json.loads(row["parents"])),
                 steps.get((row["uid"], row["version"])), row["generation"], row["retrieved"], row["last_returned_step"],
-                row["credited"], row["credit"], row["votes"],
+                row["credited"], row["credit"], row["votes"], read_lift(row),
             )
             for row in self._rows(sql, *parameters)
         ]  # fmt: skip
@@ -306,6 +332,12 @@ class BankReader:
         where = "kind = 'credit' AND data ->> 'uid' = ? AND data ->> 'reward' IS NOT NULL"
         rows = self._rows(f"SELECT {columns} FROM log WHERE {where} ORDER BY seq", uid)
         return [UseView(*row) for row in rows]
+
+    def lifts(self, uid: str) -> list[LiftView]:
+        """Return what groups say of all versions of an entry, in order."""
+        columns = f"{STEP}, origin, data ->> 'version', data ->> 'guided', data ->> 'free'"
+        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'lift' AND data ->> 'uid' = ? ORDER BY seq", uid)
+        return [LiftView(*row) for row in rows]
 
     def refinement(self, name: str) -> RefinementView | None:
         """The one of this id; None where there is none."""
@@ -369,6 +401,9 @@ class BankReader:
         many of each status, and the number of goals that active ones are about; used: of the active ones, how many were ever retrieved,
         credited and have votes; won: how many of those that were credited have which share of won episodes, in BINS equal parts of [0, 1];
         ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+
+        lift: of how many active ones the 95 % interval of lift is above 0, below 0 or around 0 (it
+        holds 0), and of how many it is unknown.
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
@@ -392,6 +427,7 @@ class BankReader:
                 "credited": sum(entry.credited > 0 for entry in active),
                 "voted": sum(entry.votes != 0 for entry in active),
             },
+            "lift": _lifts(active),
             "won": [bins[i] for i in range(BINS)],
             "ops": ops,
             "dropped": self._pairs(
@@ -407,10 +443,11 @@ def compare(a: Sequence[EntryView], b: Sequence[EntryView]) -> Comparison:
     """Entries are the same where task, goal and text are."""
     of_a, of_b = _lessons(a), _lessons(b)
     both = [(lesson, of_b[key]) for key, lesson in of_a.items() if key in of_b]
+    both.sort(key=lambda pair: _difference(*pair), reverse=True)
     return Comparison(
         tuple(lesson for key, lesson in of_a.items() if key not in of_b),
         tuple(lesson for key, lesson in of_b.items() if key not in of_a),
-        tuple(sorted(both, key=lambda pair: -_difference(*pair))),
+        tuple(both),
     )
 
 
@@ -418,13 +455,36 @@ def _lessons(entries: Sequence[EntryView]) -> dict[tuple[str, str, str], Lesson]
     same: dict[tuple[str, str, str], list[EntryView]] = {}
     for entry in entries:
         same.setdefault((entry.task, entry.goal, entry.text), []).append(entry)
-    lessons = {key: Lesson(*key, sum(e.won for e in group), sum(e.credited for e in group)) for key, group in same.items()}
-    return dict(sorted(lessons.items(), key=lambda item: item[1].credited - 2 * item[1].won))
+    lessons = {key: _lesson(*key, group) for key, group in same.items()}
+    return dict(sorted(lessons.items(), key=lambda item: (lift_order(item[1].lift), item[1].credited - 2 * item[1].won)))
 
 
-def _difference(a: Lesson, b: Lesson) -> float:
-    """−1 where one of them was not credited yet."""
-    return abs(a.rate - b.rate) if a.credited and b.credited else -1.0
+def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesson:
+    lift = pooled(entry.lift for entry in same)
+    return Lesson(task, goal, text, sum(entry.won for entry in same), sum(entry.credited for entry in same), lift)
+
+
+def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
+    """Return the lift over the groups of all of `lifts`; None where none is known."""
+    known = [lift for lift in lifts if lift]
+    return reduce(add, known) if known else None
+
+
+def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
+    """Return how far lifts and rates are apart; −1 where one of them is not known yet."""
+    lift = abs(a.lift.mean - b.lift.mean) if a.lift and b.lift else -1.0
+    return lift, abs(a.rate - b.rate) if a.credited and b.credited else -1.0
+
+
+def _lifts(entries: Sequence[EntryView]) -> dict[str, int]:
+    counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
+    for entry in entries:
+        if entry.lift is None or entry.lift.groups < 2:
+            counts["unknown"] += 1
+        else:
+            mean, half = entry.lift.mean, entry.lift.half
+            counts["above" if mean > half else "below" if mean < -half else "around"] += 1
+    return counts
 
 
 def short_uids(uids: Sequence[str]) -> dict[str, str]:

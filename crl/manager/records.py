@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Segment, Task, TokenTrace, Trajectory, Verdict
+from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
 """Which entry goes where there is no room: the first written, the least recently returned, or with `credit` the tried
@@ -224,6 +224,8 @@ class Entry:
     credited: int = 0
     credit: float = 0.0
     votes: int = 0
+    lift: Lift | None = None
+    """None before the first group that has experience-free members too."""
 
     @property
     def unit(self) -> UnitKey:
@@ -234,7 +236,7 @@ class Entry:
         """A frozen copy of what the entry is now."""
         return Experience(
             self.uid, self.version, self.text, self.task, self.generation, self.span, self.goal, self.parents, self.status,
-            retrieved=self.retrieved, credited=self.credited, credit=self.credit,
+            retrieved=self.retrieved, credited=self.credited, credit=self.credit, lift=self.lift,
         )  # fmt: skip
 
 
@@ -272,6 +274,20 @@ class Credit(NamedTuple):
         guided = use.verdict != "reject"
         reward = experience_reward(use.verdict, success) - (expected if guided else 0.0)
         return cls(UnitKey.earning(use), use.verdict, (1.0 if success else -1.0) if guided else None, reward)
+
+
+class GroupSuccess(NamedTuple):
+    """Success of the members of one group that one unit guided, and of its experience-free ones."""
+
+    unit: UnitKey
+    guided: float
+    """Share of the guided members that succeeded."""
+    free: float
+    """Share of the experience-free members that succeeded."""
+
+    @property
+    def lift(self) -> Lift:
+        return Lift(1, self.guided - self.free)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from crl.errors import StoreError
 from crl.manager.retrieval import known_score
 from crl.manager.snapshots import keep_images
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
 RESTORE = "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
 DAMAGED = f"The file is damaged: {RESTORE} or choose another path."

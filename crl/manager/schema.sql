@@ -1,20 +1,20 @@
--- The bank, version 3. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
+-- The bank, version 4. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
 
 CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
     step      INTEGER NOT NULL,   -- completed actor steps
     extractor INTEGER NOT NULL,   -- the extractor's policy version
     kind      TEXT NOT NULL,      -- submit, dead, revive, forget (by the upgrade alone) | add, update, return, up, down, drop, malformed,
-                                  -- evict | refine | chunk, merge, discard | import | retrieve, credit, stray, train | snapshot
-    origin    TEXT NOT NULL,      -- the request, the merge, the episode or the entry that it is about
+                                  -- evict | refine | chunk, merge, discard | import | retrieve, credit, stray, lift, train | snapshot
+    origin    TEXT NOT NULL,      -- the request, the merge, the episode, the group or the entry that it is about
     op        INTEGER NOT NULL,   -- which op of that origin
     data      TEXT NOT NULL       -- JSON
 );
 
--- What a request, a merge or an episode did, it did once.
+-- What a request, a merge, an episode or a group did, it did once.
 CREATE UNIQUE INDEX log_once ON log (origin, op, kind)
     WHERE kind IN ('add', 'update', 'return', 'up', 'down', 'drop', 'malformed', 'evict', 'refine', 'chunk', 'merge', 'discard', 'credit',
-        'stray');
+        'stray', 'lift');
 
 CREATE INDEX log_kind ON log (kind);
 
@@ -75,6 +75,9 @@ CREATE TABLE units (
     pending_sum        REAL NOT NULL DEFAULT 0,
     ready              INTEGER,                     -- seq at which it became ready; NULL with nothing pending
     votes              INTEGER NOT NULL DEFAULT 0,  -- the extractor's up votes on this version less its down votes
+    lift_groups        INTEGER NOT NULL DEFAULT 0,  -- groups that it guided and that have experience-free members
+    lift_mean          REAL,                        -- mean over them of guided − free success; NULL without one
+    lift_m2            REAL NOT NULL DEFAULT 0,     -- sum of the squared deviations from that mean
     PRIMARY KEY (uid, version)
 ) WITHOUT ROWID;
 

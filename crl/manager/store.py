@@ -1,8 +1,9 @@
 """The bank on disk: requests, entries, generations, credit, and the log of operations that brought them about.
 
 Every change writes its log rows and its tables in one transaction (`Database.transaction`). A request, and a log row of one origin
-(request, merge or episode) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is lost, none is
-distilled twice, no use is credited twice. `snapshot` marks a state of all of it that `rollback` brings back.
+(request, merge, episode or group) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is
+lost, none is distilled twice, no use is credited twice, no group adds to a lift twice. `snapshot` marks a state of all of it that
+`rollback` brings back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from crl.manager.records import (
     DistilRequest,
     Entry,
     Generation,
+    GroupSuccess,
     Merged,
     PendingUnit,
     Refined,
@@ -52,6 +54,7 @@ from crl.manager.tables import (
     read_entry,
     read_generation,
     read_vectors,
+    record_lift,
     retire,
     set_fact,
     take_in,
@@ -93,7 +96,7 @@ class Store:
         """Forgets what belongs to the run that wrote the bank: its requests, its snapshots, its clock, and what its extractor could still
         be trained on.
 
-        Entries keep their texts, lineage and credit, the log its rows; `counts` begin at 0.
+        Entries keep their texts, lineage, credit and lift, the log its rows; `counts` begin at 0.
         """
 
         def work(db: Connection) -> None:
@@ -384,6 +387,18 @@ class Store:
             for one in given:
                 units.setdefault(one.unit, one)
             return [one for op, one in enumerate(units.values()) if credit(db, stamp, episode, op, one)]
+
+        return await self._database.transaction(work)
+
+    async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp) -> list[GroupSuccess]:
+        """Record what groups, by their ids, say of units; return what this call recorded, in order.
+
+        A repeat for a group is a no-op, and so is a unit that the bank does not know.
+        """
+
+        def work(db: Connection) -> list[GroupSuccess]:
+            ops = [(group, op, one) for group, ones in found.items() for op, one in enumerate(ones)]
+            return [one for group, op, one in ops if record_lift(db, stamp, group, op, one)]
 
         return await self._database.transaction(work)
 

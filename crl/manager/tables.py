@@ -1,6 +1,6 @@
 """What operations do to a bank's tables, and what rows stand for: each function is some statements within a transaction of `Store`.
 
-A log row of one origin (request, merge or episode) and op exists once: `log` says whether this is its first time.
+A log row of one origin (request, merge, episode or group) and op exists once: `log` says whether this is its first time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ from sqlite3 import Connection, Row
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.manager.records import ApplyRules, Credit, DistilRequest, Entry, Evict, Generation, Refined, Stamp, UnitKey, Vote, Write
-from crl.types import Completion, ExperienceStatus
+from crl.manager.records import (
+    ApplyRules,
+    Credit,
+    DistilRequest,
+    Entry,
+    Evict,
+    Generation,
+    GroupSuccess,
+    Refined,
+    Stamp,
+    UnitKey,
+    Vote,
+    Write,
+)
+from crl.types import Completion, ExperienceStatus, Lift
 
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 
@@ -121,6 +134,8 @@ def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
     columns = "uid, version, generation, start, stop, retrieved, credited, credit, votes"
     unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit, entry.votes)
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", unit)
+    if entry.lift:
+        _set_lift(db, entry.unit, entry.lift)
 
 
 def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) -> None:
@@ -258,6 +273,26 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
     return True
 
 
+def record_lift(db: Connection, stamp: Stamp, group: str, op: int, found: GroupSuccess) -> bool:
+    """Add what one group says of one unit to the unit's lift.
+
+    False: the bank does not know the unit, or this op of the group was recorded before.
+    """
+    sql = "SELECT lift_groups, lift_mean, lift_m2 FROM units WHERE uid = ? AND version = ?"
+    row = db.execute(sql, found.unit).fetchone()
+    data = {"uid": found.unit.uid, "version": found.unit.version, "guided": found.guided, "free": found.free}
+    if row is None or log(db, stamp, "lift", group, op, data) is None:
+        return False
+    before = read_lift(row)
+    _set_lift(db, found.unit, before + found.lift if before else found.lift)
+    return True
+
+
+def _set_lift(db: Connection, unit: UnitKey, lift: Lift) -> None:
+    sql = "UPDATE units SET lift_groups = ?, lift_mean = ?, lift_m2 = ? WHERE uid = ? AND version = ?"
+    db.execute(sql, (lift.groups, lift.mean, lift.m2, *unit))
+
+
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -265,8 +300,12 @@ def read_entry(row: Row) -> Entry:
     return Entry(
         row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"], (row["start"], row["stop"]),
         tuple(json.loads(row["parents"])), row["status"], row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
-        row["votes"],
+        row["votes"], read_lift(row),
     )  # fmt: skip
+
+
+def read_lift(row: Row) -> Lift | None:
+    return Lift(row["lift_groups"], row["lift_mean"], row["lift_m2"]) if row["lift_groups"] else None
 
 
 def read_generation(row: Row) -> Generation:

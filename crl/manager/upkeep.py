@@ -1,10 +1,10 @@
 """What people change in a bank that no run has open: evicting entries, trying dead requests again, taking entries out and in.
 
-An exported bank is JSON lines. The first is {"crl_bank": 2, "entries": 1}, the version of the format and how many entries follow;
+An exported bank is JSON lines. The first is {"crl_bank": 3, "entries": 1}, the version of the format and how many entries follow;
 every other one is an active entry:
 
     {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0", "version": 1, "parents": [],
-     "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1}
+     "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1, "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
 
 Only crl_bank, task, goal and text must be there; a text is no longer than an extractor may write one. Not in it: evicted entries, the log,
 what the extractor could be trained on, and vectors.
@@ -16,6 +16,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -29,9 +30,13 @@ from crl.manager.reading import EntryView, require_bank
 from crl.manager.records import Entry, Stamp, UnitKey
 from crl.manager.store import Store
 from crl.manager.writer import WriterClaim
+from crl.types import Lift
 
-FORMAT = 2
-"""Version of the exported lines; 1 had no votes."""
+FORMAT = 3
+"""Version of the exported lines; 1 had no votes, 2 no lift."""
+
+ROUNDING = 1e-6
+"""Error of sums of floating-point numbers that is let pass."""
 
 # ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,7 +85,8 @@ def exported(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
     """The lines of an exported bank."""
     yield {"crl_bank": FORMAT, "entries": len(entries)}
     for entry in entries:
-        yield {name: getattr(entry, name) for name in _Line.model_fields}
+        line = {name: getattr(entry, name) for name in _Line.model_fields}
+        yield line | {"lift": entry.lift and asdict(entry.lift)}
 
 
 # ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,6 +105,22 @@ def _of_a_version(parent: str) -> str:
     return parent
 
 
+class _Lift(BaseModel):
+    """A lift in an exported bank."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    groups: Annotated[int, Field(ge=1, lt=2**31)]
+    mean: Annotated[float, Field(ge=-1, le=1)]
+    m2: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> _Lift:
+        if self.m2 > self.groups * (1 - self.mean**2) + ROUNDING:
+            raise ValueError(f"{self.groups} differences in [−1, 1] of this mean cannot spread by an m2 of {self.m2:g}")
+        return self
+
+
 class _Line(BaseModel):
     """An entry in an exported bank."""
 
@@ -114,6 +136,7 @@ class _Line(BaseModel):
     credited: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credit: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     votes: Annotated[int, Field(gt=-(2**31), lt=2**31)] = 0
+    lift: _Lift | None = None
 
     @model_validator(mode="after")
     def _adds_up(self) -> _Line:
@@ -175,6 +198,7 @@ def _entry(path: Path, number: int, line: bytes) -> Entry:
     return Entry(
         uid, read.version, read.text, read.task, read.goal, "import", (0, 0), read.parents,
         retrieved=read.retrieved, credited=read.credited, credit=read.credit, votes=read.votes,
+        lift=Lift(**read.lift.model_dump()) if read.lift else None,
     )  # fmt: skip
 
 

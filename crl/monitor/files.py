@@ -78,6 +78,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "success": trajectory.success,
         "score": trajectory.score,
         "turns": trajectory.turns,
+        "overtime_turns": trajectory.overtime_turns,
         "segments": [{"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments],
         **_columns(trajectory.traces),
         "used": [dataclasses.asdict(use) for use in trajectory.used],

@@ -172,12 +172,17 @@ class Critic:
 
     def take(self) -> dict[str, float]:
         """Figures of the critiques since the last call: how many, the share of each verdict, the share of malformed ones (which are among
-        the accepted), the median time of one; empty without any."""
+        the accepted), the tokens sampled for them, the median time of one; empty without any."""
         if not self._seconds:
             return {}
         critiques = self._counts["critiques"]
         shares = {f"critic/{name}": self._counts[name] / critiques for name in (*get_args(Verdict), "malformed")}
-        figures = {"critic/critiques": critiques, **shares, "perf/critic_p50_ms": 1000 * median(self._seconds)}
+        figures = {
+            "critic/critiques": critiques,
+            **shares,
+            "critic/sampled_tokens": self._counts["sampled_tokens"],
+            "perf/critic_p50_ms": 1000 * median(self._seconds),
+        }
         self._counts.clear()
         self._seconds.clear()
         return figures
@@ -201,6 +206,7 @@ class Critic:
         sampling = Sampling(min(self._max_response_tokens[task.name], room), self._renderer.stop_ids, self._temperature)
         draw = derive_seed(self._seed, "critic", session)
         completion = await self._sampler.generate(prompt, sampling, session=session, rng=draw)
+        self._counts["sampled_tokens"] += len(completion.ids)
         cut = completion.finish == "length"
         said = self._renderer.decode(completion.ids if cut else completion.ids[:-1])
         critique = parse_critique(said, thinking=text.rstrip().endswith(THINKING_OPENS))

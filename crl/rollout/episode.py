@@ -139,7 +139,8 @@ class EpisodeRunner:
         trajectory = Trajectory(
             task, key.step, key.group, key.member, plan.condition, conversation.segments, conversation.traces,
             rewards={"outcome": record.reward}, reward=record.reward, success=record.success, score=record.score,
-            turns=record.turns, invalid_actions=record.invalid,
+            turns=record.turns, overtime_turns=record.played - record.turns, invalid_actions=record.invalid,
+            sampled_tokens=record.sampled_tokens,
             used=tuple(hit.use for hit in record.hits), shown=tuple(hit.text for hit in record.hits),
             rejected=tuple(hit.use for hit in record.rejected), truncated=record.truncated, error=record.error,
         )  # fmt: skip
@@ -214,6 +215,7 @@ class EpisodeRunner:
             draw = derive_seed(self.seed, "sampling", key.session, record.played + record.asked)
             completion = await self.sampler.generate(prompt, sampling, session=key.session, rng=draw)
             await self.turnstile.passed()
+            record.sampled_tokens += len(completion.ids)
             record.truncated |= completion.finish == "length"
             response = self.context.parse(task, conversation.sampled(completion, trained=not late))
             if response.query is not None and record.asked < limits.asks and not late:
@@ -250,6 +252,7 @@ class Record:
     over: bool = False
     turns: int = 0
     invalid: int = 0
+    sampled_tokens: int = 0
     truncated: bool = False
     error: str | None = None
 

@@ -321,7 +321,7 @@ def _runner(
         shaper=method.shaper,
         retriever=retriever,
         renderer=role.renderer,
-        limits=_limits(config, overtime=method.distiller is not None, asks=config.ask.questions),
+        limits=_limits(config, overtime=config.distils and method.distiller is not None, asks=config.ask.questions),
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
         seed=config.run.seed,

@@ -26,12 +26,12 @@ class Warmup:
     groups: int
     group_size: int
 
-    async def play(self, rates: SuccessRates) -> int:
-        """How many episodes the rates took in; those that could not be played are not among them."""
+    async def play(self) -> list[Trajectory]:
+        """Play all batches. Episodes that could not be played are among them, with their errors."""
         played: list[Trajectory] = []
         for batch in range(self.batches):
             played += await self._play(batch, self.source.draw(self.groups))
-        return rates.observe(played)
+        return played
 
     async def _play(self, batch: int, drawn: Sequence[Task]) -> list[Trajectory]:
         first = batch * self.groups

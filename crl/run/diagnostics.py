@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from crl.envs.base import Advisor, Verdict
 from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest
-from crl.run.figures import group_gaps
+from crl.run.figures import GroupGap, group_gaps
 from crl.types import Trajectory
 
 PROBE = 4
@@ -24,8 +24,8 @@ class Diagnostics:
         self._advisors = advisors
         self._lessons: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by task
         self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.gaps: list[list[float]] = []
-        """Guided minus free, per step and group."""
+        self.gaps: list[list[GroupGap]] = []
+        """Guided minus free of each group, per step."""
         self.answers: deque[Generation] = deque(maxlen=PROBE)
         """The extractor's newest."""
         self.lessons: list[tuple[int, int]] = []

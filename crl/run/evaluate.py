@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from crl.config.schema import OVERALL
+from crl.intervals import Mean, cluster_variance
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.figures import Mean, mean_score
+from crl.run.figures import mean_score
 from crl.run.online import OnlineBank
 from crl.run.playing import play_all
 from crl.types import Condition, Split, Task, Trajectory
@@ -94,8 +95,8 @@ class Evaluation:
     """What one evaluation found. `errors` counts episodes that could not be played; they count as failures.
 
     scores: mean score × 100 of what is graded; visits: of an online set, the success of every visit; lift: what the bank adds there,
-    over places. lessons, untrained_lessons: by task, the share of right lessons that the extractor, and the one that the run started
-    with, write of the same episodes.
+    each place being one value. lessons, untrained_lessons: by task, the share of right lessons that the extractor, and the one that
+    the run started with, write of the same episodes.
     """
 
     rates: Mapping[Setting, Rate]
@@ -192,14 +193,15 @@ def rate(played: Sequence[Trajectory]) -> Rate:
 def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
     """Of episodes in places that are visited again and again: those of one place share its lessons and its difficulty.
 
-    Their effective number is p(1−p) over the variance of p between places (theirs over the design effect of Kish 1965);
-    at least the number of places, which it also is where all are won or all are lost, and at most that of episodes.
+    Their effective number is p(1−p) over `cluster_variance`, with places as clusters (theirs over the
+    design effect of Kish 1965); at least the number of places, which it also is where all are won or
+    all are lost, and at most that of episodes.
     """
-    places: defaultdict[str, list[bool]] = defaultdict(list)
-    for t in played:
-        places[t.task.goal].append(t.success)
-    whole, k = rate(played), len(places)
+    places = [t.task.goal for t in played]
+    whole, k = rate(played), len(set(places))
     p, n = whole.value, whole.episodes
-    between = sum((len(won) / n * (fmean(won) - p)) ** 2 for won in places.values()) * k / (k - 1) if k > 1 else math.inf
+    if k < 2 or not 0 < p < 1:
+        return replace(whole, effective=float(k))
+    between = cluster_variance([t.success for t in played], places)
     effective = p * (1 - p) / between if between else math.inf
-    return replace(whole, effective=float(min(max(effective, k), n)) if 0 < p < 1 else float(k))
+    return replace(whole, effective=float(min(max(effective, k), n)))

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 
-from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample, Generation
+from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample, Generation, GroupSuccess, UnitKey
 from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
 from crl.run.diagnostics import Diagnostics
 from crl.run.mismatch import MismatchWatch
@@ -225,8 +225,11 @@ class ExperienceSide:
 async def learn(
     bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory], *, against_free: bool = False
 ) -> None:
-    """Credits what was found for the episodes `played` and queues those `distilled`. run: the name that marks them in the bank;
-    against_free: compared with what the group came to without experience."""
+    """Credit what was found for the episodes `played`, record its lift, and queue those `distilled`.
+
+    played: whole groups; run: the name that marks them in the bank; against_free: compared with what
+    the group came to without experience.
+    """
     expected = without_experience(played) if against_free else {}
     credited = [t for t in played if t.error is None and (t.used or t.rejected)]
     await asyncio.gather(
@@ -235,9 +238,31 @@ async def learn(
                 [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), 0.0)
             )
             for t in credited
-        )
+        ),
+        bank.record_lifts(group_successes(run, played)),
     )
     await asyncio.gather(*(bank.submit(DistilRequest.of(run, t)) for t in distilled))
+
+
+def group_successes(run: str, played: Iterable[Trajectory]) -> dict[str, list[GroupSuccess]]:
+    """Return, by group id, success with each experience that guided members, and without any.
+
+    A group without an experience-free member that ended is left out: it says nothing of lift.
+    """
+    groups: defaultdict[tuple[int, int], list[Trajectory]] = defaultdict(list)
+    for t in played:
+        if t.error is None:
+            groups[t.step, t.group].append(t)
+    found: dict[str, list[GroupSuccess]] = {}
+    for (step, group), members in groups.items():
+        guided: defaultdict[UnitKey, list[bool]] = defaultdict(list)
+        for t in members:
+            for unit in dict.fromkeys(map(UnitKey.earning, t.used)):
+                guided[unit].append(t.success)
+        free = [t.success for t in members if t.condition == "free"]
+        if guided and free:
+            found[f"{run}/{step}/{group}"] = [GroupSuccess(unit, fmean(won), fmean(free)) for unit, won in guided.items()]
+    return found
 
 
 def without_experience(played: Iterable[Trajectory]) -> dict[tuple[int, int], float]:

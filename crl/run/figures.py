@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
+from typing import NamedTuple
 
+from crl.intervals import Mean
 from crl.types import Trajectory
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean with its 95 % interval from the normal approximation; n values, which need not be independent of one another's group."""
+class GroupGap(NamedTuple):
+    """Guided minus free success of one group."""
 
+    place: tuple[str, str]
+    """(task name, goal)."""
     value: float
-    half: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        if not values:
-            return cls(math.nan, math.nan, 0)
-        half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(fmean(values), half, len(values))
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} ± {self.half:.3f}" if self.n > 1 else "unknown"
 
 
 def mean_score(played: Sequence[Trajectory]) -> float | None:
@@ -36,8 +25,13 @@ def mean_score(played: Sequence[Trajectory]) -> float | None:
     return 100 * fmean(scores) if scores else None
 
 
-def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
-    """Guided minus free success of each group that was guided by something: paired, since both played the same task."""
+def mean_gap(gaps: Sequence[GroupGap]) -> Mean:
+    """Return the mean of gaps; places are the clusters, for groups of one place share its lessons."""
+    return Mean.of([gap.value for gap in gaps], [gap.place for gap in gaps])
+
+
+def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
+    """Return the gap of each group that was guided by something: paired, since both played the same task."""
     groups: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in batch:
         if trajectory.error is None:
@@ -46,7 +40,8 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[float]:
     for members in groups.values():
         guided, free = ([t.success for t in members if t.condition == c and (c == "free" or t.used)] for c in ("guided", "free"))
         if guided and free:
-            gaps.append(fmean(guided) - fmean(free))
+            task = members[0].task
+            gaps.append(GroupGap((task.name, task.goal), fmean(guided) - fmean(free)))
     return gaps
 
 
@@ -60,6 +55,7 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     figures |= _asks(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return figures | {
+        "rollout/env_turns": sum(t.turns + t.overtime_turns for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),
@@ -96,8 +92,9 @@ def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     if used := [t.success for t in batch if t.used]:
         figures[f"{prefix}/success/used"] = fmean(used)
     if gaps := group_gaps(batch):
-        gap = Mean.of(gaps)
-        figures |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half, f"{prefix}/gap/groups": gap.n}
+        gap = mean_gap(gaps)
+        figures |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half}
+        figures |= {f"{prefix}/gap/groups": gap.n, f"{prefix}/gap/places": gap.clusters}
     return figures
 
 

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from crl.run.figures import rollout_figures
 from crl.run.mismatch import MismatchWatch
 from crl.run.probe import AdviceProbe
 from crl.run.sync import sync
+from crl.run.totals import Totals
 from crl.seeds import generator
 from crl.types import Minibatch, StepStats, Trajectory
 
@@ -75,6 +76,7 @@ class Loop:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
     skipped_updates: int = 0
     mid_step: bool = False
     """Between a batch's training and the step's completion: weights and counters do not belong together."""
@@ -118,6 +120,7 @@ class Loop:
             if self.critic:
                 state["success_rates"] = self.critic.rates.state()
             state["skipped_updates"] = self.skipped_updates
+            state["totals"] = asdict(self.totals)
             return await save_checkpoint(self.checkpoints, self.completed, self._learners, self.companions, state)
 
     async def _step(self, step: int) -> bool:
@@ -144,11 +147,14 @@ class Loop:
             with clock("bank"):
                 await self.experience.complete(step + 1, batch)
         self.source.observe(batch)
+        self.totals.add(batch)
         if self.critic:
             self.critic.rates.observe(batch)
-            figures |= self.critic.critic.take()
+            critiques = self.critic.critic.take()
+            self.totals.actor_tokens += int(critiques.get("critic/sampled_tokens", 0))
+            figures |= critiques
         self.skipped_updates += stats.skipped
-        figures |= {f"actor/{name}": value for name, value in stats.metrics.items()}
+        figures |= self.totals.figures() | {f"actor/{name}": value for name, value in stats.metrics.items()}
         figures |= self._step_figures(stats, batch, clock)
         figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures | self.environments.figures())
@@ -180,12 +186,15 @@ class Loop:
             return
         clock = Clock()
         with clock("warmup"):
-            played = await self._unless_stopped(self.critic.warmup.play(self.critic.rates))
-        if played == 0:
+            played = await self._unless_stopped(self.critic.warmup.play())
+        if played is None:
+            return
+        self.totals.add(played)
+        observed = self.critic.rates.observe(played)
+        if observed == 0:
             self.monitor.note("no episode of the warm-up could be played: the critic knows no success rate until a free one is")
-        if played is not None:
-            rates = {f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()}
-            self.monitor.log(0, "warmup", {"warmup/episodes": played, **rates, **clock.figures()})
+        rates = {f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()}
+        self.monitor.log(0, "warmup", {"warmup/episodes": observed, **rates, **clock.figures()})
 
     async def _measure(self, step: int) -> None:
         await self._evaluate(step)
@@ -226,7 +235,7 @@ class Loop:
 
     def _step_figures(self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
         seconds = sum(clock.seconds.values())
-        tokens = sum(sum(trace.mask) for t in batch for trace in t.traces)
+        tokens = sum(t.sampled_tokens for t in batch)
         return {
             "actor/updates": stats.updates,
             "actor/skipped_updates": self.skipped_updates,

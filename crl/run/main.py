@@ -141,6 +141,7 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
             before=loop.evaluations.get(0),
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
             skipped_updates=loop.skipped_updates + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
+            totals=loop.totals,
             experience=await experience_report(loop, run.bank),
             generated=generated(specs(config)),
         )

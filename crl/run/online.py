@@ -59,7 +59,10 @@ class OnlineResult:
 
     @property
     def lift(self) -> list[float]:
-        """By place: success with the bank minus success without, from the third visit on; the same episodes, with the same draws."""
+        """Success with the bank minus success without, by place, from the third visit on.
+
+        Both are of the same episodes, with the same draws.
+        """
         won: defaultdict[str, list[int]] = defaultdict(list)
         for guided, free in zip(self.settled, self.alone, strict=True):
             for one, other in zip(guided, free, strict=True):

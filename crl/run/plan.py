@@ -118,12 +118,13 @@ def _experience(config: RunConfig) -> str:
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
     sizes = {" of one goal": bank.cap, "": bank.size}
     bounds = [f"{most:,} experiences{of}" for of, most in sizes.items() if most is not None]
+    shared = ", shared by all tasks" if bank.scope == "shared" else ""
     kept = f"at most {' and '.join(bounds)} (evicts by {bank.evict})" if bounds else "any number of experiences"
     guided = "all members of a group are" if config.complementary.guided == "all" else "half of a group is"
     return "\n".join(
         [
             f"extractor  {training}",
-            f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}",
+            f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by "
             f"{'credit' if retrieval.choice == 'credit' else 'similarity and diversity (eq. 6)'}",
@@ -154,10 +155,11 @@ def _tasks(config: RunConfig) -> str:
     for name, task in config.tasks.items():
         why = f"the actor's model declares the {profile} profile" if task.rendering == profile else "set by hand"
         stream, visits = task.stream, _count(task.stream.visits, "visit")
+        overtime = task.overtime if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
             f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
-            + (f"; an unfinished episode goes on for {_count(task.overtime, 'turn')}, for the extractor alone" if task.overtime else ""),
+            + (f"; an unfinished episode goes on for {_count(overtime, 'turn')}, for the extractor alone" if overtime else ""),
             *([f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {visits}"] if name in placed else []),
             *([f"  {generated[name]}"] if name in generated else []),
         ]

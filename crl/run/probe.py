@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from crl.envs.base import Advisor
+from crl.intervals import Mean
 from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.figures import Mean
 from crl.run.playing import play_all
 from crl.seeds import generator
 from crl.types import ExperienceUse, Task
@@ -51,7 +51,8 @@ class AdviceProbe:
         for name, task in self._tasks.items():
             won = {advice: await self._play(name, task, advice) for advice in ADVICE}
             figures |= {f"probe/{name}/{advice}": fmean(successes) for advice, successes in won.items()}
-            gain = Mean.of([right - none for right, none in zip(won["right"], won["none"], strict=True)])
+            gains = [right - none for right, none in zip(won["right"], won["none"], strict=True)]
+            gain = Mean.of(gains, [place.goal for place in task.places])
             figures |= {f"probe/{name}/right_minus_none": gain.value, f"probe/{name}/right_minus_none/half_width": gain.half}
         return figures
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from crl.intervals import Mean, plus_minus
 from crl.run.evaluate import Evaluation, MeanRate, Rate, Setting, difference
-from crl.run.figures import Mean
+from crl.run.figures import GroupGap, mean_gap
+from crl.run.totals import Totals
 from crl.types import Experience
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class ExperienceReport:
     bank: Path
     stats: Mapping[str, int]
     best: Sequence[Experience]
-    gaps: Sequence[float]
+    gaps: Sequence[GroupGap]
     gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
     lift: Mapping[str, Mean]
     lessons: Mapping[str, Rate]
@@ -85,11 +87,14 @@ class ExperienceReport:
     trained: int | None
 
     def lines(self) -> list[str]:
-        lines = ["", "experience [± half a 95 % interval]:"]
+        lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
         if self.gaps:
-            lines.append(f"  guided − free in the same groups, second half of the run: {Mean.of(self.gaps)} over {len(self.gaps)} groups")
+            gap = mean_gap(self.gaps)
+            over = f"{_counted(gap.n, 'group')} in {_counted(gap.clusters, 'place')}"
+            lines.append(f"  guided − free in the same groups, second half of the run: {gap} over {over}")
         for task, ((start, start_half), (end, end_half)) in self.gains.items():
-            lines.append(f"  {task}: what right advice adds on the probe: {start:+.3f} ± {start_half:.3f} → {end:+.3f} ± {end_half:.3f}")
+            change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
+            lines.append(f"  {task}: what right advice adds on the probe: {change}")
         for task, lift in self.lift.items():
             lines.append(f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places")
         for task, rate in self.lessons.items():
@@ -105,12 +110,23 @@ class ExperienceReport:
             f"{stats.get('ops/update', 0)} updated, {stats.get('queue/dead', 0)} could not be"
         )
         lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
-        lines += [f"    helped in {_helped(e)} episodes   {e.goal}  {e.text}" for e in self.best]
+        if self.best:
+            lines.append("  the best of it, by the lower end of lift (guided − free in the same groups; ± by Student's t over groups):")
+        lines += [f"    {_lift(e):<34}   won {_won(e)} episodes   {e.goal}  {e.text}" for e in self.best]
         return lines
 
 
-def _helped(experience: Experience) -> str:
+def _lift(experience: Experience) -> str:
+    lift = experience.lift
+    return f"lift {plus_minus(lift.mean, lift.half)} over {_counted(lift.groups, 'group')}" if lift else "lift unknown"
+
+
+def _won(experience: Experience) -> str:
     return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"  # credit sums r = ±1
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
@@ -160,11 +176,13 @@ class Summary:
     before: Evaluation | None
     after: Evaluation | None
     skipped_updates: int
+    totals: Totals
     experience: ExperienceReport | None = None
     generated: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", ""]
+        extractor_tokens = self.experience.stats["total/sampled_tokens/extractor"] if self.experience else 0
+        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", self.totals.line(extractor_tokens), ""]
         if self.before:
             lines += success_lines(self.temperature, self.before, self.after, generated=self.generated)
         else:

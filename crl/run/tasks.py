@@ -63,7 +63,7 @@ def require_told(config: RunConfig) -> None:
     told: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
         told |= {"actor", "experience"} if config.with_experience else {"actor"}
-        told |= {"ask"} if config.ask.enabled else set()
+        told |= {"ask"} if config.ask.enabled and config.with_experience else set()
     if config.critic.enabled and profile_of(config.actor.model) == "full":
         told |= {"critic"}
     if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":

@@ -302,7 +302,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         return one_line(result)
 
     assert refused("grpo", "ask.enabled=true") == (
-        "error: ask.enabled = True: the method grpo has no bank to ask. Leave it out, or choose another method.\n"
+        "error: ask.enabled = True: changes nothing, since the method grpo has no bank to ask. Leave it out, or choose another method.\n"
     )
     mine = tmp_path / "mine.txt"
     mine.write_text("Ask {limit} times.")

@@ -9,11 +9,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any
 
 import pytest
@@ -276,6 +277,11 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
         assert len(t["versions"]) == len(t["ids"]) == len(t["mask"])
         assert t["mask"][-1] == 1, "the record of tokens ends with the last one that is trained"
     assert max(t["turns"] for t in played) == 4
+    for t in played:
+        assert t["turns"] + t["overtime_turns"] == sum(s["origin"] == "policy" for s in t["segments"])
+    turns, overtime = (sum(t[name] for t in played) for name in ("turns", "overtime_turns"))
+    last = metrics(either, "train")[-1]
+    assert (last["total/env_turns"], last["total/env_turns/overtime"]) == (turns + overtime, overtime)
 
 
 # ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,6 +317,27 @@ def test_every_use_is_credited_exactly_once(either: Path) -> None:
     for _, uid, version, _ in used:
         sums[uid, version] += 1
     assert {(uid, version): n for uid, version, n in rows(bank, "SELECT uid, version, credited FROM units") if n} == sums
+
+
+def test_lifts_are_those_of_the_groups(either: Path) -> None:
+    """By hand of the episodes: guided less free success of every group, and their mean."""
+    groups: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for t in episodes(either):
+        groups[t["step"], t["group"]].append(t)
+    expected: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for members in groups.values():
+        free = [t["success"] for t in members if t["condition"] == "free" and t["error"] is None]
+        guided: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
+        for t in members:
+            for use in t["used"] if t["error"] is None else ():
+                guided[use["uid"], use["version"]].append(t["success"])
+        for unit, won in guided.items() if free else ():
+            expected[unit].append(fmean(won) - fmean(free))
+    assert expected
+    found = rows(either / "bank.sqlite", "SELECT uid, version, lift_groups, lift_mean FROM units WHERE lift_groups > 0")
+    assert {(uid, version): (n, mean) for uid, version, n, mean in found} == {
+        unit: (len(lifts), pytest.approx(fmean(lifts))) for unit, lifts in expected.items()
+    }
 
 
 def test_an_experience_is_used_after_it_was_written(done: Path) -> None:

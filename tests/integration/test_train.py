@@ -201,7 +201,8 @@ def test_every_line_of_metrics_is_flat(done: Path) -> None:
 
 
 FIELDS = [
-    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "score", "turns", "segments"),
+    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "score", "turns"),
+    *("overtime_turns", "segments"),
     *("ids", "mask", "logprobs", "versions", "used", "rejected", "truncated", "error"),
 ]
 """The fields of a line of trajectories.jsonl."""
@@ -237,6 +238,11 @@ def test_figures_agree_with_the_trajectories(done: Path) -> None:
         assert line["rollout/reward"] == pytest.approx(sum(t["reward"] for t in batch) / 32)
         assert line["rollout/turns"] == pytest.approx(sum(t["turns"] for t in batch) / 32)
         assert line["rollout/sampled_tokens"] == sum(sum(t["mask"]) for t in batch)
+        assert line["rollout/env_turns"] == sum(t["turns"] for t in batch), "without experience there is no overtime"
+        so_far = [t for t in played if t["step"] <= line["step"]]
+        assert line["total/env_turns"] == sum(t["turns"] for t in so_far)
+        assert line["total/env_turns/overtime"] == 0
+        assert line["total/sampled_tokens/actor"] == sum(sum(t["mask"]) for t in so_far)
         groups = [{t["reward"] for t in batch if t["group"] == group} for group in {t["group"] for t in batch}]
         assert line["rollout/groups_with_signal"] == sum(len(rewards) > 1 for rewards in groups)
 

@@ -144,6 +144,11 @@ def bank_of_version_2(path: Path) -> Path:
     return _golden_bank(path, 2)
 
 
+def bank_of_version_3(path: Path) -> Path:
+    """As an earlier crl left it: that of version 2 one step on, with a vote, and a snapshot (22) after which an entry was credited."""
+    return _golden_bank(path, 3)
+
+
 def _golden_bank(path: Path, version: int) -> Path:
     with closing(sqlite3.connect(path)) as db:
         db.executescript((Path(__file__).parent / "golden" / f"bank_v{version}.sql").read_text("utf-8"))

@@ -29,7 +29,7 @@ from typing import Any, get_args
 from extractors import PROMPTS, ScriptedEngine, WordEmbedder, add, hit, request, search, task, update
 
 from crl.errors import RolloutError, TransientError
-from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager import CreditSettings, DistilSettings, ExperienceManager, GroupSuccess, ManagerSettings, RetrievalSettings, UnitKey
 from crl.manager.records import Evict
 from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
@@ -154,6 +154,7 @@ async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None
     await drain()
     await credit(manager, "run/0/1/0", True, GUIDED, (TRAP, "accept"))
     await credit(manager, "run/0/1/1", False, BETTER, (NORTH, "reject"))
+    await compare(manager, "run/0/1", 1.0, GUIDED, BETTER)
     manager.advance(1)
     if not await has_done(manager, "retrieve"):
         await manager.search([search("Then go north.")])
@@ -187,6 +188,7 @@ async def after_it(manager: ExperienceManager, checkpoint: int, drain: Drain) ->
     await drain()
     refined = await manager.refine(question(3, "lost?"), GUIDED)
     await credit(manager, "run/2/1/0", False, GUIDED, (refined, "refine"))
+    await compare(manager, "run/2/1", 0.0, GUIDED, BETTER)
     await manager.snapshot(kept=[checkpoint])
     await manager.submit(request(2, 3, note="down", shown=(hit("run/2/0/2#0"),)))
     await drain()
@@ -209,6 +211,10 @@ async def credit(manager: ExperienceManager, episode: str, success: bool, *uses:
     await manager.credit([replace(hit.use, verdict=verdict) for hit, verdict in judged], success, episode=episode)
 
 
+async def compare(manager: ExperienceManager, group: str, success: float, *guides: Hit) -> None:
+    await manager.record_lifts({group: [GroupSuccess(UnitKey.earning(hit.use), success, 0.25) for hit in guides]})
+
+
 async def train(manager: ExperienceManager) -> bool:
     samples = await manager.take_batch(1, 3)
     await manager.mark_trained([sample.id for sample in samples or ()], 3)
@@ -224,7 +230,7 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
     queries = {
         "entries": "SELECT uid, version, text, task, goal, parents, status, hex(vector) FROM entries",
         "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step, credited, credit, votes,
-                    pending_count, pending_sum, ready IS NULL FROM units""",
+                    lift_groups, lift_mean, lift_m2, pending_count, pending_sum, ready IS NULL FROM units""",
         "generations": "SELECT id, hex(sampled), head, c_train, t_last FROM generations",
         "requests": "SELECT id, state, reason, payload FROM requests",
         "facts": "SELECT name, value FROM facts",

@@ -21,21 +21,21 @@ from rich.cells import cell_len
 from crl.cli.bank_text import history, table
 from crl.config.load import dump, load
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import ExperienceManager
+from crl.manager import ExperienceManager, GroupSuccess
 from crl.manager.embed import HashEmbedder
-from crl.manager.reading import UseView, reading, short_uids
+from crl.manager.reading import LiftView, UseView, reading, short_uids
 from crl.manager.records import UnitKey
 from crl.manager.schema import SCHEMA_VERSION
 from crl.protocols import Hit, Question
 from crl.types import Segment
 
 LS = """\
-uid      helped  uses  step  task  goal                                text
-0/0/0#0     1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
-2/0/0#1       –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
-2/0/0#0       –     0     2  room  Find the exit of the azure cellar.  Go west.
-1/0/1#0       –     0     1  room  Find the exit of the azure cellar.  Go southeast.
-0/1/0#0       –     0     0  maze  Leave the long hall.                Follow the left wall."""
+uid           lift  won  uses  step  task  goal                                text
+0/0/0#0  +0.50 ± –  1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
+2/0/0#1          –    –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
+2/0/0#0          –    –     0     2  room  Find the exit of the azure cellar.  Go west.
+1/0/1#0          –    –     0     1  room  Find the exit of the azure cellar.  Go southeast.
+0/1/0#0          –    –     0     0  maze  Leave the long hall.                Follow the left wall."""
 
 SHOW = """\
 run/0/0/0#0, version 2, active
@@ -45,7 +45,8 @@ text
   Go southwest.
 
 retrieved once, for the last time at step 2
-helped in 1 of 1 credited episodes (of this version)
+won 1 of 1 credited episodes (of this version)
+lift +0.50 ± – over one group: success of their guided − of their free members (of this version)
 
 lineage, the newest first
   step  how     uid        by         text
@@ -56,9 +57,10 @@ what came of it
   step  how  uid        by         text
      1  add  1/0/1#0@1  run/1/0/1  Go southeast.
 
-credit over time (of all versions)
-  step 1  helped 1/2
-  step 2  helped 1/1
+lift and credit over time (of all versions)
+  when         lift  won
+  step 1  +0.25 ± –  1/2
+  step 2  +0.50 ± –  1/1
 
 the episodes that it guided
   step  episode    version  reward
@@ -84,7 +86,7 @@ answer
 STATS = """\
 found by    hash-char_wb-2-4-384: goal + 0.1 text
 used        of 5 active experiences 1 were ever retrieved, 1 credited
-operations  add 6  credit 3  dead 1  drop 1  evict 1  retrieve 1  return 1  submit 9  update 1
+operations  add 6  credit 3  dead 1  drop 1  evict 1  lift 2  retrieve 1  return 1  submit 9  update 1
 dropped     no op in the answer 1
 queue       pending 1  leased 0  done 7  dead 1
 training    answers kept 5  units ready 2
@@ -92,6 +94,12 @@ training    answers kept 5  units ready 2
 task  active  evicted  merged  goals
 maze       1        0       0      1
 room       4        1       0      1
+
+active experiences by the 95 % interval of their lift
+  above 0   0
+  around 0  0
+  below 0   0
+  unknown   5
 
 active experiences by the share of their credited episodes that were won
     0– 20 %  0
@@ -104,22 +112,22 @@ DIFF = """\
 A {a}
 B {b}
 only in A 1, only in B 1, in both 4
-the 1 that were credited in both helped in 1/1 episodes of A, 1/3 of B
+the 1 that were credited in both won 1/1 episodes of A, 1/3 of B
 
 only in A
-  helped  goal                                text
-       –  Find the exit of the azure cellar.  Mind the trap.
+  lift  won  goal                                text
+     –    –  Find the exit of the azure cellar.  Mind the trap.
 
 only in B
-  helped  goal                  text
-       –  Leave the long hall.  Go back.
+  lift  won  goal                  text
+     –    –  Leave the long hall.  Go back.
 
-in both: where they helped most differently first
-    A    B  goal                                text
-  1/1  1/3  Find the exit of the azure cellar.  Go southwest.
-    –  0/1  Leave the long hall.                Follow the left wall.
-    –    –  Find the exit of the azure cellar.  Go southeast.
-    –    –  Find the exit of the azure cellar.  Go west."""
+in both: those whose lifts differ most first
+     lift A  won A        lift B  won B  goal                                text
+  +0.50 ± –    1/1  +0.12 ± 4.76    1/3  Find the exit of the azure cellar.  Go southwest.
+          –      –             –    0/1  Leave the long hall.                Follow the left wall.
+          –      –             –      –  Find the exit of the azure cellar.  Go southeast.
+          –      –             –      –  Find the exit of the azure cellar.  Go west."""
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +159,75 @@ def test_ls_filters_sorts_and_limits(run: Path):
     assert uids(run, "--task", "none") == []
 
 
+GROUPS = {
+    "run/0/0/0#0": [(1.0, 0.5)],
+    "run/1/0/1#0": [(1.0, 0.5), (0.5, 0.25), (1.0, 0.5)],  # 5/12 ± t(2) · √(1/24 / 6) = 0.358554: from 0.058
+    "run/2/0/0#0": [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)],
+    "run/2/0/0#1": [(0.25, 1.0), (0.0, 0.5), (0.5, 1.0)],  # −7/12 ± 0.358554: to −0.225
+}
+"""(guided, free) of every group, by uid. The fixture's lift of the first comes on top, unless the version is another."""
+
+
+def with_lifts(path: Path) -> Path:
+    """A bank whose four experiences of the room were compared in some groups."""
+
+    async def record() -> None:
+        made = await opened(path)
+        for uid, groups in GROUPS.items():
+            unit = made._bank.entries[uid].unit
+            await made.record_lifts({f"run/9/{uid}{i}": [GroupSuccess(unit, *one)] for i, one in enumerate(groups)})
+        await made.aclose()
+
+    asyncio.run(record())
+    return path
+
+
+def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
+    """Of the first the lifts are 1/2 and 1/2, which do not differ. What is not known comes last, whichever way."""
+    best = ["run/0/0/0#0", "run/1/0/1#0", "run/2/0/0#0", "run/2/0/0#1"]
+    assert [row[:27] for row in lines("ls", with_lifts(copy), "--task", "room")] == [
+        "uid              lift  won ",
+        "0/0/0#0  +0.50 ± 0.00  1/1 ",
+        "1/0/1#0  +0.42 ± 0.36    – ",
+        "2/0/0#0  +0.00 ± 0.00    – ",
+        "2/0/0#1  -0.58 ± 0.36    – ",
+    ]
+    assert uids(copy, "--task", "room") == uids(copy, "--task", "room", "--sort", "lift") == best
+    worst = ["run/2/0/0#1", "run/2/0/0#0", "run/0/0/0#0", "run/1/0/1#0"]  # by the upper end: −0.23, 0, 0.50, 0.78
+    assert uids(copy, "--task", "room", "--reverse") == worst
+    assert uids(copy, "--sort", "lift")[-1] == uids(copy, "--reverse")[-1] == "run/0/1/0#0"
+    assert uids(copy, "--sort", "credit")[0] == "run/0/0/0#0"
+    found = parsed("stats", copy)["lift"]
+    assert found == {"above": 2, "below": 1, "around": 1, "unknown": 1}
+
+
+def test_a_lift_as_json_has_its_half_width(copy: Path):
+    first, second, *_, last = parsed("ls", with_lifts(copy))
+    assert first["lift"] == {"groups": 2, "mean": 0.5, "m2": 0.0, "half_width": 0.0}
+    assert second["lift"] == {
+        "groups": 3, "mean": pytest.approx(5 / 12), "m2": pytest.approx(1 / 24), "half_width": pytest.approx(0.358554, abs=1e-6),
+    }  # fmt: skip
+    assert last["lift"] is None
+    lifts = parsed("show", copy, "0/0/0#0")["lifts"]
+    assert [(one["version"], one["guided"], one["free"]) for one in lifts] == [(1, 0.5, 0.25), (2, 1.0, 0.5), (2, 1.0, 0.5)]
+    assert lines("show", copy, "2/0/0#1")[7:9] == [
+        "never credited",
+        "lift -0.58 ± 0.36 over 3 groups: success of their guided − of their free members (of this version)",
+    ]
+
+
+def test_credit_without_a_free_member_is_no_lift(copy: Path):
+    asyncio.run(go_another_way(copy))
+    shown = lines("show", copy, "0/1/0#0")
+    assert "won 0 of 1 credited episodes (of this version)" in shown
+    assert "lift unknown: no group that it guided has free members to compare with (of this version)" in shown
+
+
 def test_what_is_left_out_is_said_beside_the_rows(run: Path):
     result = bank("ls", run, "--limit", "2", "--task", "room")
-    assert result.stdout.splitlines()[0] == "uid      helped  uses  step  goal                                text", "one task: no column"
+    assert result.stdout.splitlines()[0] == "uid           lift  won  uses  step  goal                                text", (
+        "one task: no column"
+    )
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "2 of 4; --limit 0 for all\n"
     assert bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr == "2 of 4; --limit 0 for all\n"
@@ -169,7 +243,7 @@ def test_a_bank_file_is_as_good_as_its_run(run: Path):
 def test_on_a_terminal_the_texts_give_way():
     columns = {
         "uid": ["run1a2b3c4d/100/15/7#2", "0/0/0#0"],
-        "helped": ["86/88", "–"],
+        "won": ["86/88", "–"],
         "goal": ["Room: the broken cellar. Reach the stairs down (>).", "短い"],
         "text": ["Walk southwest until the wall, and then along it.", "左の壁に沿って歩き、それから右に曲がって出口を探しなさい。"],
     }
@@ -177,7 +251,7 @@ def test_on_a_terminal_the_texts_give_way():
         rows = table(columns, width)
         assert {cell_len(row) for row in rows[1:]} <= {width, width - 1}  # a wide character may not fit into the last cell
         assert all("…" in row for row in rows[1:])
-    assert table(columns, 80)[0] == "uid                     helped  goal                text"
+    assert table(columns, 80)[0] == "uid                       won  goal                text"
     assert table(columns, 300) == table(columns, None)
 
 
@@ -341,13 +415,23 @@ def test_without_the_extractors_tokenizer_the_rest_is_shown(run: Path, copy: Pat
 
 
 def test_a_long_history_is_told_in_few_periods():
-    """Two episodes a step, of which those of steps 10 to 19 are won; 20 steps in periods of ⌈20 / 8⌉ = 3."""
+    """Two episodes a step, of which those of steps 10 to 19 are won; 20 steps in periods of ⌈20 / 8⌉ = 3.
+
+    Of steps 9 to 11 the lifts are 0, 1/2 and 1: half = 4.302653 · √(1/2 / 6) = 1.242069.
+    """
     uses = [UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0) for step in range(20) for member in range(2)]
-    assert history(uses) == [
-        "steps 0–2    helped 0/6", "steps 3–5    helped 0/6", "steps 6–8    helped 0/6", "steps 9–11   helped 4/6",
-        "steps 12–14  helped 6/6", "steps 15–17  helped 6/6", "steps 18–19  helped 4/4",
-    ]  # fmt: skip
-    assert history(uses[:2]) == ["step 0  helped 0/2"]
+    lifts = [LiftView(step, f"run/{step}/0", 1, (step - 9) / 2, 0.0) for step in (9, 10, 11)] + [LiftView(19, "run/19/0", 1, 0.25, 1.0)]
+    assert history(uses, lifts) == [
+        "when                 lift  won",
+        "steps 0–2               –  0/6",
+        "steps 3–5               –  0/6",
+        "steps 6–8               –  0/6",
+        "steps 9–11   +0.50 ± 1.24  4/6",
+        "steps 12–14             –  6/6",
+        "steps 15–17             –  6/6",
+        "steps 18–19     -0.75 ± –  4/4",
+    ]
+    assert history(uses[:2]) == ["when    lift  won", "step 0     –  0/2"]
     assert history([]) == []
 
 
@@ -370,8 +454,8 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     s = goal @ text
     cosine = (1 + 0.1 * s) / math.sqrt(1 + 0.2 * s + 0.01)  # of g and g + w·t, with w = 0.1 and s = g·t
     assert lines("search", run, HALL.goal, "--limit", "1") == [
-        "cosine  uid      helped  uses  step  goal                  text",
-        f" {cosine:.3f}  0/1/0#0       –     0     0  Leave the long hall.  Follow the left wall.",
+        "cosine  uid      lift  won  uses  step  goal                  text",
+        f" {cosine:.3f}  0/1/0#0     –    –     0     0  Leave the long hall.  Follow the left wall.",
     ]
 
 
@@ -397,6 +481,7 @@ def test_stats(run: Path):
     assert figures["entries"] == {
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
     }  # fmt: skip
+    assert figures["lift"] == {"above": 0, "below": 0, "around": 0, "unknown": 5}
     assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1, "voted": 0})
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
 
@@ -486,18 +571,18 @@ def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_
     asyncio.run(another_run(run / "bank.sqlite", path))
     assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(uids(run)) | {"again/1/0/0#0": 1}
     assert lines("ls", path, "--task", "maze") == [
-        "uid      helped  uses  step  goal                  text",
-        "1/0/0#0       –     0     1  Leave the long hall.  Follow the left wall.",
-        "0/1/0#0       –     0     –  Leave the long hall.  Follow the left wall.",
+        "uid      lift  won  uses  step  goal                  text",
+        "1/0/0#0     –    –     0     1  Leave the long hall.  Follow the left wall.",
+        "0/1/0#0     –    –     0     –  Leave the long hall.  Follow the left wall.",
     ]
     shown = lines("show", path, "0/0/0#0")
     assert shown[6] == "retrieved 2 times, for the last time at step 1"
-    assert shown[11:13] == [
+    assert shown[12:14] == [
         "     –  update  0/0/0#0@2  run/1/0/0  Go southwest.",
         "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
     ]
-    first = shown.index("credit over time (of all versions)")
-    assert shown[first + 1 : first + 3] == ["  earlier runs  helped 2/3", "  step 1        helped 0/1"]
+    first = shown.index("lift and credit over time (of all versions)")
+    assert shown[first + 2 : first + 4] == ["  earlier runs  +0.38 ± 1.59  2/3", "  step 1                   –  0/1"]
     assert "     –  run/1/0/1          1      -1" in shown
     assert lines("show", path, "0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
 

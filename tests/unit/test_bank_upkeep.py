@@ -25,6 +25,7 @@ from crl.manager.embed import HashEmbedder
 from crl.manager.reading import EntryView
 from crl.manager.store import Store
 from crl.manager.upkeep import exported, parse_exported
+from crl.types import Lift
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,8 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
 
     asyncio.run(votes())
     assert lines("ls", copy, "--limit", "1") == [
-        "uid      helped  uses  step  votes  goal                                text",
-        "0/0/0#0     1/1     1     1     +2  Find the exit of the azure cellar.  Go southwest.",
+        "uid           lift  won  uses  step  votes  goal                                text",
+        "0/0/0#0  +0.50 ± –  1/1     1     1     +2  Find the exit of the azure cellar.  Go southwest.",
     ]
     assert "+2 votes of the extractor (of this version)" in lines("show", copy, "0/0/0#0")
     assert lines("show", copy, "2/0/0#1")[0].endswith("evicted at step 0 by the votes up to run/5/0/0")
@@ -121,22 +122,30 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
 def test_lines_of_the_first_format_are_read(tmp_path: Path):
     (tmp_path / "old.jsonl").write_text('{"crl_bank": 1}\n' + GOOD, "utf-8")
     lines("import", tmp_path / "new.sqlite", tmp_path / "old.jsonl")
-    assert [entry["votes"] for entry in parsed("ls", tmp_path / "new.sqlite")] == [0]
+    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [(0, None)]
+
+
+def test_lines_of_the_second_format_are_read(tmp_path: Path):
+    voted = GOOD.replace("}", ', "credited": 2, "credit": 0.0, "votes": -1}')
+    (tmp_path / "old.jsonl").write_text('{"crl_bank": 2, "entries": 1}\n' + voted, "utf-8")
+    lines("import", tmp_path / "new.sqlite", tmp_path / "old.jsonl")
+    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [(-1, None)]
 
 
 def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
     new = moved(run, tmp_path)
     assert bank("export", new).stdout == bank("export", run).stdout
-    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 2, "entries": 5}'
-    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "votes", "status")
+    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 3, "entries": 5}'
+    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "votes", "lift", "status")
+    assert parsed("show", new, "0/0/0#0")["entry"]["lift"] == {"groups": 1, "mean": 0.5, "m2": 0.0, "half_width": None}
     assert [[row[name] for name in kept] for row in parsed("ls", new)] == [[row[name] for name in kept] for row in parsed("ls", run)]
     shown = lines("show", new, "0/0/0#0")
-    assert shown[10:12] == [
+    assert shown[11:13] == [
         "  step  how     uid        by           text",
         "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
-    assert shown[12] == "  came from what is not in this bank: run/0/0/0#0@1"
-    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[16], "what came of an earlier version"
+    assert shown[13] == "  came from what is not in this bank: run/0/0/0#0@1"
+    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], "what came of an earlier version"
     assert shown[-1].startswith("The answer that wrote it is not here: it came from elsewhere")
 
 
@@ -191,7 +200,7 @@ DEEP = "[" * 200_000
         ("", ":1 = '': this is no exported bank. Its first line must be"),
         (GOOD, ":1 = "),
         ('{"crl_bank": "1"}', ":1.crl_bank = '1': is no version of the format"),
-        ('{"crl_bank": 3}', ":1.crl_bank = 3: is newer than this crl's 2. Upgrade crl."),
+        ('{"crl_bank": 4}', ":1.crl_bank = 4: is newer than this crl's 3. Upgrade crl."),
         (b"\xff\xfe", ":1 = "),
         (DEEP, ":1 = "),
         ('{"crl_bank": true}', ":1.crl_bank = True: is no version of the format"),
@@ -209,6 +218,10 @@ DEEP = "[" * 200_000
         (GOOD.replace("}", ', "version": 0}'), ":2.version = 0: should be greater than or equal to 1"),
         (GOOD.replace("}", ', "credited": 1, "credit": -2.0}'), ":2 = "),
         (GOOD.replace("}", ', "credit": NaN}'), ":2"),
+        (GOOD.replace("}", ', "lift": {"groups": 0, "mean": 0.0, "m2": 0.0}}'), ":2.lift.groups = 0: should be greater than or equal to 1"),
+        (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 1.5, "m2": 0.0}}'), ":2.lift.mean = 1.5: should be less than or equal to 1"),
+        (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 0.5, "m2": 1.75}}'), ":2.lift = "),
+        (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 0.5}}'), ":2.lift.m2 = None: field required"),
         (GOOD.replace("}", ', "parents": ["b"]}'), ":2.parents.0 = 'b': is no uid@version"),
         (GOOD.replace("}", ', "parents": ["b@12345678901"]}'), ":2.parents.0 = 'b@12345678901': is no uid@version"),
         (GOOD + "\n" + json.dumps({"task": "room", "goal": "", "text": "x" * 2001}), ":3.text = 'xxx"),
@@ -289,13 +302,14 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 @given(st.lists(st.tuples(words, words, words), max_size=4))
 @settings(max_examples=50)
 def test_any_text_survives_its_export(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[str, str, str]]):
+    lift = Lift(3, -1 / 3, 0.7) if texts and len(texts[0][2]) % 2 else None
     entries = [
-        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0, -2)
+        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0, -2, lift)
         for i, (name, goal, text) in enumerate(texts)
     ]
     file = tmp_path_factory.mktemp("export") / "lessons.jsonl"
     file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in exported(entries)), "utf-8", newline="\n")
-    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "votes", "status")
+    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "votes", "lift", "status")
     assert [[getattr(e, name) for name in kept] for e in parse_exported(file)] == [[getattr(e, name) for name in kept] for e in entries]
 
 

@@ -23,7 +23,7 @@ from crl.manager.settings import unseen
 from crl.monitor.plain import PlainMonitor
 from crl.run.assemble import _bank_parts
 from crl.run.main import train
-from crl.run.plan import plan
+from crl.run.plan import overview, plan
 from crl.run.tasks import require_engine, require_told, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
@@ -90,6 +90,35 @@ def test_defaults_are_the_papers(model: Path):
     assert (config.actor.clip_low, config.actor.clip_high, config.actor.ratio) == (0.2, 0.2, "token")
     assert (config.tasks["room"].turns, config.tasks["room"].max_response_tokens) == (30, 4096)
     assert config.actor.max_context_tokens == 32768
+
+
+def test_node8_is_the_papers_main_configuration():
+    """Every value that CRL C.2 gives for its runs of several tasks."""
+    config = load(["three"], preset="node8")
+    assert (config.actor.model, config.extractor.model) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-4B-Thinking-2507")
+    assert config.embedder.model == "Qwen/Qwen3-Embedding-0.6B"
+    assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size, config.run.steps) == (384, 8, 128)
+    assert (config.actor.max_context_tokens, config.extractor.max_context_tokens) == (32_768, 65_536)
+    for role in (config.actor, config.extractor):
+        assert (role.optimizer.learning_rate, role.optimizer.warmup_steps, role.kl_coef) == (1e-6, 0, 0.0)
+    assert (config.actor.clip_low, config.actor.clip_high) == (0.2, 0.2)
+    assert (config.extractor.clip_low, config.extractor.clip_high, config.extractor.batch) == (0.1, 0.1, 64)
+    assert (config.extractor.merge_every, config.extractor.baseline, config.extractor.malformed_reward) == (5, "batch", None)
+    assert (config.bank.scope, config.bank.key_text_weight, config.bank.cap, config.bank.size) == ("shared", None, None, None)
+    retrieval = config.retrieval
+    assert (retrieval.batch, retrieval.max_wait, retrieval.workers) == (16, 0.001, 4)
+    assert (retrieval.choice, retrieval.lam, retrieval.candidates) == ("diverse", 0.4, 16)
+    assert (retrieval.margin, retrieval.min_similarity) == (2.0, -1.0), "all candidates take part in eq. 6"
+    assert (config.ask.enabled, config.critic.enabled) == (True, False)
+    assert {(task.turns, task.max_response_tokens, task.overtime) for task in config.tasks.values()} == {(30, 4096, 0)}
+
+
+def test_the_papers_runs_of_one_task():
+    """Turns and tokens that CRL C.2 gives for them."""
+    limits = {name: load([name], preset="node8").tasks[name] for name in ("room", "webshop", "alfworld")}
+    assert {name: (task.turns, task.max_response_tokens) for name, task in limits.items()} == {
+        "room": (30, 4096), "webshop": (30, 4096), "alfworld": (40, 2048)
+    }  # fmt: skip
 
 
 def test_every_field_says_what_it_is():
@@ -728,6 +757,14 @@ def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Pa
     assert load_saved(tmp_path).config.ask.limit == 2
 
 
+def test_overtime_is_planned_only_where_episodes_are_distilled(model: Path):
+    frozen = resolved(model, "bank.frozen=true", "bank.init=bank.sqlite")
+    alone = resolved(model, options={"method": "grpo"})
+    assert (resolved(model).distils, frozen.distils, alone.distils) == (True, False, False)
+    assert "goes on for 4 turns, for the extractor alone" in overview(resolved(model, "actor.model=tiny-actor"))
+    assert "goes on for" not in overview(resolved(model, "actor.model=tiny-actor", options={"method": "grpo"}))
+
+
 def test_questions_are_off_and_few_for_tiny_models(model: Path):
     assert resolved(model).ask.questions == 0
     assert resolved(model, "ask.enabled=true").ask.questions == 1
@@ -736,5 +773,7 @@ def test_questions_are_off_and_few_for_tiny_models(model: Path):
     assert "ask.limit = 0: should be greater than or equal to 1" in refusal(model, "ask.limit=0")
     assert "ask.deadline = 0.0: should be greater than 0" in refusal(model, "ask.deadline=0.0")
     assert refusal(model, "ask.enabled=true", options={"method": "grpo"}) == (
-        "ask.enabled = True: the method grpo has no bank to ask. Leave it out, or choose another method."
+        "ask.enabled = True: changes nothing, since the method grpo has no bank to ask. Leave it out, or choose another method."
     )
+    assert resolved(model, "ask.enabled=false", options={"method": "grpo"})
+    assert resolved(model, preset="node8", options={"method": "grpo"}).ask.enabled, "a bundled preset serves every method"

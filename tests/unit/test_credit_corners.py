@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from credited import ANSWERS, BETTER, E0, GOES_EAST, GOES_WEST, KEPT, W0, distil, lose, opened, taken, train, west_and_east, win
 from doors import renderer
-from extractors import Scribe, hit, request, search
+from extractors import Scribe, hit, logged, request, search
 
-from crl.manager import ExperienceManager, ExtractorSample
+from crl.manager import ExperienceManager, ExtractorSample, GroupSuccess, UnitKey
 from crl.manager.reading import reading
-from crl.types import ExperienceUse, TokenTrace
+from crl.manager.store import Store
+from crl.types import ExperienceUse, Lift, TokenTrace
 
 
 async def merged(made: ExperienceManager, *ops: dict[str, Any]) -> str:
@@ -415,6 +416,42 @@ async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_a
     assert rewards(await taken(made, 2, 5)) == {"run/0/0/0#0@1": 0.5, "run/0/1/0#0@1": 0.75}
     assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 0.0), (1, 1.0))
     await made.aclose()
+
+
+async def test_a_group_adds_to_a_lift_once_and_what_is_unknown_to_none(tmp_path):
+    """1/2 and −1/4: mean 1/8, m2 = 2 · (3/8)². The lift is neither trained on nor is it credit."""
+    made = await west_and_east(tmp_path, cooldown=0)
+    west = UnitKey.earning(W0.use)
+    stranger = GroupSuccess(UnitKey("nobody", 1), 1.0, 0.0)
+    first, second = GroupSuccess(west, 1.0, 0.5), GroupSuccess(west, 0.25, 0.5)
+    await asyncio.gather(*(made.record_lifts({"run/1/0": [stranger, first]}) for _ in range(3)))
+    await made.record_lifts({"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]})  # nor can it be told otherwise
+    await made.record_lifts({})
+    assert made._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
+    assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == ["run/1/0", "run/1/1"]
+    assert await made.take_batch(1, 5) is None
+    assert await ever(made, W0.use) == (0, 0.0)
+    await made.aclose()
+
+
+async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
+    made = await west_and_east(tmp_path, cooldown=0)
+    await made.record_lifts({"run/1/0": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 0.0)]})
+    before = await made.snapshot()
+    await made.record_lifts({"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 0.0, 1.0)]})
+    await supersede(made)
+    await made.record_lifts({"run/11/0": [GroupSuccess(UnitKey(W0.use.uid, 1), 0.0, 1.0), GroupSuccess(UnitKey(W0.use.uid, 2), 0.5, 0.0)]})
+    assert made._bank.entries[W0.use.uid].lift == Lift(1, 0.5)
+    await made.rollback(before)
+    assert made._bank.entries[W0.use.uid].lift == Lift(1, 1.0)
+    await made.record_lifts({"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 1.0)]})  # which has not happened
+    await made.export_copy(tmp_path / "copy.sqlite")
+    await made.aclose()
+    for path in (tmp_path / "bank.sqlite", tmp_path / "copy.sqlite"):
+        store = await Store.open(path)
+        entries = {entry.uid: entry.lift for entry, _ in await store.entries()}
+        assert entries == {W0.use.uid: Lift(2, 0.5, 0.5), E0.use.uid: None}
+        await store.aclose()
 
 
 async def test_what_was_only_rejected_is_trained_on_and_has_no_record(tmp_path):

@@ -172,6 +172,7 @@ async def test_the_members_of_a_group_have_one_verdict() -> None:
     assert len({draw for _, draw, _ in engine.critiques}) == len(engine.critiques) == 3, "another experience, another group"
     assert {sampling for *_, sampling in engine.critiques} == {Sampling(32, renderer().stop_ids, 0.7)}
     figures = judge.take()
+    assert figures.pop("critic/sampled_tokens") == 3 * len(renderer().encode("refine Push.<|im_end|>"))
     assert {name: value for name, value in figures.items() if not name.startswith("perf/")} == {
         "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0, "critic/malformed": 0.0,
     }  # fmt: skip
@@ -452,7 +453,7 @@ async def test_a_search_is_made_also_where_the_reset_fails() -> None:
     assert len(shelf.asked) == 1
 
 
-async def test_the_warm_up_counts_what_the_rates_took_in() -> None:
+async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
     """Two batches of two groups; the room of the first group cannot even begin."""
 
     class Rooms:
@@ -468,7 +469,8 @@ async def test_the_warm_up_counts_what_the_rates_took_in() -> None:
     for broken, played in (({0}, 2 * 1 * 3), ({0, 1}, 0)):
         rates = SuccessRates(enough=1, window=64)
         async with house(broken=broken) as home:
-            assert await Warmup(runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3).play(rates) == played
+            episodes = await Warmup(runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3).play()
+        assert (len(episodes), rates.observe(episodes)) == (2 * 2 * 3, played)
         assert rates.figures() == ({"doors": 1.0} if played else {})
 
 

@@ -32,7 +32,7 @@ from crl.cli.main import _is_terminal, _screen
 from crl.config.load import load
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.snapshot import EXPERIENCES, HISTORY, NOTES, Rate, RunInfo, Series, Snapshot, SnapshotMonitor
-from crl.types import Experience
+from crl.types import Experience, Lift
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -139,12 +139,17 @@ def bank(step: int) -> dict[str, float | None]:
 
 LESSONS = [
     experience(
-        "In Amber Hall the exit is in the north-east corner; go east along the wall, then north.", retrieved=41, credited=30, credit=12
+        "In Amber Hall the exit is in the north-east corner; go east along the wall, then north.",
+        retrieved=41, credited=30, credit=12, lift=Lift(8, 0.25, 0.375),
     ),
-    experience("Doors in the maze open only\nfrom the south.", uid="e2", task="maze", retrieved=7, credited=4, credit=-2),
+    experience(
+        "Doors in the maze open only\nfrom the south.", uid="e2", task="maze",
+        retrieved=7, credited=4, credit=-2, lift=Lift(2, -0.25, 0.125),
+    ),
     experience("A jackal follows you: fight it in a corridor, never in the open.", uid="e3"),
     *(experience(f"Lesson {n}: look before you leap.", uid=f"l{n}", retrieved=n, credited=n, credit=n / 2) for n in range(1, 20)),
-]
+    experience("Never go back.", uid="e4", retrieved=9, credited=9, credit=9, lift=Lift(9, 0.0)),
+]  # fmt: skip
 
 
 def complementary() -> Snapshot:
@@ -226,6 +231,14 @@ SNAPSHOTS = {"complementary": complementary(), "grpo": grpo(), "empty": empty()}
 @given(st.sampled_from(sorted(SNAPSHOTS)), st.integers(40, 200), st.integers(10, 60))
 def test_every_window_is_kept_to(which, width, height):
     assert fits(picture(SNAPSHOTS[which], width, height), width, height)
+
+
+def test_the_best_lift_is_shown_first():
+    """8 groups: half = 2.364624 · √(0.375 / 56) = 0.193499, which ends above 0; 2: 12.706205 · √(0.125 / 2) = 3.176551."""
+    rows = picture(complementary(), 140, 60).split("experiences: uses, lift, task, text")[1].splitlines()[1:5]
+    assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
+        "41  +0.25 ± 0.19", "9  +0.00 ± 0.00", "7  -0.25 ± 3.18", "0             –",
+    ]  # fmt: skip
 
 
 def test_the_least_important_goes_first():

@@ -17,7 +17,7 @@ from crl.manager import Distilled
 from crl.manager.records import Generation, Write
 from crl.protocols import Hit, SearchRequest
 from crl.run.diagnostics import Diagnostics, verdict
-from crl.run.figures import Mean, group_gaps, rollout_figures
+from crl.run.figures import group_gaps, rollout_figures
 from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Trajectory
 
 
@@ -51,22 +51,6 @@ def distilled(*texts: str, returned: int = 0, seen: bool = False, of: str = "doo
     return Distilled(asked, generation, writes, returned, {})
 
 
-# ── means ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_mean_by_hand() -> None:
-    """{1, 0, 0, 1}: standard deviation √(4 · 1/4 / 3) = 0.57735, half 1.96 · 0.57735 / 2 = 0.565803."""
-    mean = Mean.of([1, 0, 0, 1])
-    assert (mean.value, mean.half, mean.n) == (0.5, pytest.approx(0.565803, abs=1e-6), 4)
-    assert str(mean) == "+0.500 ± 0.566"
-
-
-def test_a_mean_of_one_or_none_has_no_interval() -> None:
-    assert (Mean.of([0.5]).value, str(Mean.of([0.5]))) == (0.5, "unknown")
-    assert math.isnan(Mean.of([0.5]).half)
-    assert (Mean.of([]).n, str(Mean.of([]))) == (0, "unknown")
-
-
 # ── guided and free in the same groups ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -84,18 +68,21 @@ def test_gaps_by_hand() -> None:
         # the same group number of another task
         played(0, "guided", False, told="x", of="maze"), played(0, "free", False, of="maze"),
     ]  # fmt: skip
-    assert group_gaps(batch) == [0.5, -1.0, 0.0]
+    gaps = [(("doors", TASK.goal), 0.5), (("doors", TASK.goal), -1.0), (("maze", TASK.goal), 0.0)]
+    assert group_gaps(batch) == gaps
     figures = rollout_figures(batch, 0)
-    # {0.5, −1, 0}: mean −1/6, standard deviation √(7/12) = 0.7637626, half 1.96 · 0.7637626 / √3 = 0.864279
+    # m = −1/6; sums less n_c · m: doors −1/2 + 1/3, maze 0 + 1/6; V = 2 · (2/36) / 9 = 1/81; half = t(1) / 9 = 12.706205 / 9
     assert {name: value for name, value in figures.items() if name.startswith("rollout/gap")} == {
         "rollout/gap": pytest.approx(-1 / 6),
-        "rollout/gap/half_width": pytest.approx(0.864279, abs=1e-6),
+        "rollout/gap/half_width": pytest.approx(1.411800, abs=1e-6),
         "rollout/gap/groups": 3,
+        "rollout/gap/places": 2,
     }
+    assert math.isnan(figures["rollout/doors/gap/half_width"]), "one place tells nothing of others"
     assert figures["rollout/success/used"] == pytest.approx(4 / 6)
     diagnostics = Diagnostics({})
     assert diagnostics.take(batch) == diagnostics.take([]) == {}
-    assert diagnostics.gaps == [[0.5, -1.0, 0.0], []]
+    assert diagnostics.gaps == [gaps, []]
 
 
 # ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -107,7 +107,7 @@ async def test_a_whole_episode() -> None:
     assert [len(ids) for _, ids in engine.requests] == [i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]]
     assert trajectory == Trajectory(
         TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0}, reward=1.0, success=True,
-        turns=3, invalid_actions=1,
+        turns=3, invalid_actions=1, sampled_tokens=sum(trace.mask),
     )  # fmt: skip
 
 
@@ -218,28 +218,33 @@ async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
     assert game.actions == ["coin", "wait", "coin", "open"]
     assert (late.turns, late.reward, late.rewards, late.success) == (2, 0.5, {"outcome": 0.5}, False), "too late is lost"
     assert (late.truncated, late.error) == (True, None)
+    assert late.overtime_turns == 2
     assert [s.text for s in late.segments if s.origin == "policy"] == ["coin", "wait", "coin", "open"]
     assert late.segments[-1] == Segment("user", "It opens.", "env"), "what the extractor reads"
     (trace,) = late.traces
     assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "late tokens are not trained on"
     assert set(trace.versions) == {-1, 0}
+    late_tokens = sum(len(renderer().encode(text + "<|im_end|>")) for text in ("coin", "open"))
+    assert late.sampled_tokens == sum(trace.mask) + late_tokens, "late ones were sampled all the same"
     on_time, _, _ = await played("coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)})
     assert (late.turns, late.reward, late.success, late.truncated) == (
         on_time.turns, on_time.reward, on_time.success, on_time.truncated,
     )  # fmt: skip
+    assert (on_time.overtime_turns, on_time.sampled_tokens) == (0, sum(trace.mask))
     assert late.traces == on_time.traces, "what is trained is what would have been trained without overtime"
 
 
 async def test_overtime_ends_too() -> None:
     trajectory, engine, (game,) = await played("wait", limits={"doors": Limits(2, 32, overtime=3)})
     assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (5, 5, 2, True)
+    assert trajectory.overtime_turns == 3
 
 
 async def test_an_episode_that_is_over_has_no_overtime() -> None:
     for actions, success in ((("wait", "open"), True), (("wait", "lose"), False)):
         trajectory, _, (game,) = await played(*actions, limits={"doors": Limits(2, 32, overtime=3)})
         assert (game.actions, trajectory.turns) == (list(actions), 2)
-        assert (trajectory.success, trajectory.truncated) == (success, False)
+        assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (success, False, 0)
 
 
 async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_do_not_count() -> None:

@@ -18,7 +18,16 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import CrlError, EngineError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
-from crl.manager import CachedEmbedder, CreditSettings, ExperienceManager, ExtractorSample, ManagerSettings, RetrievalSettings
+from crl.manager import (
+    CachedEmbedder,
+    CreditSettings,
+    ExperienceManager,
+    ExtractorSample,
+    GroupSuccess,
+    ManagerSettings,
+    RetrievalSettings,
+    UnitKey,
+)
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.training import CispoLoss
 from crl.modeling import load_model
@@ -29,10 +38,23 @@ from crl.run.experience import (
     ExtractorTrainer,
     Uncounted,
     extractor_minibatches,
+    group_successes,
     learn,
     percentiles,
 )  # fmt: skip
-from crl.types import Completion, Condition, ExperienceUse, Minibatch, Sampling, Segment, StepStats, TokenTrace, TrainSample, Trajectory
+from crl.types import (
+    Completion,
+    Condition,
+    ExperienceUse,
+    Lift,
+    Minibatch,
+    Sampling,
+    Segment,
+    StepStats,
+    TokenTrace,
+    TrainSample,
+    Trajectory,
+)
 
 SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(cooldown=0))
 
@@ -167,6 +189,61 @@ async def test_lessons_may_be_compared_with_what_their_group_came_to_without(tmp
             assert [s.reward for s in samples if not s.id.endswith("@head")] == pytest.approx([first_reward, 1.0, 1.0])
             credits = [entry.credit for entry in sorted(made.bank.latest(3), key=lambda entry: entry.uid)]
             assert credits == [-1.0, 1.0, 1.0], "what helped is recorded as it was"
+
+
+async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(tmp_path: Path, actor: Path) -> None:
+    """`first` wins all that it guides and so do the free members; `second` 1 of 2 where 1 of 4 won without; then neither."""
+    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
+        first, second = await filled(made, 2)
+        batch = [
+            *(guided(1, 0, member, True, first) for member in range(4)), *(episode(1, 0, 4 + member) for member in range(4)),
+            guided(1, 1, 0, True, second), guided(1, 1, 1, False, second), guided(1, 1, 2, True, second, error="env: lost"),
+            *(episode(1, 1, 4 + member, success=member == 0) for member in range(4)),
+            guided(1, 2, 0, False, second), episode(1, 2, 1, success=False),
+        ]  # fmt: skip
+        for _ in range(2):  # a repeat changes nothing
+            await made.side.observe(batch)
+        found = {entry.uid: entry for entry in made.bank.best(9)}
+        assert (found[first].credited, found[first].credit, found[first].lift) == (4, 4.0, Lift(1, 0.0))
+        assert (found[second].credited, found[second].credit, found[second].lift) == (3, -1.0, Lift(2, 0.125, 2 * 0.125**2))
+        assert logged(made.path, "lift") == [
+            ("run/1/0", {"uid": first, "version": 1, "guided": 1.0, "free": 1.0}),
+            ("run/1/1", {"uid": second, "version": 1, "guided": 0.5, "free": 0.25}),
+            ("run/1/2", {"uid": second, "version": 1, "guided": 0.0, "free": 0.0}),
+        ]
+    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
+        assert {entry.uid: entry.lift for entry in made.bank.best(9)} == {first: Lift(1, 0.0), second: Lift(2, 0.125, 2 * 0.125**2)}
+
+
+async def test_a_group_without_free_members_says_nothing_of_lift(tmp_path: Path, actor: Path) -> None:
+    """Nobody was free, no free member ended, nobody was guided by anything; a rejected experience guided nobody."""
+    use = ExperienceUse("run/0/0/0#0", 1, "run/0/0/0", "start", verdict="reject")
+    batch = [
+        guided(1, 0, 0, True, "run/0/0/0#0"),
+        guided(1, 1, 0, True, "run/0/0/0#0"), episode(1, 1, 1, error="env: lost"),
+        episode(1, 2, 0, "guided"), episode(1, 2, 1),
+        replace(episode(1, 3, 0, "guided"), rejected=(use,)), episode(1, 3, 1),
+    ]  # fmt: skip
+    assert group_successes("run", batch) == {}
+    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
+        await filled(made, 1)
+        await made.side.observe(batch)
+        assert [entry.lift for entry in made.bank.best(9)] == [None]
+
+
+def test_members_of_a_group_may_be_guided_by_different_lessons() -> None:
+    """Each has the free members of its group to compare with; what an answer to a question won is the answer's, and counts once."""
+    start, answer = ExperienceUse("e", 2, "g", "start"), ExperienceUse("e", 2, "run/q/1", "ask")
+    unrefined = ExperienceUse("e", 2, "run/q/2", "ask_unrefined")
+    batch = [
+        episode(4, 7, 0, "guided", used=[start, answer]), episode(4, 7, 1, "guided", success=False, used=[start, unrefined]),
+        guided(4, 7, 2, True, "f"), episode(4, 7, 3), episode(4, 7, 4, success=False), guided(5, 7, 0, True, "f"),
+    ]  # fmt: skip
+    assert group_successes("run", batch) == {
+        "run/4/7": [
+            GroupSuccess(UnitKey("e", 2), 0.5, 0.5), GroupSuccess(UnitKey("run/q/1", 1), 1.0, 0.5), GroupSuccess(UnitKey("f", 1), 1.0, 0.5),
+        ],
+    }  # fmt: skip
 
 
 async def test_a_request_shows_what_guided_the_episode(tmp_path: Path, actor: Path) -> None:

@@ -26,7 +26,7 @@ def played(
 
 BATCH = [
     played(0, 0, 1.0, turns=2, invalid_actions=1, versions=(3, 3)),
-    played(0, 1, 0.0, turns=4, invalid_actions=2, truncated=True, versions=(2,)),
+    played(0, 1, 0.0, turns=4, overtime_turns=3, invalid_actions=2, truncated=True, versions=(2,)),
     played(1, 0, 0.0, turns=2, versions=(4,)),
     played(1, 1, 0.0, turns=2, error="env: broken"),
 ]
@@ -42,6 +42,7 @@ def test_by_hand() -> None:
         "rollout/invalid_actions": 0.3,
         "rollout/episodes": 4,
         "rollout/errors": 1,
+        "rollout/env_turns": 13,
         "rollout/samples": 3,
         "staleness/mean": 1.0,  # ages 1, 1, 2, 0
         "staleness/max": 2,

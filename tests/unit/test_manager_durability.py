@@ -18,16 +18,29 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from extractors import bank_of_version_1, bank_of_version_2, hit, request
+from extractors import bank_of_version_1, bank_of_version_2, bank_of_version_3, hit, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION
-from crl.manager.records import ApplyRules, Credit, Distilled, DistilRequest, Generation, Merged, Refined, Stamp, UnitKey, Vote, Write
+from crl.manager.records import (
+    ApplyRules,
+    Credit,
+    Distilled,
+    DistilRequest,
+    Generation,
+    GroupSuccess,
+    Merged,
+    Refined,
+    Stamp,
+    UnitKey,
+    Vote,
+    Write,
+)
 from crl.manager.snapshots import TABLES
 from crl.manager.store import Store
-from crl.types import Completion, Verdict
+from crl.types import Completion, Lift, Verdict
 
 AT = Stamp(4, 2)
 HERE = Path(__file__).parent
@@ -45,7 +58,7 @@ def contents(path: Path) -> dict[str, list[Any]]:
 # ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit judge refine search train prune embed merge vote"
+KINDS = "submit lease release return bad fail bury revive credit judge lift refine search train prune embed merge vote"
 HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
 RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
 
@@ -109,6 +122,9 @@ async def take(store: Store, step: Step) -> None:
             use = hit(unit.uid, generation=f"question {n}").use
             judged = replace(use, verdict=get_args(Verdict)[n]), replace(use, how="ask", verdict="refine")
             await store.credit(f"judged {n}", [Credit.of(one, n > 0) for one in judged], AT)
+        case "lift":
+            units = [UnitKey(f"run/0/0/{member}#0", 1) for member in range(n + 1)]
+            await store.record_lifts({f"run/4/{n}": [GroupSuccess(one, 1.0, n / 3) for one in units]}, AT)
         case "refine":
             await store.refine(refined(n), AT, RULES)
         case "search":
@@ -143,7 +159,7 @@ async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, d
 def ranked(state: dict[str, list[Any]]) -> list[Any]:
     """What does not depend on the sequence numbers that were given out."""
     log = [eval(row)[1:] for row in state["log"]]
-    units = [(*row[:-2], row[-1]) for row in map(eval, state["units"])]
+    units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # but `ready`
     entries = [row[1:] for row in sorted(map(eval, state["entries"]))]
     return [sorted(log), units, entries, *(state[table] for table in ("requests", "generations", "facts"))]
 
@@ -379,6 +395,33 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     await store.aclose()
 
 
+async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lift(tmp_path: Path) -> None:
+    path = bank_of_version_3(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    store = await Store.open(path)
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+
+    async def records() -> dict[str, tuple[int, int, Lift | None]]:
+        return {str(entry.unit): (entry.credited, entry.votes, entry.lift) for entry, _ in await store.entries()}
+
+    others = {"run/0/0/0#2@1": (0, 0, None), "run/1/0/0#0@1": (0, 0, None)}
+    assert await records() == {**others, "run/0/0/0#0@2": (1, 1, None)}
+    unit = UnitKey("run/0/0/0#0", 2)
+    await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)]}, AT)
+    seq = await store.snapshot(AT)
+    before = contents(path)
+    await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)], "run/5/2": [GroupSuccess(unit, 1.0, 1.0)]}, AT)
+    assert await records() == {**others, "run/0/0/0#0@2": (1, 1, Lift(2, 0.25, 0.125))}
+    await store.rollback(seq)
+    assert contents(path) == before
+
+    await store.rollback(22)  # made by the version before
+    assert await records() == {**others, "run/0/0/0#0@2": (0, 1, None)}
+    await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)]}, AT)
+    assert await records() == {**others, "run/0/0/0#0@2": (0, 1, Lift(1, 0.5))}
+    await store.aclose()
+
+
 async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Path) -> None:
     path = bank_of_version_1(tmp_path / "bank.sqlite")
     with sqlite3.connect(path) as db:
@@ -573,8 +616,8 @@ EVICTED = {
 """Of what was there before the checkpoint, what went by each rule, and why."""
 
 DONE = {
-    "submit", "dead", "drop", "malformed", "add", "update", "up", "down", "evict", "refine", "credit", "retrieve", "train", "chunk",
-    "merge", "discard",
+    "submit", "dead", "drop", "malformed", "add", "update", "up", "down", "evict", "refine", "credit", "lift", "retrieve", "train",
+    "chunk", "merge", "discard",
 }  # fmt: skip
 STATES = ["done"] * 2 + ["dead"] * 2 + ["done"] * 8 + ["dead"] + ["done"] * 2
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, MergeStats, RetrievalSettings
+from crl.manager.bank import Scope
 from crl.manager.merge import Chunker
 from crl.manager.records import Applied, Entry
 from crl.types import Completion, Sampling
@@ -237,11 +238,17 @@ async def test_what_is_left_of_a_chunk_meets_the_next_one(tmp_path):
 
 
 async def test_entries_that_no_query_finds_together_are_merged_apart(tmp_path):
-    for weight, expected in ((None, [["a", "b", "c"], ["d", "e"]]), (0.5, [["a", "b"], ["d", "e"]])):
-        folder = tmp_path / str(weight)
+    cases: list[tuple[Scope, float | None, list[list[str]]]] = [
+        ("task", None, [["a", "b", "c"], ["d", "e"]]),
+        ("task", 0.5, [["a", "b"], ["d", "e"]]),
+        ("shared", None, [["a", "b", "c", "d", "e"]]),
+        ("shared", 0.5, [["a", "b", "d", "e"]]),
+    ]
+    for scope, weight, expected in cases:
+        folder = tmp_path / f"{scope} {weight}"
         folder.mkdir()
         engine = Tidier(lambda _: [])
-        settings = ManagerSettings(retrieval=ANY, distil=DistilSettings(key_text_weight=weight))
+        settings = ManagerSettings(scope=scope, retrieval=ANY, distil=DistilSettings(key_text_weight=weight))
         made = await manager(folder / "bank.sqlite", engine, settings)
         places = [task(), task(), task(goal="Another room."), task("shop"), task("shop")]
         for member, (of, note) in enumerate(zip(places, "abcde", strict=True)):
@@ -250,6 +257,31 @@ async def test_entries_that_no_query_finds_together_are_merged_apart(tmp_path):
         await made.merge()
         assert engine.chunks == expected, "an entry alone is not asked about"
         await made.aclose()
+
+
+async def test_a_shared_bank_is_merged_across_tasks_and_guides_all_of_them(tmp_path):
+    engine = Tidier(lambda _: [merge("Look before you go.", 1, 2)])
+    made = await manager(tmp_path / "bank.sqlite", engine, ManagerSettings(scope="shared", retrieval=ANY))
+    for member, of in enumerate((task(), task("shop"))):
+        await made.submit(request(member=member, note=f"note {member}", of=of))
+    await made.drain()
+    assert await made.merge() == MergeStats(chunks=1, made=1, removed=2)
+    (merged,) = made._bank.entries.values()
+    assert (merged.text, merged.task, merged.goal) == ("Look before you go.", "room", GOAL), "of the first source"
+    found = await made.search([search(), search(name="shop", group=1)])
+    assert [one and one.text for one in found] == ["Look before you go."] * 2
+    await made.aclose()
+
+
+async def test_what_the_extractor_samples_is_counted(tmp_path):
+    engine = Tidier(lambda _: [])
+    made = await filled(tmp_path, engine, "Go west.", "Go south.")
+    before = (await made.stats())["total/sampled_tokens/extractor"]
+    generations = await made._store.generations(["run/0/0/0", "run/0/0/1"])
+    assert before == sum(len(one.completion.ids) for one in generations.values())
+    await made.merge()
+    assert (await made.stats())["total/sampled_tokens/extractor"] == before + len(renderer().encode("[]<|im_end|>"))
+    await made.aclose()
 
 
 async def test_a_place_of_one_entry_costs_nothing(tmp_path):

@@ -120,6 +120,7 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
         reward=1.0,
         success=True,
         turns=3,
+        overtime_turns=2,
     )
     FileMonitor(run).trajectories([record])
     assert lines(run.trajectories) == [
@@ -135,6 +136,7 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
             "success": True,
             "score": None,
             "turns": 3,
+            "overtime_turns": 2,
             "segments": [{"role": "user", "origin": "env", "text": "at 2 3 é"}],
             "ids": [5, 6, 7],
             "mask": [0, 0, 1],

@@ -16,8 +16,8 @@ def runs(*values: float) -> list[dict]:
 
 
 def test_half_an_interval_of_a_difference():
-    assert stacks.half_width([1, 2, 3], [2, 2, 2]) == pytest.approx(4.303 * (1 / 3) ** 0.5)  # variances 1 and 0; two degrees of freedom
-    assert stacks.half_width([1, 2, 3], [1, 3]) == pytest.approx(12.706 * (1 / 3 + 2 / 2) ** 0.5)
+    assert stacks.half_width([1, 2, 3], [2, 2, 2]) == pytest.approx(4.302653 * (1 / 3) ** 0.5)  # variances 1 and 0; two degrees of freedom
+    assert stacks.half_width([1, 2, 3], [1, 3]) == pytest.approx(12.706205 * (1 / 3 + 2 / 2) ** 0.5)
 
 
 def test_a_difference_beyond_noise_is_marked():

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from crl.intervals import Mean
 from crl.run.evaluate import Evaluation, Rate, Setting
-from crl.run.figures import Mean
+from crl.run.figures import GroupGap
 from crl.run.summary import ExperienceReport, Summary, best_of_each_task, experience_report, success_lines
-from crl.types import Experience
+from crl.run.totals import Totals
+from crl.types import Experience, Lift
 
 SETTINGS: list[Setting] = [
     ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
@@ -33,10 +35,12 @@ SUMMARY = Summary(
     before=BEFORE,
     after=AFTER,
     skipped_updates=0,
+    totals=Totals(env_turns=12_345, overtime_turns=678, actor_tokens=98_765),
 )
 
 TEXT = """
 80 steps in 172 s
+environment turns 12,345 (of them overtime 678), sampled tokens: actor 98,765, extractor 0
 
 success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
   room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
@@ -68,7 +72,8 @@ def test_a_run_that_was_stopped_has_no_after() -> None:
 
 def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
-    assert "0 steps in 172 s\n\nstopped before the first evaluation\n\nthe trained models" in text
+    assert "0 steps in 172 s\nenvironment turns 12,345" in text
+    assert "extractor 0\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_what_went_wrong_is_said() -> None:
@@ -90,11 +95,20 @@ def test_an_evaluation_alone() -> None:
 
 REPORT = ExperienceReport(
     bank=Path("runs/one/bank.sqlite"),
-    stats={"bank/size": 31, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
-    best=[Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0)],
-    gaps=[0.5, 0.0, 0.25, 0.25],
+    stats={"bank/size": 31, "total/sampled_tokens/extractor": 4_321, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
+    best=[
+        Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0, lift=Lift(3, 0.25, 0.125)),
+        Experience("e2", 1, "go on.", "room", "g1", (0, 1), "Room: the wet hut.", credited=4, credit=4.0, lift=Lift(1, 0.0)),
+        Experience("e3", 1, "go west.", "room", "g1", (0, 1), "Room: the red hut.", credited=4, credit=4.0),
+    ],
+    gaps=[
+        GroupGap(("room", "hut"), 0.5),
+        GroupGap(("room", "hut"), 0.0),
+        GroupGap(("room", "cell"), 0.25),
+        GroupGap(("shop", "cell"), 0.25),
+    ],
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
-    lift={"room": Mean(0.125, 0.05, 64)},
+    lift={"room": Mean(0.125, 0.05, 64, 64)},
     lessons={"room": Rate(192, 256)},
     untrained_lessons={"room": Rate(32, 128)},
     trained=12,
@@ -119,19 +133,33 @@ def test_rows_stand_together_by_task_and_in_line() -> None:
 
 
 def test_what_experience_came_to() -> None:
-    """gaps: mean 1/4, standard deviation √(0.125 / 3) = 0.204124, half 1.96 · 0.204124 / √4 = 0.200042."""
+    """Lift of e1: V = 0.125 / (3 · 2) = 1/48, half = 4.302653 · √(1/48) = 0.621034. The gaps of the three places have one mean."""
     assert REPORT.lines() == [
         "",
-        "experience [± half a 95 % interval]:",
-        "  guided − free in the same groups, second half of the run: +0.250 ± 0.200 over 4 groups",
+        "experience [± half a 95 % interval, by Student's t over places]:",
+        "  guided − free in the same groups, second half of the run: +0.250 ± 0.000 over 4 groups in 3 places",
         "  room: what right advice adds on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
         "  room: what a bank built online adds in new places: +0.125 ± 0.050 over 64 places",
         "  room: right lessons among the extractor's 256 answers: 0.750 [0.694, 0.799]; "
         "among the 128 of the extractor it started with, of the same episodes: 0.250 [0.183, 0.332]",
         "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
         "  the bank, 31 experiences: runs/one/bank.sqlite",
-        "    helped in  10 of  12 episodes   Room: the dusty hut.  go east.",
+        "  the best of it, by the lower end of lift (guided − free in the same groups; ± by Student's t over groups):",
+        "    lift +0.250 ± 0.621 over 3 groups    won  10 of  12 episodes   Room: the dusty hut.  go east.",
+        "    lift +0.000 ± – over 1 group         won   4 of   4 episodes   Room: the wet hut.  go on.",
+        "    lift unknown                         won   4 of   4 episodes   Room: the red hut.  go west.",
     ]
+
+
+def test_groups_of_one_place_count_as_one() -> None:
+    """m = 0.1. Sums less n_c · m: hut 0.5 − 0.2, cell −0.25 − 0.2, yard 0.25 − 0.1, whose squares sum to 0.315.
+
+    V = 3/2 · 0.315 / 25 = 0.0189; half = 4.302653 · √0.0189 = 0.591515, and 0.440 over groups as if independent.
+    """
+    values = {"hut": (0.75, -0.25), "cell": (0.0, -0.25), "yard": (0.25,)}
+    gaps = [GroupGap(("room", place), gap) for place, all_of_it in values.items() for gap in all_of_it]
+    line = replace(REPORT, gaps=gaps).lines()[2]
+    assert line == "  guided − free in the same groups, second half of the run: +0.100 ± 0.592 over 5 groups in 3 places"
 
 
 def experiences(*tasks: str) -> list[Experience]:
@@ -164,8 +192,8 @@ def test_what_is_not_known_is_not_said() -> None:
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 could not be",
         "  the bank, 0 experiences: bank.sqlite",
     ]
-    one = replace(bare, gaps=[0.5], lessons={"room": Rate(1, 2)}).lines()
-    assert one[2] == "  guided − free in the same groups, second half of the run: unknown over 1 groups"
+    one = replace(bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": Rate(1, 2)}).lines()
+    assert one[2] == "  guided − free in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
     assert one[3] == "  room: right lessons among the extractor's 2 answers: 0.500 [0.095, 0.905]"
 
 

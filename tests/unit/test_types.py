@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, replace
+from functools import reduce
+from operator import add
+from statistics import fmean, variance
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from crl.intervals import Mean
 from crl.types import (
     Completion,
     Experience,
     ExperienceUse,
+    Lift,
     RolloutPlan,
     Sampling,
     Segment,
@@ -19,6 +27,7 @@ from crl.types import (
     TokenTrace,
     TrainSample,
     Trajectory,
+    lift_order,
 )
 
 TASK = Task("room", seed=1, split="train", goal="leave")
@@ -34,6 +43,10 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (TASK, {"name": ""}, "needs a name"),
         (Segment("user", "hello", "env"), {"role": "human"}, "role must be one of"),
         (Segment("user", "hello", "env"), {"origin": "model"}, "origin must be one of"),
+        (Lift(2, 0.5, 0.1), {"groups": 0}, "a lift needs a group"),
+        (Lift(2, 0.5, 0.1), {"mean": 1.5}, "a lift needs a group"),
+        (Lift(2, 0.5, 0.1), {"mean": float("nan")}, "a lift needs a group"),
+        (Lift(2, 0.5, 0.1), {"m2": -0.1}, "a lift needs a group"),
         (Sampling(8, (2,)), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         (Sampling(8, (2,)), {"temperature": -0.1}, "temperature must be finite and not negative, not -0.1"),
         (Sampling(8, (2,)), {"temperature": float("nan")}, "not nan"),
@@ -110,3 +123,38 @@ def test_a_trace_grows_at_its_end_only() -> None:
 
 def test_a_per_token_advantage_of_the_right_length_is_taken() -> None:
     assert TrainSample(TRACE, (0.0, 1.0, -1.0), 0.5).advantage == (0.0, 1.0, -1.0)
+
+
+# ── lift ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_lift_by_hand() -> None:
+    """{1/2, −1/4, 1/2}: mean 1/4, m2 = 1/16 + 1/4 + 1/16 = 3/8, half = 4.302653 · √(3/8 / 6) = 1.075663."""
+    lift = Lift(1, 0.5) + Lift(1, -0.25) + Lift(1, 0.5)
+    assert (lift.groups, lift.mean, lift.m2) == (3, 0.25, 0.375)
+    assert lift.half == pytest.approx(1.075663, abs=1e-6)
+    assert lift.low == pytest.approx(0.25 - 1.075663, abs=1e-6)
+
+
+def test_the_lift_of_one_group_has_no_interval() -> None:
+    assert math.isnan(Lift(1, 0.75).half)
+    assert Lift(1, 0.75).low == -1.0
+    assert Lift(2, 0.0, 0.5).low == -1.0, "no lift is lower"
+
+
+differences = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_size=30)
+
+
+@given(differences, st.integers(1, 29))
+def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(values: list[float], cut: int) -> None:
+    one, *more = [reduce(add, [Lift(1, value) for value in part]) for part in (values[:cut], values[cut:]) if part]
+    lift, mean = reduce(add, more, one), Mean.of(values)
+    assert (lift.groups, lift.mean, lift.half) == (mean.n, pytest.approx(mean.value), pytest.approx(mean.half, abs=1e-6))
+    assert lift.m2 == pytest.approx(variance(values) * (len(values) - 1), abs=1e-9)
+    assert (-lift).mean == pytest.approx(-fmean(values))
+
+
+def test_the_order_of_lifts() -> None:
+    """The lower ends are 0.23, 0, −0.05, −1 and −1: what two groups say that differ is little, and what one says nothing."""
+    best = [Lift(9, 0.25, 0.005), Lift(5, 0.0), Lift(9, 0.25, 1.1), Lift(1, 1.0), Lift(2, 0.75, 0.1), None]
+    assert sorted(reversed(best), key=lift_order) == best

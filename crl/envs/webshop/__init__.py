@@ -79,7 +79,7 @@ def make_game(rendering: Rendering) -> Game:
 SPEC = EnvSpec(
     name=NAME,
     hosting="threads",
-    turns=15,
+    turns=30,
     reward_range=(0.0, 1.0),
     actions=(),
     action_format="search[keywords], and click[what can be clicked on the page: a button, a product's code, the value of an option]",

@@ -1,0 +1,43 @@
+"""Cost of a run's training episodes so far, so that runs can be compared at equal budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from crl.types import Trajectory
+
+
+@dataclass
+class Totals:
+    """Sums over all training episodes, failed ones and the critic's warm-up included.
+
+    Evaluations and advice probes are not counted: they measure a run and do not train it.
+    """
+
+    env_turns: int = 0
+    """Environment turns, overtime included."""
+    overtime_turns: int = 0
+    """Environment turns in overtime."""
+    actor_tokens: int = 0
+    """Tokens that the actor sampled: in episodes, overtime included, and as a critic."""
+
+    def add(self, played: Iterable[Trajectory]) -> None:
+        for trajectory in played:
+            self.env_turns += trajectory.turns + trajectory.overtime_turns
+            self.overtime_turns += trajectory.overtime_turns
+            self.actor_tokens += trajectory.sampled_tokens
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "total/env_turns": self.env_turns,
+            "total/env_turns/overtime": self.overtime_turns,
+            "total/sampled_tokens/actor": self.actor_tokens,
+        }
+
+    def line(self, extractor_tokens: int) -> str:
+        """Return the budget line of a run's summary."""
+        return (
+            f"environment turns {self.env_turns:,} (of them overtime {self.overtime_turns:,}), "
+            f"sampled tokens: actor {self.actor_tokens:,}, extractor {extractor_tokens:,}"
+        )

@@ -1,0 +1,79 @@
+"""Intervals of means over clusters, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crl.intervals import Mean, cluster_variance, plus_minus, t_975
+
+rates = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_size=20)
+
+
+def test_the_quantiles_are_those_of_students_table() -> None:
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042, 186: 1.973}
+    assert {df: round(t_975(df), 3) for df in table} == table
+
+
+def test_independent_values_by_hand() -> None:
+    """{1, 0, 0, 1}: s² = 4 · 1/4 / 3 = 1/3, V = 1/12, half = 3.182446 · √(1/12) = 0.918693."""
+    mean = Mean.of([1, 0, 0, 1])
+    assert (mean.value, mean.n, mean.clusters) == (0.5, 4, 4)
+    assert mean.half == pytest.approx(0.918693, abs=1e-6)
+    assert str(mean) == "+0.500 ± 0.919"
+
+
+def test_clusters_of_unequal_sizes_by_hand() -> None:
+    """m = 3/6. Sums less n_c · m: a 2 − 1.5, b 0 − 0.5, c 1 − 1; their squares sum to 1/2.
+
+    V = 3/2 · 1/2 / 36 = 1/48; half = t(2) · √(1/48) = 4.302653 · 0.144338 = 0.621034.
+    """
+    values, clusters = [1, 0, 1, 0, 0, 1], ["a", "b", "a", "a", "c", "c"]
+    assert cluster_variance(values, clusters) == pytest.approx(1 / 48)
+    mean = Mean.of(values, clusters)
+    assert (mean.value, mean.n, mean.clusters) == (0.5, 6, 3)
+    assert mean.half == pytest.approx(0.621034, abs=1e-6)
+
+
+def test_values_that_only_repeat_within_their_cluster_say_no_more() -> None:
+    once = Mean.of([1.0, 0.0, 0.25])
+    often = Mean.of([1.0] * 50 + [0.0] * 50 + [0.25] * 50, ["a"] * 50 + ["b"] * 50 + ["c"] * 50)
+    assert (often.value, often.half) == pytest.approx((once.value, once.half))
+    assert (often.n, often.clusters) == (150, 3)
+
+
+@given(rates)
+def test_of_equal_clusters_it_is_the_interval_of_their_means(values: list[float]) -> None:
+    pairs = [value + shift for value in values for shift in (-0.5, 0.5)]
+    clusters = [i for i in range(len(values)) for _ in range(2)]
+    assert Mean.of(pairs, clusters).half == pytest.approx(Mean.of(values).half)
+
+
+def test_one_cluster_or_no_value_has_no_interval() -> None:
+    for mean in (Mean.of([0.5]), Mean.of([0.25, 0.75], ["here", "here"])):
+        assert (mean.value, mean.clusters, str(mean)) == (0.5, 1, "+0.500 ± –")
+        assert math.isnan(mean.half)
+    nothing = Mean.of([])
+    assert (nothing.n, nothing.clusters, str(nothing)) == (0, 0, "unknown")
+    assert math.isnan(nothing.value)
+
+
+def test_a_value_needs_a_cluster() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Mean.of([1.0, 0.0], ["a"])
+
+
+def test_text() -> None:
+    assert plus_minus(-0.25, 0.125, 2) == "-0.25 ± 0.12"
+    assert plus_minus(0.5, math.nan) == "+0.500 ± –"
+
+
+def test_scipy_is_imported_when_an_interval_is_computed() -> None:
+    report = "import sys, crl.intervals, crl.cli.main, crl.manager.reading; print('scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n"
