@@ -105,8 +105,9 @@ class DistilRequest:
 class Generation:
     """What the extractor sampled once, as it is trained: prompt ids and the completion with its behaviour log-probs.
 
-    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op;
-    c_train, t_last: the counters of eq. 7, which belong to the generation.
+    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op,
+    or of a malformed answer before its departure (`crl.manager.faults`); c_train, t_last: the
+    counters of eq. 7, which belong to the generation.
     """
 
     id: str
@@ -127,7 +128,8 @@ class Generation:
 class Write:
     """An add, ready to be applied; with one target an update of that version, with several their merge.
 
-    op: its index in the generation; span: its tokens [start, stop) in what was sampled; vector: float32 [dim] of its key.
+    op: its index in the generation; span: its tokens [start, stop) in what was sampled, those after
+    the last op included (`Extractor`); vector: float32 [dim] of its key.
     """
 
     op: int
