@@ -250,6 +250,8 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
         return False
     if outcome is not None:
         db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (outcome, *unit))
+    if given.reward is None:
+        return True
     sql = """
         UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)

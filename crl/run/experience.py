@@ -234,13 +234,15 @@ async def learn(
     bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory], *, against_free: bool = False
 ) -> None:
     """Credits what was found for the episodes `played` and queues those `distilled`. run: the name that marks them in the bank;
-    against_free: compared with what the group came to without experience."""
+    against_free: compared with what the group came to without experience. A group of which no free member ended has nothing
+    to compare with: what guided there is credited for the record, and the extractor is not trained on it."""
     expected = without_experience(played) if against_free else {}
+    unknown = None if against_free else 0.0
     credited = [t for t in played if t.error is None and (t.used or t.rejected)]
     await asyncio.gather(
         *(
             bank.credit(
-                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), 0.0)
+                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), unknown)
             )
             for t in credited
         )

@@ -475,6 +475,18 @@ async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_a
     await made.aclose()
 
 
+async def test_what_nothing_was_expected_of_is_recorded_and_not_trained_on(tmp_path):
+    """None: nobody is known to have played without. A reject earns r̃ = 0, whatever was expected."""
+    made = await west_and_east(tmp_path, cooldown=0)
+    await made.credit([W0.use], True, episode="a", expected=None)
+    assert await made._store.ready() == []
+    await made.credit([W0.use], True, episode="b", expected=0.5)
+    await made.credit([replace(E0.use, verdict="reject")], True, episode="c", expected=None)
+    assert rewards(await taken(made, 2, 5)) == {"run/0/0/0#0@1": 0.5, "run/0/1/0#0@1": 0.0}
+    assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 2.0), (0, 0.0))
+    await made.aclose()
+
+
 async def test_what_was_only_rejected_is_trained_on_and_has_no_record(tmp_path):
     made = await west_and_east(tmp_path, cooldown=0)
     before = await made.snapshot()
