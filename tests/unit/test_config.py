@@ -541,7 +541,7 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
 
 def test_what_a_critic_cannot_be(model: Path):
     assert not resolved(model).critic.enabled
-    assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 16, "a tiny actor's"
+    assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 24, "a tiny actor's"
     assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=all", "extractor.baseline=batch") == (
         "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free. "
         "Choose at least 1."
