@@ -39,11 +39,12 @@ from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, 
 from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
+from crl.rollout.critic import parse_critique
 from crl.run.evaluate import Rate
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
-VERDICT_TOKENS, ANSWER_TOKENS = 16, 40
+VERDICT_TOKENS, ANSWER_TOKENS = 24, 40
 """What a run lets them say: tasks/presets/cpu.toml."""
 
 Figures = dict[str, list[bool]]
@@ -147,10 +148,10 @@ async def shop_figures(path: Path, n: int) -> Figures:
     actor = Speaker.of(path)
     try:
         figures = await told_figures(actor, SHOP, "shop", webshop.probe_tasks(n))
-        judged = await right_answers(actor, webshop_drills.verdicts, VERDICT_TOKENS)
+        judged = await verdict_figures(actor, webshop_drills.verdicts)
     finally:
         await actor.engine.aclose()
-    return figures | {f"shop: verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
+    return figures | {f"shop: {name}": found for name, found in judged.items()}
 
 
 async def house_figures(path: Path, n: int) -> Figures:
@@ -189,7 +190,7 @@ async def actor_figures(path: Path, n: int) -> Figures:
         free, right, bad = await played(nothing), await played(map(advisor.right, tasks)), await played(wrong)
         offered, advised = await played(nothing, offer=True), await played(map(advisor.right, tasks), offer=True)
         helped = await played(nothing, offer=True, replies=here)
-        judged = await right_answers(actor, verdicts, VERDICT_TOKENS)
+        judged = await verdict_figures(actor, verdicts)
     finally:
         await actor.engine.aclose()
         await host.aclose()
@@ -203,7 +204,7 @@ async def actor_figures(path: Path, n: int) -> Figures:
         "success, asked and was answered": [p.success for p in helped],
         "asks again": [p.asked for p in helped],
         "goes as it was answered": [from_here(p.said[0] or "") == told for p, told in zip(helped, here, strict=True) if "dark" in p.seen],
-    } | {f"verdict right: {verdict.split()[0]}": right for verdict, right in judged.items()}
+    } | judged
 
 
 # ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,6 +254,18 @@ async def shop_lesson_figures(path: Path, n: int) -> Figures:
             figures[f"shop: merge right: {op}"] += right
     finally:
         await extractor.engine.aclose()
+    return figures
+
+
+async def verdict_figures(speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000) -> Figures:
+    """Return whether the verdicts can be read, and whether they follow the success rate."""
+    demonstrations = list(drill(random.Random(7), n))
+    answers = await asyncio.gather(*(speaker.answer(prompt, VERDICT_TOKENS, i) for i, (*prompt, _) in enumerate(demonstrations)))
+    figures: Figures = defaultdict(list)
+    for (*_, said), answer in zip(demonstrations, answers, strict=True):
+        critique, mastered = parse_critique(answer or ""), said.text == "reject"
+        figures["verdict readable"].append(not critique.malformed)
+        figures[f"rejects, place {'' if mastered else 'not '}mastered"].append(critique.verdict == "reject")
     return figures
 
 

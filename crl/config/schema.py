@@ -176,7 +176,8 @@ class ExtractorSection(Section):
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
     """reward of an answer without any operation; unset = such answers are not trained on"""
     baseline: Literal["batch", "group"] = "batch"
-    """what a lesson's reward is compared with: the batch's mean (eq. 3), or with `group` first what its group came to without experience"""
+    """what a lesson's reward is compared with: the batch's mean (eq. 3), or with `group` first what its group came to without experience;
+    where none of these episodes ended, the lesson is not trained on"""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
     merge_every: Natural = 5
@@ -317,7 +318,7 @@ class ComplementarySection(Section):
     guided: Literal["half", "all"] = "half"
     """members of a group that are guided by experience"""
     advantages: Literal["split", "cross"] = "split"
-    """advantages within the guided and the free members apart (eq. 5), or across the whole group"""
+    """advantages within the guided and the free members apart (eq. 5), whichever experience guided, or across the whole group"""
 
 
 class EngineSection(Section):
@@ -609,6 +610,10 @@ def _check_experience(config: RunConfig) -> None:
     if config.complementary.guided == "half" and config.rollout.group_size % 2:
         reason = "cannot be halved into guided and free members"
         raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose an even one, or complementary.guided=all")
+    trained = extractor.train and not bank.frozen
+    if trained and extractor.baseline == "group" and config.complementary.guided == "all":
+        reason = "compares with a group's members without experience, and with complementary.guided=all there are none"
+        raise ConfigError("extractor.baseline", "group", reason, "Add --set extractor.baseline=batch")
     reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
         reason = (

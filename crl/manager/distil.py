@@ -9,6 +9,7 @@ from functools import partial
 
 from crl.manager.embed import Keys
 from crl.manager.extractor import Answer, Extractor
+from crl.manager.faults import target_span
 from crl.manager.ops import Op, OpLimits, ParsedOps, parse_ops
 from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
 from crl.types import ExperienceUse, Segment
@@ -39,7 +40,7 @@ class Distiller:
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             parsed = parse_ops(completion, len(request.shown), thinking=thinking, votes=self._votes, limits=self._limits)
-            return _one_word_each(parsed, [hit.use for hit in request.shown])
+            return _one_word_each(completion, parsed, [hit.use for hit in request.shown])
 
         segments = await self._extractor.aside(partial(self._prompt, request))
         answer = await self._extractor.answer("distil", request.id, segments, parse)
@@ -55,7 +56,7 @@ class Distiller:
         )
 
 
-def _one_word_each(parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOps:
+def _one_word_each(completion: str, parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOps:
     """Of the updates of one experience the first stands, whatever numbers they give it, and of the votes on it; no vote where it is
     updated too, since the new version begins without votes, and none on words that are not its own."""
     named: set[UnitKey] = set()
@@ -69,7 +70,13 @@ def _one_word_each(parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOp
             else:
                 named.add(_source(use))
     ops = tuple(op for op in parsed.ops if op not in refused)
-    return replace(parsed, ops=ops, dropped=Counter(parsed.dropped) + Counter(refused.values()))
+    head, closed = parsed.head, parsed.closed and not (refused and parsed.ops[-1] in refused)
+    if parsed.ops and not ops:
+        first = parsed.ops[0].span
+        target = target_span(completion, first)
+        head = (target or first)[1] - 1
+    dropped = Counter(parsed.dropped) + Counter(refused.values())
+    return replace(parsed, ops=ops, dropped=dropped, head=head, closed=closed)
 
 
 def _votes(request: DistilRequest, answer: Answer) -> Iterable[Vote]:

@@ -70,9 +70,22 @@ class Extractor:
         return text, self._renderer.encode(text)
 
     def _read(self, completion: Completion, parse: Parser, thinking: bool) -> tuple[ParsedOps, int, tuple[Span, ...]]:
-        """What was parsed, the tokens before its first op, and the tokens of every op."""
-        sampled = completion.ids[:-1] if completion.finish == "stop" else completion.ids
-        parsed = parse(self._renderer.decode(sampled), thinking)
+        """Return what was parsed, the tokens that `Generation.head` counts, and each op's tokens.
+
+        The last op's tokens include the rest of the answer and its stop token: nothing else would
+        teach an answer to end. They do not if something refused follows, nor if the token limit cut
+        the answer, which then has no end to be taught.
+        """
+        decode, ended = self._renderer.decode, completion.finish == "stop"
+        sampled = completion.ids[:-1] if ended else completion.ids
+        text = decode(sampled)
+        parsed = parse(text, thinking)
         # Mapped apart from the ops: the first op begins with the token that the head ends before.
-        ((head, _),) = token_spans(self._renderer.decode, sampled, [(parsed.head, parsed.head + 1)])
-        return parsed, head, tuple(token_spans(self._renderer.decode, sampled, [op.span for op in parsed.ops]))
+        ((head, _),) = token_spans(decode, sampled, [(parsed.head, parsed.head + 1)])
+        # A cut answer's last token stands where its end should be: there the head ends before it.
+        if ended and parsed.head == len(text):
+            head = len(sampled)  # the stop token came too early
+        spans = token_spans(decode, sampled, [op.span for op in parsed.ops])
+        if ended and parsed.closed and spans:
+            spans[-1] = (spans[-1][0], len(completion.ids))
+        return parsed, head, tuple(spans)

@@ -93,6 +93,8 @@ class ExperienceManager:
         self._ending: asyncio.Task[None] | None = None
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
+        self._put_off: dict[UnitKey, tuple[int, int]] = {}
+        """Units that were put off: how often, and at which step for the last time."""
         self._search_times: deque[float] = deque(maxlen=TIMES)
         self._refine_times: deque[float] = deque(maxlen=TIMES)
 
@@ -411,12 +413,12 @@ class ExperienceManager:
 
     # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str, expected: float = 0.0) -> None:
+    async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str, expected: float | None = 0.0) -> None:
         """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3); r̃(m) where it was judged (eq. 8).
 
         uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record of what helped, and so does
-        `expected`: r of such an episode without experience, in [−1, 1]. episode: the id of its request; a second call for it changes
-        nothing. Episodes with an error are not credited.
+        `expected`: r of such an episode without experience, in [−1, 1]; None = not known, and then what guided is not trained on.
+        episode: the id of its request; a second call for it changes nothing. Episodes with an error are not credited.
         """
         given = [Credit.of(use, success, expected) for use in uses]
 
@@ -444,9 +446,10 @@ class ExperienceManager:
     async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
         """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
 
-        step: completed actor steps, t of eq. 7. The units stay pending until `mark_trained`; a batch that was not marked is
-        offered again. Of the generations without an op, of which a batch takes few, the last `n` wait; older ones are dropped, and counted
-        as `dropped/too many malformed`. Raises `ValueError` for n < 1.
+        step: completed actor steps, t of eq. 7. The units stay pending until `mark_trained`; a batch
+        that was not marked is offered again. Units that were put off at this step wait; at later ones
+        they come last. Of the generations without an op, of which a batch takes few, the last `n` wait;
+        older ones are dropped, and counted as `dropped/too many malformed`. Raises `ValueError` for n < 1.
         """
         if n < 1:
             raise ValueError(f"a batch holds at least one unit, not {n}")
@@ -454,6 +457,9 @@ class ExperienceManager:
         if surplus := [unit.pending for unit in ready if unit.pending.malformed][:-n]:
             await self._store.drop_malformed(surplus, self._stamp())
             ready = await self._store.ready()
+        never = (0, -1)
+        ready = [unit for unit in ready if self._put_off.get(unit.pending.unit, never)[1] < step]
+        ready.sort(key=lambda unit: self._put_off.get(unit.pending.unit, never)[0])
         batch = choose_batch(ready, n, step, self._settings.credit)
         if batch is None:
             return None
@@ -475,7 +481,22 @@ class ExperienceManager:
         # No more on offer from here on: a caller that is cancelled, or a second one, must not spend the rewards again.
         trained = [self._offered.pop(name) for name in ids if name in self._offered]
         generations = [self._offered_by.pop(name) for name in ids]
+        for pending in trained:
+            self._put_off.pop(pending.unit, None)
         await self._store.mark_trained(trained, generations, step, self._stamp())
+
+    def put_off(self, step: int) -> None:
+        """Offer the units of the last batch no more at `step`: it could not be trained on.
+
+        Their rewards stay pending and no counter moves. At later steps units that were put off less
+        often come first, so that one poisoned unit does not hold up those that shared its batch. This
+        is kept in memory alone: a process that opens the bank again starts afresh.
+        """
+        for pending in self._offered.values():
+            times, _ = self._put_off.get(pending.unit, (0, -1))
+            self._put_off[pending.unit] = (times + 1, step)
+        self._offered.clear()
+        self._offered_by.clear()
 
     # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -505,6 +526,7 @@ class ExperienceManager:
         self._begin_empty()
         self._offered.clear()
         self._offered_by.clear()
+        self._put_off.clear()
         try:
             await self._load()
             self._queue.wake()

@@ -27,15 +27,15 @@ Objects are read wherever they stand: in a code fence, between sentences, one af
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from crl.manager.faults import DECODER, Span, broken_at, wrong_at
+
 OpKind = Literal["add", "update", "return", "up", "down", "merge", "discard", "keep", "refine"]
-Span = tuple[int, int]
 
 THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
 
@@ -44,7 +44,6 @@ ATTEMPTS = 256
 
 _LOOKS_LIKE_AN_OP = re.compile(r'\{\s*["\']?op\b')
 _NOTHING = re.compile(r"\[\s*\]")
-_DECODER = json.JSONDecoder(strict=False)  # models break lines within a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,17 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOps:
-    """dropped: how many ops were refused, by reason; head: characters before the first op, good or bad."""
+    """The ops of one answer, and where it can be trained apart from them."""
 
     ops: tuple[Op, ...]
+    """Those that stand, in order."""
     dropped: Mapping[str, int]
+    """How many ops were refused, by reason."""
     head: int
+    """Characters before the first op, good or bad. Of a malformed answer: characters that it shares
+    with answers that could be used (`crl.manager.faults`), all of them if it ended too early."""
+    closed: bool = True
+    """Nothing that was refused follows the last op: what follows closes the answer."""
 
     @property
     def malformed(self) -> bool:
@@ -83,22 +88,45 @@ class ParsedOps:
         return not self.ops
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an answer may hold."""
+
+    kinds: tuple[OpKind, ...]
+    """Kinds of ops that could be used. An update or a vote needs an experience in the prompt."""
+    nothing: OpKind
+    """The op that an empty list stands for."""
+    most: int
+    """Ops of one answer."""
+    shown: int
+    """Experiences that the prompt numbered."""
+    max_chars: int
+    """Characters of one text."""
+
+
 def parse_ops(completion: str, shown: int, *, thinking: bool = False, votes: bool = False, limits: OpLimits | None = None) -> ParsedOps:
-    """What the completion says of an episode: add, update, return and, where `votes` were asked for, up and down, in order.
+    """Read an answer about an episode: add, update, return and, with `votes`, up and down, in order.
 
     shown: how many experiences the prompt numbered; thinking: the prompt itself opened the thinking, so that an answer comes
     only after its end. Any text is parsed; nothing is raised and nothing is evaluated.
     """
     limits = limits or OpLimits()
+    kinds: tuple[OpKind, ...] = ("add", "return")
+    if shown:
+        kinds += ("update", "up", "down") if votes else ("update",)
 
     def read(value: Any, span: Span) -> Op | str:
         return _vote(value, span, shown) if votes and value["op"] in ("up", "down") else _distil_op(value, span, shown, limits)
 
-    return _parse(completion, "return", read, limits.max_ops, thinking)
+    asked = _Asked(kinds, "return", limits.max_ops, shown, limits.max_chars)
+    return _parse(completion, asked, read, thinking)
 
 
 def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
-    """What the completion says of a chunk of `shown` experiences: merge, discard and keep, in order; each experience once."""
+    """Read an answer about a chunk of `shown` experiences: merge, discard and keep, in order.
+
+    Each experience is named once.
+    """
     limits = limits or OpLimits()
     named: set[int] = set()
 
@@ -110,38 +138,55 @@ def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: 
             named.update(op.targets)
         return op
 
-    return _parse(completion, "keep", read, shown, thinking)
+    asked = _Asked(("merge", "discard", "keep"), "keep", shown, shown, limits.max_chars)
+    return _parse(completion, asked, read, thinking)
 
 
 def parse_refine(completion: str, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
-    """What the completion says to a question: one refine or one return."""
+    """Read an answer to a question: one refine or one return."""
     limits = limits or OpLimits()
-    return _parse(completion, "return", lambda value, span: _refine_op(value, span, limits), 1, thinking)
+    asked = _Asked(("refine", "return"), "return", 1, 0, limits.max_chars)
+    return _parse(completion, asked, lambda value, span: _refine_op(value, span, limits), thinking)
 
 
-def _parse(completion: str, nothing: OpKind, read: Callable[[Any, Span], Op | str], most: int, thinking: bool) -> ParsedOps:
-    """nothing: what an empty list says; read: the op that an object is, or why it is none; most: ops of one answer."""
+def _parse(completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str], thinking: bool) -> ParsedOps:
+    """read: returns the op that an object is, or why it is refused."""
     start = _answer(completion, thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
     ops: list[Op] = []
     dropped: Counter[str] = Counter()
+    refused: list[tuple[str, Span]] = []
     head: int | None = None
+    closed = True
     for value, span in _objects(completion, start):
         head = span[0] if head is None else head
-        found = "too many ops" if len(ops) >= most else "not JSON" if value is None else read(value, span)
+        found = "too many ops" if len(ops) >= asked.most else "not JSON" if value is None else read(value, span)
+        closed = isinstance(found, Op)
         if isinstance(found, Op):
             ops.append(found)
         else:
             dropped[found] += 1
-    if head is None:
-        empty = _NOTHING.search(completion, start)
-        head = empty.start() if empty else len(completion)
-        if empty:
-            ops.append(Op(nothing, empty.span()))
-        else:
-            dropped["no op in the answer"] += 1
-    return ParsedOps(tuple(ops), dict(dropped), head)
+            refused.append((found, span))
+    if head is None and (empty := _NOTHING.search(completion, start)):
+        head = empty.start()
+        ops.append(Op(asked.nothing, empty.span()))
+    if not ops:
+        dropped = dropped or Counter({"no op in the answer": 1})
+        head = _departure(completion, asked, start, refused)
+    assert head is not None
+    return ParsedOps(tuple(ops), dict(dropped), head, closed)
+
+
+def _departure(completion: str, asked: _Asked, answer: int, refused: Sequence[tuple[str, Span]]) -> int:
+    """Return where a completion without a usable op departs from those that have one."""
+    if not refused:
+        return broken_at(completion, answer, None)
+    reason, span = refused[0]
+    if reason == "not JSON":
+        return broken_at(completion, answer, span[0])
+    about = "text" if "text" in reason else "target"
+    return wrong_at(completion, span, asked.kinds, asked.shown, asked.max_chars, about)
 
 
 def _answer(completion: str, thinking: bool) -> int | None:
@@ -164,7 +209,7 @@ def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
             return
         attempts += 1
         try:
-            value, end = _DECODER.raw_decode(text, position)
+            value, end = DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
             broken = _LOOKS_LIKE_AN_OP.match(text, position)
             if broken:

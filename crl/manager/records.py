@@ -106,8 +106,9 @@ class DistilRequest:
 class Generation:
     """What the extractor sampled once, as it is trained: prompt ids and the completion with its behaviour log-probs.
 
-    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op;
-    c_train, t_last: the counters of eq. 7, which belong to the generation.
+    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op,
+    or of a malformed answer before its departure (`crl.manager.faults`); c_train, t_last: the
+    counters of eq. 7, which belong to the generation.
     """
 
     id: str
@@ -128,7 +129,8 @@ class Generation:
 class Write:
     """An add, ready to be applied; with one target an update of that version, with several their merge.
 
-    op: its index in the generation; span: its tokens [start, stop) in what was sampled; vector: float32 [dim] of its key.
+    op: its index in the generation; span: its tokens [start, stop) in what was sampled, those after
+    the last op included (`Extractor`); vector: float32 [dim] of its key.
     """
 
     op: int
@@ -261,18 +263,20 @@ class RolledBack:
 class Credit(NamedTuple):
     """What one episode says of one unit. outcome: r = ±1 of the episode that it guided, for the record of what helped; None after a
     reject, where it guided nothing. reward: what its generation is trained on, which depends on the verdict too (CRL eq. 8)
-    and on what was expected."""
+    and on what was expected; None = nothing, for what was expected is not known."""
 
     unit: UnitKey
     verdict: Verdict | None
     outcome: float | None
-    reward: float
+    reward: float | None
 
     @classmethod
-    def of(cls, use: ExperienceUse, success: bool, expected: float = 0.0) -> Credit:
-        """expected: r of such an episode without experience, which is taken off the reward of what guided it."""
+    def of(cls, use: ExperienceUse, success: bool, expected: float | None = 0.0) -> Credit:
+        """expected: r of such an episode without experience, which is taken off the reward of what guided it; None = not known."""
         guided = use.verdict != "reject"
-        reward = experience_reward(use.verdict, success) - (expected if guided else 0.0)
+        reward = experience_reward(use.verdict, success)
+        if guided:
+            reward = None if expected is None else reward - expected
         return cls(UnitKey.earning(use), use.verdict, (1.0 if success else -1.0) if guided else None, reward)
 
 

@@ -174,9 +174,14 @@ def learn_from(db: Connection, generation: Generation, wrote: bool, malformed: b
 
 
 def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
-    """A generation without any op is a unit of its own, version 0, and ready at once."""
+    """Make a generation without any op a unit of its own, version 0, and ready at once.
+
+    Its span is the token after its head: the first that no usable answer has in that place. What
+    comes before is shared with usable answers, and what follows often reads like one.
+    """
     seq = log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
-    unit = (generation.id, 0, generation.id, 0, len(generation.completion.ids), 1, reward, seq)
+    start = generation.head
+    unit = (generation.id, 0, generation.id, start, start + 1, 1, reward, seq)
     columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
 
@@ -265,6 +270,8 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
         return False
     if outcome is not None:
         db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (outcome, *unit))
+    if given.reward is None:
+        return True
     sql = """
         UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)

@@ -28,6 +28,11 @@ SHOWN = 8
 class ExtractorTrainer:
     """Trains the extractor on every full batch of credit units, oldest first.
 
+    A batch whose update was skipped, because loss or gradient was not finite, spends no rewards: its
+    units stay pending until the next actor step (`ExperienceManager.put_off`), while later batches go
+    on. A batch without signal (all its rewards are equal) makes no update either, and is spent all the
+    same: its rewards were compared, and there is nothing to learn from them.
+
     answers: the newest that it sampled. Credit comes late, so what a batch holds is of older versions: where trainer and engine differ is
     seen on answers of the present one.
     """
@@ -62,17 +67,20 @@ class ExtractorTrainer:
             fresh = [answer.trace for answer in self._answers if set(answer.completion.versions) == {self._engine.version}]
             stats = await self.learner.step(extractor_minibatches(samples, fresh))
             trained = time.monotonic()
-            await self._manager.mark_trained([sample.id for sample in samples], step)
+            if stats.skipped:
+                self._manager.put_off(step)
+            else:
+                await self._manager.mark_trained([sample.id for sample in samples], step)
             sent = await sync(self.learner, self._engine) if stats.updates else 0
         self.updates += stats.updates
         self.skipped += stats.skipped
-        rewards = [sample.reward for sample in samples]
+        spent = {} if stats.skipped else {"extractor/reward": fmean(sample.reward for sample in samples)}
         self._monitor.log(
             step,
             "extractor",
             {f"extractor/{name}": value for name, value in stats.metrics.items()}
+            | spent
             | {
-                "extractor/reward": sum(rewards) / len(rewards),
                 "extractor/samples": len(samples),
                 "extractor/updates": self.updates,
                 "extractor/skipped_updates": self.skipped,
@@ -228,14 +236,16 @@ async def learn(
     """Credit what was found for the episodes `played`, record its lift, and queue those `distilled`.
 
     played: whole groups; run: the name that marks them in the bank; against_free: compared with what
-    the group came to without experience.
+    the group came to without experience. A group of which no free member ended has nothing to
+    compare with: what guided there is credited for the record, and the extractor is not trained on it.
     """
     expected = without_experience(played) if against_free else {}
+    unknown = None if against_free else 0.0
     credited = [t for t in played if t.error is None and (t.used or t.rejected)]
     await asyncio.gather(
         *(
             bank.credit(
-                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), 0.0)
+                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), unknown)
             )
             for t in credited
         ),

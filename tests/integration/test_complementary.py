@@ -477,7 +477,8 @@ def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
 
 def test_everybody_may_be_guided(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(run, *DETERMINISTIC, "complementary.guided=all", "complementary.advantages=cross", steps=2)
+    sets = ("complementary.guided=all", "complementary.advantages=cross", "extractor.baseline=batch")
+    train(run, *DETERMINISTIC, *sets, steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
     assert not any("rollout/gap" in line for line in metrics(run, "train")), "there is nobody to compare with"
 

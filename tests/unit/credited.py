@@ -7,13 +7,24 @@ from typing import Any
 
 from extractors import RETURN, Scribe, add, hit, manager, request, update
 
-from crl.manager import CreditSettings, DistilRequest, ExperienceManager, ExtractorSample, ManagerSettings, RetrievalSettings
+from crl.manager import (
+    CreditSettings,
+    DistilRequest,
+    DistilSettings,
+    ExperienceManager,
+    ExtractorSample,
+    ManagerSettings,
+    RetrievalSettings,
+)
 from crl.types import ExperienceUse
 
 KEPT = 2
 """`keep_steps` of these banks."""
 
 GOES_WEST, GOES_EAST, BETTER = '{"op": "add", "text": "Go west."}', '{"op": "add", "text": "Go east."}', update("Go southwest.")[1:-1]
+
+ENDS = "]<|im_end|>"
+"""What is trained after the last op."""
 
 ANSWERS = {
     "west": f"[{GOES_WEST}]",
@@ -31,10 +42,13 @@ W0, E0 = hit("run/0/0/0#0"), hit("run/0/1/0#0")
 """What `west_and_east` fills a bank with."""
 
 
-async def opened(path: Path, engine: Scribe | None = None, *, cap: int | None = None, **credit: Any) -> ExperienceManager:
+async def opened(
+    path: Path, engine: Scribe | None = None, *, cap: int | None = None, max_tokens: int = 4096, **credit: Any
+) -> ExperienceManager:
     settings = ManagerSettings(
-        cap=cap, keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(**credit)
-    )
+        cap=cap, keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(**credit),
+        distil=DistilSettings(max_tokens=max_tokens),
+    )  # fmt: skip
     return await manager(path / "bank.sqlite", engine or Scribe(ANSWERS), settings)
 
 

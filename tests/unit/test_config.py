@@ -539,8 +539,18 @@ def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
 def test_a_group_is_halved_evenly(model: Path):
     text = refusal(model, "rollout.group_size=5")
     assert text.startswith("rollout.group_size = 5: cannot be halved into guided and free members. Choose an even one")
-    assert resolved(model, "rollout.group_size=5", "complementary.guided=all").rollout.group_size == 5
+    everybody = ("complementary.guided=all", "extractor.baseline=batch")
+    assert resolved(model, "rollout.group_size=5", *everybody).rollout.group_size == 5
     assert resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
+
+
+def test_a_group_without_free_members_is_no_baseline(model: Path):
+    assert refusal(model, "complementary.guided=all") == (
+        "extractor.baseline = 'group': compares with a group's members without experience, and with complementary.guided=all there are "
+        "none. Add --set extractor.baseline=batch."
+    )
+    assert resolved(model, "complementary.guided=all", "extractor.baseline=batch").extractor.baseline == "batch"
+    assert resolved(model, "complementary.guided=all", "extractor.train=false").extractor.baseline == "group", "nobody is trained"
 
 
 def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
@@ -560,8 +570,8 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
 
 def test_what_a_critic_cannot_be(model: Path):
     assert not resolved(model).critic.enabled
-    assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 16, "a tiny actor's"
-    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=all") == (
+    assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 24, "a tiny actor's"
+    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=all", "extractor.baseline=batch") == (
         "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free. "
         "Choose at least 1."
     )

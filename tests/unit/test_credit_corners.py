@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from credited import ANSWERS, BETTER, E0, GOES_EAST, GOES_WEST, KEPT, W0, distil, lose, opened, taken, train, west_and_east, win
+from credited import ANSWERS, BETTER, E0, ENDS, GOES_EAST, GOES_WEST, KEPT, W0, distil, lose, opened, taken, train, west_and_east, win
 from doors import renderer
 from extractors import Scribe, hit, logged, request, search
 
@@ -75,7 +75,7 @@ async def test_an_old_generation_is_trained_as_it_was_sampled_however_old(tmp_pa
     sampled = [i for i, mask in enumerate(trace.mask) if mask]
     assert {trace.logprobs[i] for i in sampled} == {-4.0}, "−1 − 3: of then, not of version 40"
     assert {trace.versions[i] for i in sampled} == {3}
-    assert text(trace) == GOES_WEST
+    assert text(trace) == GOES_WEST + ENDS
     (generation,) = (await again._store.generations(["run/0/0/0"])).values()
     assert generation.extractor == 3
     await again.aclose()
@@ -235,7 +235,7 @@ async def test_the_ops_of_an_answer_are_trained_each_on_its_own_tokens(tmp_path)
     }  # fmt: skip
     first, second, head = batch.values()
     assert (text(head.trace), text(first.trace)) == ("It went west, then east.</think>\n[", GOES_WEST)
-    assert GOES_EAST in text(second.trace)
+    assert text(second.trace).endswith(GOES_EAST[1:] + ENDS)
     places = [sampled_at(sample) for sample in (head, first, second)]
     assert len(set.union(*places)) == sum(map(len, places)), "no token is trained twice"
     assert max(places[0]) + 1 == min(places[1])
@@ -265,8 +265,36 @@ async def test_an_update_and_an_add_of_one_answer_are_two_units_of_one_generatio
     assert {name: (s.generation, s.advantage) for name, s in batch.items()} == {
         "run/0/0/0#0@2": ("run/1/0/0", 1.0), "run/1/0/0#1@1": ("run/1/0/0", -1.0), "run/1/0/0@head": ("run/1/0/0", 0.0)
     }  # fmt: skip
-    assert (text(batch["run/0/0/0#0@2"].trace), text(batch["run/1/0/0#1@1"].trace)) == (BETTER, GOES_EAST)
+    assert (text(batch["run/0/0/0#0@2"].trace), text(batch["run/1/0/0#1@1"].trace)) == (BETTER, GOES_EAST + ENDS)
     assert (await counters(made, "run/1/0/0"), await counters(made, "run/0/0/0")) == ((1, 3), None), "version 1 has nothing to earn"
+    await made.aclose()
+
+
+async def test_the_end_is_trained_with_the_last_op_alone(tmp_path):
+    """What follows the last op closes the answer, unless something refused follows."""
+    answers = {
+        "fenced": f"```json\n[{GOES_WEST}]\n```\nI hope this helps!",
+        "worse": f'[{GOES_WEST}, {{"op": "drop"}}]',
+        "back": f'[{GOES_WEST}, {{"op": "return"}}]',
+    }
+    made = await opened(tmp_path, Scribe(answers))
+    for group, note in enumerate(answers):
+        await distil(made, request(group=group, note=note))
+        await win(made, hit(f"run/0/{group}/0#0").use, note)
+    batch = await taken(made, 3, 1)
+    assert [text(batch[f"run/0/{group}/0#0@1"].trace).partition(GOES_WEST[-6:])[2] for group in range(3)] == [
+        "]\n```\nI hope this helps!<|im_end|>", "", "",
+    ]  # fmt: skip
+    await made.aclose()
+
+
+async def test_an_answer_that_was_cut_has_no_end_to_be_trained(tmp_path):
+    answer = f"[{GOES_WEST}, and now I would like to add that"
+    limit = len(renderer().encode(answer))
+    made = await opened(tmp_path, Scribe({"long": answer}), max_tokens=limit)
+    await distil(made, request(note="long"))
+    await win(made, W0.use, "1")
+    assert text((await taken(made, 1, 1))["run/0/0/0#0@1"].trace) == GOES_WEST
     await made.aclose()
 
 
@@ -277,7 +305,7 @@ async def test_a_return_earns_nothing_and_no_part_of_the_head(tmp_path):
     await made.credit([hit("run/0/0/0#0").use], True, episode="stray")
     await win(made, hit("run/0/1/0#1").use, "1")
     batch = await taken(made, 1, 1)
-    assert {name: text(sample.trace) for name, sample in batch.items()} == {"run/0/1/0#1@1": GOES_EAST, "run/0/1/0@head": "["}
+    assert {name: text(sample.trace) for name, sample in batch.items()} == {"run/0/1/0#1@1": GOES_EAST + ENDS, "run/0/1/0@head": "["}
     await made.credit([], True, episode="free")
     assert (await made.stats()).items() >= {"ops/credit": 1, "ops/stray": 1, "buffer/ready": 1}.items()
     await made.aclose()
@@ -327,7 +355,7 @@ async def test_a_merge_begins_at_zero_and_its_parents_keep_what_they_earned(tmp_
         "run/0/0/0#0@1": 10 / 9, "run/0/1/0#0@1": -2 / 9, f"{uid}@1": -8 / 9,
         "run/0/0/0@head": 10 / 9, "run/0/1/0@head": -2 / 9, f"{name}@head": -8 / 9,
     }  # fmt: skip
-    assert text(batch[f"{uid}@1"].trace) == '{"op": "merge", "targets": [1, 2], "text": "Go west, then east."}'
+    assert text(batch[f"{uid}@1"].trace) == '{"op": "merge", "targets": [1, 2], "text": "Go west, then east."}' + ENDS
     await made.drain()
     assert [await counters(made, g) for g in ("run/0/0/0", "run/0/1/0", name)] == [None, None, (1, 99)]
     await made.aclose()
@@ -360,9 +388,39 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
         assert list(rewards(batch)) == [f"run/0/0/{repeat}@0", "run/0/1/0#0@1", "run/0/1/1#0@1", "run/0/1/2#0@1"]
         if repeat == 0:  # baseline (reward + 3) / 4
             assert batch["run/0/0/0@0"].advantage == pytest.approx(advantage)
-        assert text(batch[f"run/0/0/{repeat}@0"].trace).startswith("Hm.")
+        assert text(batch[f"run/0/0/{repeat}@0"].trace) == "H", "no answer that could be used begins like this"
     await made.drain()
     assert (await made.stats()).items() >= {"generations": 3, "buffer/ready": 0}.items(), "once trained they can earn no more"
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "cut", "blamed"),
+    [
+        ("Hm.", False, "H"),
+        ('[{"op":"advise","text":"Go west."}]', False, "v"),
+        ('[{"op":"update","target":1,"text":"Go west."}]', False, "up"),
+        ('[{"op":"add","text":"Go we', False, "<|im_end|>"),
+        ('[{"op":"add","text":"Go we', True, " we"),
+        ('[{"op":"add","text":Go we', True, "G"),
+        ("<think>West", False, "<|im_end|>"),
+    ],
+)
+async def test_of_an_answer_without_an_op_the_token_is_trained_that_no_usable_one_has_there(tmp_path, answer, cut, blamed):
+    """Usable answers share what comes before it, and what follows may read like one.
+
+    An answer that is cut by the token limit is wrong in its last token, in the place of its end.
+    """
+    limit = {"max_tokens": len(renderer().encode(answer))} if cut else {}
+    made = await opened(tmp_path, Scribe({"odd": answer}), malformed_reward=-1.0, **limit)
+    await distil(made, request(note="odd"))
+    (unit,) = await made._store.ready()
+    (generation,) = (await made._store.generations(["run/0/0/0"])).values()
+    start, stop = unit.pending.span
+    assert stop == start + 1
+    said = [renderer().decode([token]) for token in generation.completion.ids]
+    assert said[start].startswith(blamed)
+    assert "".join(said[:start]) + blamed == (answer + "<|im_end|>")[: len("".join(said[:start]) + blamed)]
     await made.aclose()
 
 
@@ -452,6 +510,18 @@ async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
         entries = {entry.uid: entry.lift for entry, _ in await store.entries()}
         assert entries == {W0.use.uid: Lift(2, 0.5, 0.5), E0.use.uid: None}
         await store.aclose()
+
+
+async def test_what_nothing_was_expected_of_is_recorded_and_not_trained_on(tmp_path):
+    """None: nobody is known to have played without. A reject earns r̃ = 0, whatever was expected."""
+    made = await west_and_east(tmp_path, cooldown=0)
+    await made.credit([W0.use], True, episode="a", expected=None)
+    assert await made._store.ready() == []
+    await made.credit([W0.use], True, episode="b", expected=0.5)
+    await made.credit([replace(E0.use, verdict="reject")], True, episode="c", expected=None)
+    assert rewards(await taken(made, 2, 5)) == {"run/0/0/0#0@1": 0.5, "run/0/1/0#0@1": 0.0}
+    assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 2.0), (0, 0.0))
+    await made.aclose()
 
 
 async def test_what_was_only_rejected_is_trained_on_and_has_no_record(tmp_path):

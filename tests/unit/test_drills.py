@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from crl.engines.torch import TorchEngine
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks, probe_tasks
 from crl.envs.room.lessons import digest, from_here, lesson, places, read, true_bearing
+from crl.envs.webshop.lessons import read as read_shop
 from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.embed import HashEmbedder
 from crl.manager.ops import parse_merge
@@ -26,10 +28,12 @@ from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFE
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling import load_model, load_tokenizer, stop_ids
+from crl.models.drills import alfworld, grids, room, webshop
 from crl.models.drills.drill import OFFER, Episode, chunk, tidied
-from crl.models.drills.room import Refinements, claims, merges, refine_prompt, refinement, some_lesson, verdict, verdicts
+from crl.models.drills.room import Refinements, claims, merges, refine_prompt, refinement, some_lesson
 from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.models.warm_start import Demonstration, demonstrated_trace
+from crl.rollout.critic import parse_critique
 from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment
 
@@ -238,30 +242,47 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
 # ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("text", "rate", "said"),
-    [
-        ("from the start go east.", 0.0, "accept"),
-        ("from the start go east.", 0.84, "accept"),
-        ("from the start go east.", 0.9, "reject"),
-        ("walk north until the wall.", 0.3, "refine from the start go north."),
-        ("be careful.", 0.3, "reject"),
-    ],
-)
-def test_what_is_said_of_a_lesson(text: str, rate: float, said: str) -> None:
-    assert verdict(text, rate) == said
+VERDICTS = {
+    "room": (room.verdicts, lambda text: read(text)[0]),
+    "webshop": (webshop.verdicts, lambda text: read_shop(text)[0]),
+    "alfworld": (alfworld.verdicts, lambda text: " ".join(word for word in text.split() if word in ("is", "first.", "careful."))),
+    "maze": (grids.GridBank(grids.MAZE).verdicts, grids.claims),
+    "keyroom": (grids.GridBank(grids.KEYROOM).verdicts, grids.claims),
+}
+"""By task: the drill, and what it is that a lesson may be right about."""
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None:
+    """Each verdict is as likely on every kind of lesson; what is known of its use is the success rate alone."""
+    verdicts, kind_of = VERDICTS[name]
+    said: defaultdict[object, Counter[str]] = defaultdict(Counter)
+    for prompt, answer in verdicts(random.Random(0), 3000):
+        text, won = re.search("^hint 1 (.*)\nwon (.*) of 10$", prompt.text, re.MULTILINE).groups()  # pyright: ignore
+        critique = parse_critique(answer.text)
+        assert not critique.malformed
+        assert (critique.verdict == "reject") == (int(won) >= 9), "mastered"
+        assert critique.text == (text if critique.verdict == "refine" else ""), "what to write instead is left to RL"
+        said[kind_of(text)][critique.verdict] += 1
+    assert len(said) > 1
+    for counts in said.values():
+        for verdict in ("accept", "refine", "reject"):
+            assert counts[verdict] / counts.total() == pytest.approx(1 / 3, abs=4 * (2 / 9 / counts.total()) ** 0.5)
 
 
 def test_a_verdict_is_short(tiny_actor: Path) -> None:
-    """12 tokens with the stop token; a question fits into a turn's 4."""
+    """24 tokens with the stop token, as in tasks/presets/cpu.toml; a question fits into a turn's 4."""
     chat = renderer(tiny_actor)
-    assert max(len(chat.encode(verdict(lesson("walk", direction), 0.5))) for direction in COMPASS) + 1 <= 12
+    said = [answer.text for verdicts, _ in VERDICTS.values() for _, answer in verdicts(random.Random(1), 200)]
+    assert max(len(chat.encode(text)) for text in said) + 1 <= 24
     assert len(chat.encode(COMPACT_CALL)) + 1 <= 4
 
 
-async def test_the_shipped_actor_judges_lessons(tiny_actor: Path) -> None:
+async def test_the_verdicts_of_the_shipped_actor_can_be_read(tiny_actor: Path) -> None:
     async with speaker(tiny_actor) as actor:
-        assert await right(actor, list(verdicts(random.Random(11), 300)), 12) >= 0.9
+        asked = [prompt for *prompt, _ in room.verdicts(random.Random(11), 300)]
+        said = await asyncio.gather(*(actor.answer(prompt, 24, i) for i, prompt in enumerate(asked)))
+    assert sum(parse_critique(text or "").malformed for text in said) <= 0.05 * len(said)
 
 
 async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(tiny_actor: Path) -> None:

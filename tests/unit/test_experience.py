@@ -73,11 +73,15 @@ class Loading(LocalLearner):
         super().__init__(model, CispoLoss(0.1, 0.1), OptimizerSection(learning_rate=1e-4), settings)
         self.batches: list[Sequence[Minibatch]] = []
         self.dies = False
+        self.poison = TokenTrace()
+        """A trace whose gradient is not finite."""
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         if self.dies:
             raise LearnerError("the learner failed")
         self.batches.append(minibatches)
+        if any(sample.trace == self.poison for minibatch in minibatches for sample in minibatch.samples):
+            return StepStats(0, len(minibatches), {"samples": 2})
         return await super().step(minibatches)
 
 
@@ -175,8 +179,9 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
 
 
 async def test_lessons_may_be_compared_with_what_their_group_came_to_without(tmp_path: Path, actor: Path) -> None:
-    """In group 0 one of three won without: −1 − (−1/3); in group 1 nobody played without; group 2 has no free member that ended."""
-    for against_free, first_reward in ((True, -2 / 3), (False, -1.0)):
+    """In group 0 one of three won without: −1 − (−1/3). In group 1 nobody played without, in group 2 no free
+    member ended: there is nothing to compare with, and these are not trained on."""
+    for against_free, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
         async with parts(tmp_path / f"{against_free}.sqlite", actor, batch=3) as made:
             uids = await filled(made, 3)
             batch = [
@@ -184,9 +189,7 @@ async def test_lessons_may_be_compared_with_what_their_group_came_to_without(tmp
                 guided(1, 1, 0, True, uids[1]), guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
             await learn(made.bank, "run", batch, [], against_free=against_free)
-            samples = await made.bank.take_batch(3, 1)
-            assert samples is not None
-            assert [s.reward for s in samples if not s.id.endswith("@head")] == pytest.approx([first_reward, 1.0, 1.0])
+            assert [unit.pending.reward for unit in await made.bank._store.ready()] == pytest.approx(rewards)
             credits = [entry.credit for entry in sorted(made.bank.latest(3), key=lambda entry: entry.uid)]
             assert credits == [-1.0, 1.0, 1.0], "what helped is recorded as it was"
 
@@ -339,6 +342,34 @@ async def test_a_batch_without_signal_is_marked_and_sends_nothing(tmp_path: Path
         assert (made.learner.batches, made.trainer.updates, made.engine.version) == ([()], 0, 0)
         assert (await made.bank.stats())["buffer/ready"] == 0
         assert made.ledger.of("extractor")[0]["extractor/reward"] == 1.0
+
+
+async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(tmp_path: Path, actor: Path) -> None:
+    """The first of six units is poisoned; batches hold two. Its companion is trained in the end, with a
+    new one: units that were put off less often come first."""
+    async with parts(tmp_path / "bank.sqlite", actor) as made:
+        uids = await filled(made, 7)
+        await made.side.observe([guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids[:6])])
+        batch = await made.bank.take_batch(2, 1)
+        assert batch is not None
+        made.learner.poison = batch[0].trace
+        await made.side.complete(2, [])
+        assert (len(made.learner.batches), made.trainer.updates, made.trainer.skipped) == (3, 2, 1)
+        assert ["extractor/reward" in line for line in made.ledger.of("extractor")] == [False, True, True]
+        waiting = await made.bank._store.ready()
+        assert [unit.pending.unit.uid for unit in waiting] == uids[:2]
+        assert [(unit.pending.count, unit.pending.total, unit.c_train, unit.t_last) for unit in waiting] == [
+            (1, 1.0, 0, None), (1, -1.0, 0, None)
+        ]  # fmt: skip
+        await made.side.settle()
+        assert len(made.learner.batches) == 3, "not tried again within the step"
+        await made.side.complete(3, [])
+        assert (len(made.learner.batches), made.trainer.skipped) == (4, 2)
+        await made.side.observe([guided(2, 0, 0, False, uids[6])])
+        for step, left in ((4, [*uids[:2], uids[6]]), (5, uids[:1])):
+            await made.side.complete(step, [])
+            assert [unit.pending.unit.uid for unit in await made.bank._store.ready()] == left
+            assert made.trainer.skipped == 3
 
 
 async def test_no_training_step_begins_while_training_is_paused(tmp_path: Path, actor: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_batch_of_equal_rewards_teaches_nothing():
     assert [s.advantage for s in samples(ready("a", 1.0), ready("b", 3.0, 3))] == [0.0] * 4
 
 
-def test_a_generation_without_an_op_is_one_sample_over_all_its_tokens():
+def test_a_generation_without_an_op_is_one_sample_over_its_span():
     found = samples(malformed("x"), ready("a", 1.0), ready("b", 1.0), ready("c", 1.0))
     assert [s.id for s in found] == ["x@0", "a@1", "b@1", "c@1", "a@head", "b@head", "c@head"]
     assert sum(found[0].trace.mask) == 6

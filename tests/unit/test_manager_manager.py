@@ -86,7 +86,7 @@ async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trai
     op, head = samples
     assert (op.id, head.id, op.reward, op.weight, op.advantage) == ("run/0/0/0#0@1", "run/0/0/0@head", 1.0, 1.0, 0.0)
     assert '{"op": "add", "text": "Go west."}' in "[" + trained_text(op.trace) + "]"
-    assert trained_text(head.trace) + trained_text(op.trace) == "The exit is west.</think>\n" + add("Go west.")[:-1]
+    assert trained_text(head.trace) + trained_text(op.trace) == "The exit is west.</think>\n" + add("Go west.") + "<|im_end|>"
     assert GOAL in renderer().decode(op.trace.ids)
     assert set(op.trace.logprobs) == {0.0, -1.0}
     await made.mark_trained([sample.id for sample in samples], 1)

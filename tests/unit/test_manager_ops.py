@@ -131,6 +131,92 @@ def test_any_text_is_parsed(completion, shown, thinking, votes):
     assert parsed.ops or parsed.dropped
 
 
+# ── where a malformed answer departs from those that could be used ──────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("completion", "departure"),
+    [
+        ("", ""),
+        ("Hm.", "Hm."),
+        ("<think>Let me see.", ""),
+        ("<think>Hm.</think>\nWest is good.", "West is good."),
+        ("[", ""),
+        ("```json\n[{", ""),
+        ('[{"op":"add","text":"Go we', ""),
+        ('[{"op":"add","text":"Go west.}]', ""),
+        ('[{"op":"add","text":"Go\\u00', ""),
+        ('[{"op":"add","text":nul', ""),
+        ('[{"op":"add","text":"Go"west."}]', 'west."}]'),
+        ("[{'op':'add'}]", "'op':'add'}]"),
+        ('[{"op":"add","textual west."}]', 'ual west."}]'),
+        ('[{"op":"add" "text":"x"}]', '"text":"x"}]'),
+        ('[{"text":"x"}]', "]"),
+        ('Here: [{"op":"add","text":x}]', "x}]"),
+        ('[{"op":"advise","text":"x"}]', 'vise","text":"x"}]'),
+        ('[{"op":"ad","text":"x"}]', '","text":"x"}]'),
+        ('[{"op":["add"],"text":"x"}]', '["add"],"text":"x"}]'),
+        ('[{"op":"add"}]', "}]"),
+        ('[{"op":"add","text":5}]', "5}]"),
+        ('[{"op":"add","text":""}]', '"}]'),
+        ('[{"op":"add","text":"' + "x" * 41 + '"}]', 'x"}]'),
+        ('[{"op":"update","text":"x"}]', "}]"),
+        ('[{"op":"update","target":13,"text":"x"}]', '3,"text":"x"}]'),
+        ('[{"op":"update","target":"7","text":"x"}]', '7","text":"x"}]'),
+    ],
+)
+def test_a_malformed_answer_departs_where_no_usable_one_goes_on_like_this(completion: str, departure: str) -> None:
+    parsed = parse_ops(completion, 2, limits=OpLimits(max_chars=40))
+    assert parsed.malformed
+    assert completion[parsed.head :] == departure
+
+
+def test_where_nothing_was_shown_an_update_is_wrong_from_its_kind_on() -> None:
+    text = '[{"op":"update","target":1,"text":"x"}]'
+    assert text[parse_ops(text, 0).head :].startswith("update")
+    assert text[parse_ops(text.replace("update", "up"), 0, votes=True).head :].startswith("up")
+
+
+@pytest.mark.parametrize(
+    ("completion", "departure"),
+    [
+        ('[{"op":"merge","targets":[1,7],"text":"x"}]', '7],"text":"x"}]'),
+        ('[{"op":"merge","targets":[1],"text":"x"}]', '],"text":"x"}]'),
+        ('[{"op":"discard"}]', "}]"),
+        (f"[{ADD}]", 'add", "text": "Go west."}]'),
+    ],
+)
+def test_a_malformed_merge_departs_at_its_targets(completion: str, departure: str) -> None:
+    assert completion[parse_merge(completion, 3).head :] == departure
+
+
+ANSWER = st.lists(
+    st.builds(lambda text: {"op": "add", "text": text}, st.text(min_size=1).filter(str.strip))
+    | st.builds(lambda text, n: {"op": "update", "target": n, "text": text}, st.text(min_size=1).filter(str.strip), st.integers(1, 2)),
+    min_size=1, max_size=2,
+)  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(ANSWER, st.booleans(), st.data())
+def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(answer, ascii_only, data) -> None:
+    """Cut, it only ended too early; a wrong character is not blamed on those before it."""
+    text = json.dumps(answer, ensure_ascii=ascii_only)
+    cut = data.draw(st.integers(0, len(text)))
+    beginning = parse_ops(text[:cut], 2)
+    assert not beginning.malformed or beginning.head == cut
+    wrong = parse_ops(text[:cut] + data.draw(st.characters()) + text[cut + 1 :], 2)
+    assert not wrong.malformed or wrong.head >= cut
+
+
+def test_what_follows_the_last_op_closes_the_answer_unless_it_was_refused() -> None:
+    assert parse_ops(f"```json\n[{ADD}]\n```\nI hope this helps!", 0).closed
+    assert parse_ops(f'[{{"op": "drop"}}, {ADD}]', 0).closed
+    assert not parse_ops(f'[{ADD}, {{"op": "drop"}}]', 0).closed
+    assert not parse_ops(f"[{ADD}, {ADD}]", 0, limits=OpLimits(max_ops=1)).closed
+    assert not parse_ops(f'[{ADD}, {{"op": "add", "text": "cut', 0).closed
+
+
 # ── of a chunk of the bank ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -237,7 +323,7 @@ def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(opening:
             decoded.append(idx)
             return super().raw_decode(s, idx)
 
-    monkeypatch.setattr(ops, "_DECODER", Counting(strict=False))
+    monkeypatch.setattr(ops, "DECODER", Counting(strict=False))
     parsed = parse_ops(f"[{ADD}, {opening * 4000}", 2)
     assert [op.kind for op in parsed.ops] == ["add"]
     assert parsed.dropped.get("not JSON", 0) + parsed.dropped.get("too many ops", 0) >= 1

@@ -150,7 +150,7 @@ async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path
     samples = await made.take_batch(2, 1)
     assert samples
     texts = {sample.id: span(sample.trace) for sample in samples}
-    assert texts[f"{name}@1"] == refine()[1:-1]
+    assert texts[f"{name}@1"] == refine()[1:] + "<|im_end|>"
     assert texts[f"{name}@head"] == "<think>Hm.</think>["
     await made.mark_trained([sample.id for sample in samples], 1)
     assert await made._store.ready() == []

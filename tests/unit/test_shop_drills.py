@@ -21,7 +21,6 @@ from crl.models.drills.webshop import (
     answer,
     lessons,
     refinements,
-    verdict,
 )
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
@@ -157,7 +156,7 @@ def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
     assert 60 <= asked <= 140
 
 
-# ── lessons, verdicts ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── lessons ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
@@ -194,15 +193,6 @@ def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
         assert said.text == '[{"op":"return"}]'
 
 
-@pytest.mark.parametrize(
-    ("text", "rate", "said"),
-    [("buy savo.", 0.0, "accept"), ("buy savo.", 0.9, "reject"), ("read the features first.", 0.3, "accept"),
-     ("do not buy savo.", 0.3, "reject"), ("be careful.", 0.0, "reject")],
-)  # fmt: skip
-def test_verdicts(text: str, rate: float, said: str) -> None:
-    assert verdict(text, rate) == said
-
-
 # ── length ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -216,7 +206,7 @@ def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
     limits = {
         "shop visits": COMPACT["max_response_tokens"],
         "shop visits with questions": COMPACT["max_response_tokens"],
-        "shop verdicts": 16,
+        "shop verdicts": 24,
     }
     for name, demonstrations in drilled.items():
         lengths = [len(demonstrated_trace(x, chat).ids) for x in demonstrations]

@@ -29,7 +29,13 @@ class GroupAdvantage:
 
 @dataclass(frozen=True)
 class SplitAdvantage:
-    """`AdvantageTerm`: the advantage within the guided and the free members of each group apart (CRL eq. 5)."""
+    """`AdvantageTerm`: the advantage within the guided and the free members of each group apart (CRL eq. 5).
+
+    **Ours**: the guided members are compared whichever experiences guided them. Eq. 4 is written per
+    group and experience, but with `retrieval.per=rollout` mostly a single member has each experience,
+    and its advantage would always be 0. So who followed the better lesson is reinforced, which
+    teaches the actor to tell lessons apart as well as to follow them.
+    """
 
     scale: Literal["std", "none"]
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crl.envs.alfworld import SMALL, demonstration_tasks
-from crl.envs.alfworld.house import Chore, read_chore
 from crl.envs.alfworld.lessons import LESSONS, chore_of, digest, from_here, lesson, other_sight, read, sights, visits
 from crl.models.drills import drill
 from crl.models.drills.alfworld_chores import ACTOR_CHORES, ASKING_CHORES, EXTRACTOR_CHORES, OTHER_KINDS, Chores, some_lesson
-from crl.models.drills.drill import CRITIC_PROMPT, MASTERED, Drill, Episode, draw, hit, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, learnt, op, said
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
@@ -100,18 +99,8 @@ def known(task: Task, rng: random.Random) -> str:
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    for task in demonstration_tasks(n):
-        kind, rate = draw((("where", 0.5), ("first", 0.2), ("other", 0.3)), rng), rng.randint(0, 10) / 10
-        text = some_lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, task, rng)
-        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate, read_chore(task.goal)))]
-
-
-def verdict(text: str, rate: float, chore: Chore) -> str:
-    """On where the thing is: welcome until the place is mastered. Where to look first may as well say what for; all else says nothing."""
-    kind, place = read(text, chore)
-    if kind == "where" and rate < MASTERED:
-        return "accept"
-    return f"refine {lesson('where', chore.thing, place)}" if kind == "first" else "reject"
+    kinds = list(LESSONS)
+    return drill.verdicts(rng, ((task, some_lesson(rng.choice(kinds), task, rng)) for task in demonstration_tasks(n)))
 
 
 ACTOR_DRILLS = (

@@ -166,10 +166,20 @@ def tidied(entries: Sequence[Entry], claims: Claims) -> str:
 # ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
 
 
-def verdicts(
-    rng: random.Random, tasks: Iterable[Task], some_lesson: SomeLesson, verdict: Callable[[str, float], str]
-) -> Iterator[Demonstration]:
-    """verdict: on a lesson's text, at a success rate."""
-    for task in tasks:
-        text, rate = some_lesson(rng), rng.randint(0, 10) / 10
-        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate))]
+def verdicts(rng: random.Random, judged: Iterable[tuple[Task, str]]) -> Iterator[Demonstration]:
+    """Yield verdicts on lessons, given as task and text; a third of the places is mastered."""
+    for task, text in judged:
+        rate = (rng.choice((9, 10)) if rng.random() < 1 / 3 else rng.randint(0, 8)) / 10
+        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate, rng))]
+
+
+def verdict(text: str, rate: float, rng: random.Random) -> str:
+    """Return what an actor says of a lesson, at its success rate without one.
+
+    The rate alone decides: advice is rejected where the place is mastered, and elsewhere accepted or
+    refined at random. Which lessons help is left to RL, and so is what to write in their place: a
+    refined lesson repeats the one that it stands for.
+    """
+    if rate >= MASTERED:
+        return "reject"
+    return rng.choice(("accept", f"refine {text}"))

@@ -17,7 +17,7 @@ from crl.envs.places import Places
 from crl.envs.room.lessons import lesson as room_lesson
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills import drill
-from crl.models.drills.drill import MASTERED, Drill, Episode, draw, hit
+from crl.models.drills.drill import Drill, Episode, draw, hit
 from crl.models.drills.grid_players import PlaceFollower, WayFollower, players
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
@@ -177,7 +177,7 @@ class GridBank:
     grid: Grid
 
     def verdicts(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
-        return drill.verdicts(rng, self.grid.places.demonstration_tasks(n), self._some_lesson, verdict)
+        return drill.verdicts(rng, ((task, self._some_lesson(rng)) for task in self.grid.places.demonstration_tasks(n)))
 
     def merges(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return drill.merges(rng, n, self.grid.spec.name, self._some_lesson, claims)
@@ -185,11 +185,6 @@ class GridBank:
     def _some_lesson(self, rng: random.Random) -> str:
         lessons = self.grid.lessons
         return lessons.some(rng) if lessons and rng.random() < 0.65 else rng.choice(SAYINGS)
-
-
-def verdict(text: str, rate: float) -> str:
-    """What the task's lesson tells is welcome until the place is mastered."""
-    return "accept" if claims(text) and rate < MASTERED else "reject"
 
 
 ACTOR_DRILLS = (

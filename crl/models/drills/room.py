@@ -13,7 +13,7 @@ from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
 from crl.envs.room.lessons import LESSONS, bearing, digest, from_here, lesson, places, read, stairs_direction
 from crl.models.drills import drill
-from crl.models.drills.drill import MASTERED, Drill, Episode, draw, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, learnt, op, said
 from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, RoomWalks
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
@@ -121,20 +121,8 @@ def claims(text: str) -> bool:
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    return drill.verdicts(rng, demonstration_tasks(n), judged_lesson, verdict)
-
-
-def judged_lesson(rng: random.Random) -> str:
-    kind = draw((("exit", 0.5), ("walk", 0.25), ("other", 0.25)), rng)
-    return lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, rng.choice(list(COMPASS)))
-
-
-def verdict(text: str, rate: float) -> str:
-    """On the direction of the stairs: welcome until the place is mastered. A walk may as well begin at once; all else says nothing."""
-    kind, direction = read(text)
-    if kind == "exit" and rate < MASTERED:
-        return "accept"
-    return f"refine {lesson('exit', direction)}" if kind == "walk" and direction else "reject"
+    kinds = list(LESSONS)
+    return drill.verdicts(rng, ((task, lesson(rng.choice(kinds), rng.choice(list(COMPASS)))) for task in demonstration_tasks(n)))
 
 
 ACTOR_DRILLS = (

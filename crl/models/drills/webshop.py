@@ -12,7 +12,7 @@ from crl.envs.webshop import NAME
 from crl.envs.webshop.lessons import LESSONS, digest, lesson, read, right_brand, wrong_brands
 from crl.envs.webshop.words import BRANDS
 from crl.models.drills import drill
-from crl.models.drills.drill import MASTERED, Drill, Episode, draw, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, learnt, op, said
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
@@ -67,17 +67,8 @@ def claims(text: str) -> bool:
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    return drill.verdicts(rng, _tasks(rng, n), judged_lesson, verdict)
-
-
-def judged_lesson(rng: random.Random) -> str:
-    kind = draw((("buy", 0.5), ("read", 0.15), ("other", 0.35)), rng)
-    return lesson(rng.choice(OTHER_KINDS) if kind == "other" else kind, rng.choice(BRANDS))
-
-
-def verdict(text: str, rate: float) -> str:
-    """On what to buy, or how to find out: welcome until the need is mastered. All else says too little."""
-    return "accept" if read(text)[0] in ("buy", "read") and rate < MASTERED else "reject"
+    kinds = list(LESSONS)
+    return drill.verdicts(rng, ((task, lesson(rng.choice(kinds), rng.choice(BRANDS))) for task in _tasks(rng, n)))
 
 
 def _tasks(rng: random.Random, n: int) -> Sequence[Task]:
