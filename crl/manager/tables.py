@@ -217,8 +217,10 @@ def fit(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
 def _bound(db: Connection, goals: Iterable[tuple[str, str]], rules: ApplyRules, data: Mapping[str, object], stamp: Stamp) -> list[str]:
     gone = []
     if rules.cap is not None:
-        for goal in goals:
-            gone += _evict(db, _surplus(db, rules.evict, rules.cap, 0, "AND task = :task AND goal = :goal", task=goal[0], goal=goal[1]), data, stamp)
+        for task, goal in goals:
+            of_goal = "AND task = :task AND goal = :goal"
+            surplus = _surplus(db, rules.evict, rules.cap, 0, of_goal, task=task, goal=goal)
+            gone += _evict(db, surplus, data, stamp)
     if rules.size is not None:
         gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), data, stamp)
     return gone

@@ -1,6 +1,7 @@
 """Complementary RL: an actor guided by what an extractor distilled from its episodes, and both trained (CRL §2.3).
 
-Its ablations are switches: `complementary.guided`, `complementary.advantages`, `extractor.train`, `bank.frozen`, `retrieval.per`.
+Its switches: `complementary.guided`, `complementary.advantages`, `complementary.listening`,
+`extractor.train`, `bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 
@@ -9,20 +10,23 @@ from __future__ import annotations
 from crl.config.schema import RunConfig
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
-from crl.methods.parts.training import CispoLoss, GroupAdvantage, SplitAdvantage, actor_role
-from crl.protocols import ContextProvider, ExtractorRole, Method
+from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SplitAdvantage, actor_role
+from crl.protocols import AdvantageTerm, ContextProvider, ExtractorRole, Method
 
 
 def build(config: RunConfig, context: ContextProvider) -> Method:
     """context: how the run's tasks are put to the actor."""
     extractor, switches = config.extractor, config.complementary
-    advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
+    compared = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
+    terms: list[AdvantageTerm] = [compared(config.actor.advantage_scale)]
+    if switches.listening:
+        terms.append(ListeningAdvantage(switches.listening))
     trained = extractor.train and not config.bank.frozen
     return Method(
         planner=GuidedShare(1.0 if switches.guided == "all" else 0.5),
         context=context,
         shaper=OutcomeReward(),
-        actor=actor_role(config.actor, advantage(config.actor.advantage_scale)),
+        actor=actor_role(config.actor, *terms),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch) if trained else None,
     )

@@ -15,7 +15,7 @@ from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
 from crl.methods.parts.rollouts import ChatContext, GuidedShare
-from crl.methods.parts.training import CispoLoss, GroupAdvantage, SplitAdvantage
+from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SplitAdvantage
 from crl.protocols import Hit, Method
 from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
 
@@ -59,6 +59,30 @@ BATCH = [
 )
 def test_advantages_by_hand(term: SplitAdvantage | GroupAdvantage, by_hand: list[float]) -> None:
     assert term(BATCH).tolist() == pytest.approx(by_hand, abs=1e-5)
+
+
+def told(group: int, member: int, lesson: str, success: bool) -> Trajectory:
+    use = (ExperienceUse(lesson, 1, "g", "start"),) if lesson else ()
+    return Trajectory(TASK, 0, group, member, "guided", success=success, used=use, shown=(lesson,) if lesson else ())
+
+
+def alone(group: int, member: int, success: bool) -> Trajectory:
+    return Trajectory(TASK, 0, group, member, "free", success=success)
+
+
+def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
+    batch = [
+        # "a" wins 2 of 2, "b" 0 of 1, nobody guided the fourth; the free members win 1 of 2
+        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False), told(0, 3, "", True), alone(0, 4, True), alone(0, 5, False),
+        # without a free member nothing is known
+        told(1, 0, "a", True), told(1, 1, "a", False),
+    ]  # fmt: skip
+    assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_listening_is_a_second_term_and_off_unless_it_is_asked_for() -> None:
+    assert [type(term) for term in method().actor.terms] == [SplitAdvantage]
+    assert method("complementary.listening=0.5").actor.terms[1] == ListeningAdvantage(0.5)
 
 
 def test_what_guidance_is_worth_is_nobodys_advantage() -> None:

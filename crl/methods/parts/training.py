@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
 from crl.protocols import AdvantageTerm, Role
-from crl.types import TokenTrace, Trajectory
+from crl.types import ExperienceUse, TokenTrace, Trajectory
 
 if TYPE_CHECKING:
     from crl.config.schema import ActorSection
@@ -46,6 +48,29 @@ class SplitAdvantage:
 
 
 @dataclass(frozen=True)
+class ListeningAdvantage:
+    """`AdvantageTerm`: what an experience was worth to its group, to those that it guided. **Ours**.
+
+    coef · (mean success of the members that the same experience guided − mean success of the free
+    members); 0 for free members, for guided ones that nothing guided, and without a free member.
+    Eq. 5 compares guided members with each other alone: when all of them follow a right experience
+    and win, its advantages are 0, and nothing reinforces following.
+    """
+
+    coef: float
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        won: defaultdict[tuple[int, ExperienceUse | None], list[bool]] = defaultdict(list)
+        keys = [(t.group, t.used[0] if t.used else None) for t in trajectories]
+        for t, key in zip(trajectories, keys, strict=True):
+            if t.used or t.condition == "free":
+                won[key].append(t.success)
+        means = {key: fmean(successes) for key, successes in won.items()}
+        lifts = [means[key] - means[key[0], None] if key[1] and (key[0], None) in means else 0.0 for key in keys]
+        return self.coef * torch.tensor(lifts, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
 class FullView:
     """`TrainView`: every sampled token, as it was sampled. `mask_truncated` leaves truncated trajectories out."""
 
@@ -73,9 +98,9 @@ class SurrogateLoss:
         )  # fmt: skip
 
 
-def actor_role(actor: ActorSection, advantage: AdvantageTerm) -> Role:
-    """The actor of a method that trains it with the clipped surrogate on every token it sampled."""
-    return Role("actor", (advantage,), FullView(actor.mask_truncated), SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio))
+def actor_role(actor: ActorSection, *terms: AdvantageTerm) -> Role:
+    """The actor of a method that trains it with the clipped surrogate on every token it sampled. terms: of its advantage."""
+    return Role("actor", terms, FullView(actor.mask_truncated), SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio))
 
 
 @dataclass(frozen=True)
