@@ -319,6 +319,9 @@ class ComplementarySection(Section):
     """members of a group that are guided by experience"""
     advantages: Literal["split", "cross"] = "split"
     """advantages within the guided and the free members apart (eq. 5), whichever experience guided, or across the whole group"""
+    listening: Annotated[float, Field(ge=0)] = 0.0
+    """weight of a second advantage of guided members: success of those that the same experience guided
+    less success of the free ones; 0 = eq. 5 alone, as in the paper"""
 
 
 class EngineSection(Section):

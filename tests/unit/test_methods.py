@@ -11,6 +11,7 @@ from doors import TASK
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.config.schema import RunConfig
+from crl.errors import ConfigError
 from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
@@ -78,11 +79,6 @@ def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
         told(1, 0, "a", True), told(1, 1, "a", False),
     ]  # fmt: skip
     assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_listening_is_a_second_term_and_off_unless_it_is_asked_for() -> None:
-    assert [type(term) for term in method().actor.terms] == [SplitAdvantage]
-    assert method("complementary.listening=0.5").actor.terms[1] == ListeningAdvantage(0.5)
 
 
 def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
@@ -200,6 +196,13 @@ def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
     method = built(tmp_path, complementary={"advantages": "cross"}, actor={"advantage_scale": "none"})
     assert method.actor.terms == (GroupAdvantage("none"),)
     assert guided_of(method) == 4
+
+
+def test_listening_is_a_second_term_of_the_advantage(tmp_path: Path) -> None:
+    method = built(tmp_path, complementary={"listening": 0.5})
+    assert method.actor.terms == (SplitAdvantage("std"), ListeningAdvantage(0.5))
+    with pytest.raises(ConfigError, match=r"complementary\.listening"):
+        built(tmp_path, complementary={"listening": 0.5, "guided": "all"})
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:
