@@ -610,9 +610,6 @@ def _check_experience(config: RunConfig) -> None:
     if split and config.rollout.group_size < 4:
         reason = "leaves a guided or free half of one member, whose advantage within its half is always 0"
         raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose at least 4, or complementary.advantages=cross")
-    if config.complementary.listening and config.complementary.guided == "all":
-        reason = "compares guided with free members, of which complementary.guided=all leaves none"
-        raise ConfigError("complementary.listening", config.complementary.listening, reason, "Leave it out")
     if config.complementary.guided == "half" and config.rollout.group_size % 2:
         reason = "cannot be halved into guided and free members"
         raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose an even one, or complementary.guided=all")

@@ -745,7 +745,7 @@ def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(model: Path, s
     assert resolved(model, setting), "of one that is written"
     said = "changes nothing, since bank.frozen is true: nothing is written. Leave one of the two out."
     assert refusal(model, *frozen, setting).endswith(said)
-    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 4, "the preset's is no setting of the user's"
+    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 8, "the preset's is no setting of the user's"
     mine = tmp_path / "mine.toml"
     section, _, rest = setting.partition(".")
     mine.write_text(f"[{section}]\n{rest}\n[compact.bank]\ncap = 4\n")
@@ -760,6 +760,24 @@ def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
     for every in (0, 5):
         assert resolved(model, "extractor.merge_tokens=99", f"extractor.merge_every={every}").extractor.merge_tokens == 99, "the user knows"
     assert resolved(model, "extractor.merge_tokens=99", options={"method": "grpo"})
+
+
+def test_trials_are_of_the_choice_by_credit(model: Path):
+    assert refusal(model, "retrieval.choice=diverse", "retrieval.trials=0.25") == (
+        'retrieval.trials = 0.25: changes nothing, since retrieval.choice is "diverse", which spreads searches itself. '
+        "Add --set retrieval.choice=credit, or leave it out."
+    )
+    assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", "the preset's own trials wait"
+    assert resolved(model, "retrieval.trials=0.25").retrieval.trials == 0.25
+
+
+def test_listening_is_compared_with_free_members(model: Path):
+    everybody = ("complementary.guided=all", "extractor.baseline=batch")
+    assert resolved(model, *everybody), "the preset's own weight of it waits"
+    assert refusal(model, *everybody, "complementary.listening=0.5") == (
+        "complementary.listening = 0.5: changes nothing, since complementary.guided is all: there is no free member to compare "
+        "with. Leave one of the two out."
+    )
 
 
 def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):

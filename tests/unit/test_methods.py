@@ -11,7 +11,6 @@ from doors import TASK
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError
 from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
@@ -201,8 +200,6 @@ def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
 def test_listening_is_a_second_term_of_the_advantage(tmp_path: Path) -> None:
     method = built(tmp_path, complementary={"listening": 0.5})
     assert method.actor.terms == (SplitAdvantage("std"), ListeningAdvantage(0.5))
-    with pytest.raises(ConfigError, match=r"complementary\.listening"):
-        built(tmp_path, complementary={"listening": 0.5, "guided": "all"})
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:
