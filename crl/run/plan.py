@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crl.config.models import bundled_models, find_model, model_size, profile_of
-from crl.config.schema import EmbedderSection, EngineSection, LearnerSection, RunConfig, TaskConfig
+from crl.config.schema import EmbedderSection, EngineSection, LearnerSection, RetrievalSection, RunConfig, TaskConfig
 from crl.config.shapes import KNOWN
 from crl.prompts import hashes
 from crl.run import tasks
@@ -126,12 +126,17 @@ def _experience(config: RunConfig) -> str:
             f"extractor  {training}",
             f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
-            f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by "
-            f"{'credit' if retrieval.choice == 'credit' else 'similarity and diversity (eq. 6)'}",
+            f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by {_choice(retrieval)}",
             *([f"questions  at most {config.ask.limit} of a guided episode"] if config.ask.enabled else []),
             *(["critic     the actor accepts, refines or rejects what was found" + _warmup(config)] if config.critic.enabled else []),
         ]
     )
+
+
+def _choice(retrieval: RetrievalSection) -> str:
+    if retrieval.choice == "diverse":
+        return "similarity and diversity (eq. 6)"
+    return "credit" + (f"; {retrieval.trials:.0%} of searches try what was tried least" if retrieval.trials else "")
 
 
 def _warmup(config: RunConfig) -> str:

@@ -197,8 +197,8 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
         "eval      2 times × 2,816 episodes = 5,632 episodes at temperature 1",  # 2 · 256 known, 256 new, 64 places · 4 · (5 + 3 visits)
         "extractor  a step for every 32 credit units",
-        "bank       every episode is distilled; at most 4 experiences of one goal (evicts by credit); starts empty",
-        "retrieval  half of a group is guided, one experience per group, chosen by credit",
+        "bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts empty",
+        "retrieval  half of a group is guided, one experience per rollout, chosen by credit; 50% of searches try what was tried least",
     ):
         assert line in result.output.splitlines()
     assert "\nextractor  " in result.output.split("── models ──")[1].split("──")[0]
@@ -240,15 +240,17 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     sets = ["extractor.train=false", "complementary.guided=all", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       every episode is distilled; at most 4 experiences of one goal (evicts by credit); starts as {bank}" in lines
+    assert f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
     assert "retrieval  all members of a group are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
     assert not any(line.startswith("critic ") for line in lines)
     lines = plan(load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])).splitlines()
     assert "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience" in lines
+    late = "an unfinished episode goes on for 4 turns, for the extractor alone"
+    assert any(late in line for line in lines)
     lines = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       frozen: nothing is distilled; at most 4 experiences of one goal (evicts by credit); starts as {bank}" in lines
-    assert any("an unfinished episode goes on for 4 turns, for the extractor alone" in line for line in lines)
+    assert f"bank       frozen: nothing is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
+    assert not any(late in line for line in lines), "no extractor reads it"
 
 
 PLACES = "  32 places, 8 permanent, the others for 5 visits"

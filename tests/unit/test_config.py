@@ -641,7 +641,7 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
             await _bank_parts(config, specs(config), {}, unseen, stack)
         config = resolved(model, *sets[:2], sets[3])
         settings = (await _bank_parts(config, specs(config), {}, unseen, stack)).settings
-        assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (4, 9, "lru", None, 0.9)
+        assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (8, 9, "lru", None, 0.9)
         untrained = (await _bank_parts(resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack)).settings
         assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (-1.0, None), "nothing to train on is kept"
         frozen = (await _bank_parts(resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack)).settings
