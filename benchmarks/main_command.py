@@ -36,6 +36,8 @@ from common import mean_and_interval, write_results
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {"room": ("room",), "mixture": ("room", "webshop", "alfworld")}
 SEEDS = (10, 11, 12, 13, 14)
+QUICK = ("run.steps=2", "rollout.groups=3")
+"""Settings of --quick, beside small eval sets: whether it works, not what comes of it."""
 
 Run = Mapping[str, Any]
 Metric = Callable[[Run, str], float | None]
@@ -98,12 +100,18 @@ def run_apart(setting: str, arm: str, seed: int, arguments: argparse.Namespace) 
     """Train one arm in a process of its own and append the result to the .jsonl file."""
     command = [sys.executable, __file__, "--one", setting, arm, str(seed)]
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
+    command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = {"setting": setting, "arm": arm, "seed": seed, "set": arguments.set, **json.loads(done.stdout)}
     with records(arguments.out).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(result) + "\n")
     print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+
+def quick_sets(tasks: Sequence[str]) -> list[str]:
+    sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
+    return [*QUICK, *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items())]
 
 
 def records(out: Path) -> Path:
@@ -169,13 +177,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all arms")
+    parser.add_argument("--quick", action="store_true", help="two small steps of each run and small eval sets")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, required="--one" not in sys.argv, help="write the raw numbers here, as JSON")
     parser.add_argument("--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         setting, arm, seed = arguments.one
-        print(json.dumps(run_arm(ARMS[arm], SETTINGS[setting], int(seed), arguments.steps, arguments.set)))
+        tasks = SETTINGS[setting]
+        sets = [*(quick_sets(tasks) if arguments.quick else ()), *arguments.set]
+        print(json.dumps(run_arm(ARMS[arm], tasks, int(seed), arguments.steps, sets)))
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     done = {(run["setting"], run["arm"], run["seed"]) for run in finished(arguments.out)}

@@ -106,3 +106,24 @@ print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True)
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # query, key and value, output, MLP
     assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4
+
+
+def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path):
+    out = tmp_path / "results.json"
+    arms = ["none", "co-evolved", "always right"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "main_command.py"), "--quick", "--settings", "room", "--out", str(out)]
+    command += ["--arms", *arms, "--seeds", "10", "11"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    runs = json.loads(out.read_text("utf-8"))["runs"]
+    assert [(run["arm"], run["seed"]) for run in runs] == [(arm, seed) for seed in (10, 11) for arm in arms]
+    for run in runs:
+        metrics = run["metrics"]
+        assert {"eval/room/new/success/online", "eval/room/new/success/alone", "eval/room/known/success/free"} <= metrics.keys()
+        assert ("eval/room/lessons/correct" in metrics) == (run["arm"] == "co-evolved")
+        if run["arm"] == "none":
+            assert metrics["eval/room/new/success/online"] == metrics["eval/room/new/success/alone"]
+        assert {"start/probe/room/right", "end/probe/room/right"} <= metrics.keys()
+        assert run["totals"]["total/env_turns"] > 0
+    assert "online: co-evolved − none" in done.stdout
+    again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert (again.stdout, again.stderr) == (done.stdout, "")
