@@ -54,7 +54,7 @@ async def test_requests_that_join_and_leave_while_others_decode(model: PreTraine
             await settled()
             passes.go() if i else None
         done = await asyncio.gather(*tasks)
-    assert max(rows for rows, _ in passes.shapes) > 2, "they did share passes"
+    assert max(map(len, passes.read)) > 2, "they did share passes"
     assert [c.ids for c in done] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
 
 
@@ -75,7 +75,7 @@ async def test_more_requests_than_rows() -> None:
         passes = Passes(model)
         done = await asyncio.gather(*(engine.generate(p, greedy(3 + len(p) % 4)) for p in asked))
         assert engine.sampled_tokens == sum(len(c.ids) for c in done)
-    assert max(rows for rows, _ in passes.shapes) == 3
+    assert max(map(len, passes.read)) == 3
     assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in asked]
 
 
@@ -85,8 +85,14 @@ async def test_prefill_passes_are_bounded_and_one_long_prompt_is_served_all_the_
     async with serving(model, max_batch=16) as engine:
         passes = Passes(model)
         done = await asyncio.gather(*(engine.generate(p, greedy(2)) for p in asked))
-    prefills = [shape for shape in passes.shapes if shape[1] > 1]
-    assert prefills == [(PREFILL_TOKENS // 300, 300), (9 - PREFILL_TOKENS // 300, 300), (1, PREFILL_TOKENS + 100), (1, 5)]
+    fit = PREFILL_TOKENS // 300
+    assert passes.read == [
+        (300,) * fit,
+        (*(1,) * fit, *(300,) * (9 - fit)),
+        (*(1,) * (9 - fit), PREFILL_TOKENS + 100),
+        (1, 5),
+        (1,),
+    ]
     assert [c.ids for c in done] == [reference(model, p, 2) for p in asked]
 
 
@@ -341,8 +347,8 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
         passes.go()
         done = await asyncio.gather(*tasks[1:])
     assert tasks[0].cancelled()
-    # The freed row was given to the one that waited: three rows again from pass 6 on, 30 tokens each, nobody waits for an end.
-    assert passes.shapes == [(3, 20), *[(3, 1)] * 4, (1, 7), *[(3, 1)] * 25, *[(1, 1)] * 4]
+    # The freed row is given to the one that waited: three rows in every pass, and five more for the last one's 30 tokens.
+    assert passes.read == [(10, 15, 20), *[(1, 1, 1)] * 4, (1, 1, 7), *[(1, 1, 1)] * 24, *[(1,)] * 5]
     assert [c.ids for c in done] == [reference(model, p, 30) for p in asked[1:]]
 
 
@@ -358,7 +364,7 @@ async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
         await settled()
         passes.go()
         done = await asyncio.gather(tasks[0], tasks[2])
-    assert passes.shapes == [(1, 5), *[(1, 1)] * 3, (1, 7), *[(1, 1)] * 3]
+    assert passes.read == [(5,), *[(1,)] * 3, (7,), *[(1,)] * 3]
     assert [c.ids for c in done] == [reference(model, p, 4) for p in (asked[0], asked[2])]
 
 
@@ -376,7 +382,7 @@ async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
         await settled()
         passes.go()
         await swap
-    assert len(passes.shapes) == 3
+    assert len(passes.read) == 3
 
 
 async def test_a_failed_pass_ends_the_engine_for_all() -> None:
