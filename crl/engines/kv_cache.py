@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +101,13 @@ class SlotCache(Cache):
             for layer in self._slot_layers:
                 layer.grow(self.capacity)
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first tokens of rows `sources` to rows `targets`; no row is both."""
+    def move(self, sources: Iterable[int], targets: Iterable[int], tokens: Iterable[int]) -> None:
+        """Copy the first tokens of rows `sources`, so many of each, to rows `targets`."""
+        moves = list(zip(sources, targets, tokens, strict=True))
         for layer in self._slot_layers:
             for x in layer.tensors:
-                x[torch.tensor(targets, device=x.device), :, :tokens] = x[torch.tensor(sources, device=x.device), :, :tokens]
+                for source, target, n in moves:
+                    x[target, :, :n] = x[source, :, :n]
 
     def copy_out(self, row: int, tokens: int) -> list[torch.Tensor]:
         """Return keys and values [heads, tokens, head_dim] of a row's first tokens, layer by layer."""

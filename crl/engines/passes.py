@@ -8,8 +8,9 @@ Models whose attention transformers cannot replace read one padded block of a pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -23,90 +24,97 @@ from crl.packing import OTHER_ATTENTION
 CACHED = "crl_cached"
 """Name of `attend` in transformers."""
 
-PADDING = 1.25
+PADDING = 1.1
 """Products of queries and keys, padded over real ones, up to which rows whose prompts are read share a call."""
 
 CALL = 1 << 14
 """Products of queries and keys that are computed rather than a call of attention more."""
 
 
-@dataclass(frozen=True)
 class Block:
-    """Neighbouring rows of the cache whose tokens are attended to in one call."""
+    """Neighbouring rows of the cache whose new tokens are attended to in one call."""
 
-    first: int
-    """First row of the cache."""
-    begin: int
-    """First token of the pass."""
-    starts: Sequence[int]
-    """Tokens that each row holds already."""
-    lengths: Sequence[int]
-    """New tokens of each row, at least 1."""
-    device: torch.device
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + len(self.lengths))
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.begin, self.begin + sum(self.lengths))
-
-    @cached_property
-    def width(self) -> int:
-        return max(self.lengths)
-
-    @cached_property
-    def longest(self) -> int:
+    def __init__(self, whole: Pass, begin: int, end: int) -> None:
+        """begin, end: rows of the pass."""
+        first, lengths = sum(whole.lengths[:begin]), whole.lengths[begin:end]
+        self.rows = slice(begin, end)
+        self.tokens = slice(first, first + sum(lengths))
+        self.width = max(lengths)
+        self.longest = max(map(add, lengths, whole.starts[begin:end]))
         """Tokens of the longest row after the pass."""
-        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        self._whole, self._lengths = whole, lengths
+        self._masks: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     @cached_property
-    def places(self) -> torch.Tensor | None:
-        """Index of each token among rows × width; None if no row is padded."""
-        if self.width == min(self.lengths):
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Token [b · width] that stands at each place of padded rows, and place [t] of each token; None without padding."""
+        if self.width == min(self._lengths):
             return None
-        places = [row * self.width + i for row, length in enumerate(self.lengths) for i in range(length)]
-        return torch.tensor(places, device=self.device)
+        tokens, places, begin = [], [], 0
+        for row, length in enumerate(self._lengths):
+            end = begin + length
+            tokens += [*range(begin, end), *[end - 1] * (self.width - length)]
+            places += range(row * self.width, row * self.width + length)
+            begin = end
+        return torch.tensor(tokens, device=self._whole.device), torch.tensor(places, device=self._whole.device)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows [b, width, …] of the block's tokens x [t, …]; padding is 0."""
-        if self.places is not None:
-            x = x.new_zeros(len(self.lengths) * self.width, *x.shape[1:]).index_copy_(0, self.places, x)
-        return x.unflatten(0, (len(self.lengths), self.width))
+        """Return rows [b, width, …] of the pass's tokens x [T, …]; a row's padding repeats its last token."""
+        x = x[self.tokens]
+        x = x if self._places is None else x.index_select(0, self._places[0])
+        return x.unflatten(0, (-1, self.width))
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's tokens [t, …] of rows x [b, width, …]."""
-        return x.flatten(0, 1) if self.places is None else x.flatten(0, 1).index_select(0, self.places)
+        return x.flatten(0, 1) if self._places is None else x.flatten(0, 1).index_select(0, self._places[1])
 
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return 0 where a token [b, width] sees a key [longest], else -inf. Padding stands behind all real tokens."""
-        positions = torch.tensor(self.starts, device=self.device)[:, None] + torch.arange(self.width, device=self.device)
-        hidden = torch.arange(self.longest, device=self.device) > positions[:, :, None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+    def mask(self, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
+        """Return 0 where a query sees a key, else -inf, [b, 1, width · groups, longest]; all layers share it.
 
-    @cached_property
-    def _masks(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
-        return {}
-
-    def _grouped_mask(self, dtype: torch.dtype, groups: int) -> torch.Tensor:
-        """Return the mask [b, 1, width · groups, longest] of queries that share a key-value head; the layers share it."""
-        key = (dtype, groups)
-        if key not in self._masks:
-            mask = self.mask(dtype)[:, None, :, None]
-            self._masks[key] = mask.expand(-1, -1, -1, groups, -1).flatten(2, 3)
-        return self._masks[key]
+        groups: queries of a token that share a key-value head.
+        """
+        if (dtype, groups) not in self._masks:
+            hidden = self._whole.places[: self.longest] > self.padded(self._whole.positions)[:, :, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[dtype, groups] = mask[:, None, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)
+        return self._masks[dtype, groups]
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None) -> torch.Tensor:
-        """Attend from queries [t, heads, d] to cached keys and values [slots, shared heads, capacity, d].
+        """Attend from the pass's queries [T, heads, d] to cached keys and values [slots, shared heads, capacity, d].
 
         Queries that share a key-value head become rows of one product, so that no key is copied.
         """
         k, v = (x[self.rows, :, : self.longest] for x in (keys, values))
         groups = query.shape[1] // k.shape[1]
         q = self.padded(query).unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self._grouped_mask(q.dtype, groups), scale=scaling)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q.dtype, groups), scale=scaling)
         return self.unpadded(out.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3))
+
+
+class Pass:
+    """One forward pass over the first rows of the cache."""
+
+    def __init__(self, new: Sequence[Sequence[int]], starts: Sequence[int], decoding: int, device: torch.device) -> None:
+        """new: tokens that each row reads; starts: tokens that it holds; decoding: the first rows, which read one token each."""
+        self.lengths, self.starts, self.device = list(map(len, new)), list(starts), device
+        rows = [row for row, length in enumerate(self.lengths) for _ in range(length)]
+        positions = [i for start, length in zip(starts, self.lengths, strict=True) for i in range(start, start + length)]
+        ids = [token for tokens in new for token in tokens]
+        self.ids, self.rows, self.positions = torch.tensor([ids, rows, positions], device=device)
+        """Id, row and position of each token [T]."""
+        spans = [(0, decoding)] if decoding else []
+        self.blocks = [Block(self, *span) for span in spans + list(_spans(self.lengths, self.starts, decoding))]
+        self.longest = max(block.longest for block in self.blocks)
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """Positions that a row may have [longest]."""
+        return torch.arange(self.longest, device=self.device)
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """Index of each row's last token [b]."""
+        return torch.tensor(list(accumulate(self.lengths)), device=self.device) - 1
 
 
 def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
@@ -114,48 +122,13 @@ def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterato
     width = longest = products = 0
     for row in range(begin, len(lengths)):
         end = starts[row] + lengths[row]
-        wider, more = max(width, lengths[row]), max(longest, end)
-        if row > begin and (row + 1 - begin) * wider * more > PADDING * (products + lengths[row] * end) + CALL:
+        own, wider, more = lengths[row] * end, max(width, lengths[row]), max(longest, end)
+        if row > begin and (row + 1 - begin) * wider * more > PADDING * (products + own) + CALL:
             yield begin, row
             begin, products, wider, more = row, 0, lengths[row], end
-        width, longest, products = wider, more, products + lengths[row] * end
+        width, longest, products = wider, more, products + own
     if begin < len(lengths):
         yield begin, len(lengths)
-
-
-class Pass:
-    """One forward pass over the first rows of the cache: every row's new tokens, from its start on."""
-
-    def __init__(self, new: Sequence[Sequence[int]], starts: Sequence[int], decoding: int, device: torch.device) -> None:
-        """new: tokens of each row; decoding: rows, the first ones, that read one token each and form a block of their own."""
-        self.lengths = lengths = list(map(len, new))
-        spans = [(0, decoding)] if decoding else []
-        spans += _spans(lengths, starts, decoding)
-        self.blocks = [Block(a, sum(lengths[:a]), starts[a:b], lengths[a:b], device) for a, b in spans]
-        self.longest = max(block.longest for block in self.blocks)
-        self._new, self._starts, self._device = new, starts, device
-
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """Token ids [T]."""
-        return torch.tensor([token for row in self._new for token in row], device=self._device)
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Row of each token [T]."""
-        counts = torch.tensor(self.lengths, device=self._device)
-        return torch.arange(len(self.lengths), device=self._device).repeat_interleave(counts, output_size=sum(self.lengths))
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """Position of each token in its sequence [T]."""
-        spans = zip(self._starts, self.lengths, strict=True)
-        return torch.tensor([i for start, n in spans for i in range(start, start + n)], device=self._device)
-
-    @cached_property
-    def ends(self) -> torch.Tensor:
-        """Index of each row's last token [b]."""
-        return torch.tensor(self.lengths, device=self._device).cumsum(0) - 1
 
 
 def attend(
@@ -172,7 +145,7 @@ def attend(
     if other := [name for name in OTHER_ATTENTION if options.get(name) is not None]:
         raise NotImplementedError(f"the engine does not attend with {', '.join(other)}")
     q = query[0].transpose(0, 1)
-    pieces = [block.attend(q[block.tokens], key, value, scaling) for block in reading.blocks]
+    pieces = [block.attend(q, key, value, scaling) for block in reading.blocks]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None], None
 
 

@@ -107,7 +107,7 @@ class Decoder:
         logits = self._forward(Pass(new, starts, decoding, self.model.device))
         if followers:
             sources, rows = [first[r.ids] for r in followers], range(decoding + len(readers), len(self.running))
-            self._cache.move(sources, rows, max(len(r.ids) for r in followers))
+            self._cache.move(sources, rows, [len(r.ids) for r in followers])
             logits = torch.cat((logits, logits[sources]))
         return self._advance(logits)
 
@@ -169,16 +169,14 @@ class Decoder:
     def _padded_states(self, new: Pass, block: Block) -> torch.Tensor:
         """Return the last hidden states [b, h] of a block's rows, which the model reads as a padded batch."""
         self._cache.begin(new, block)
-        # Padding sits behind the real tokens, so none of them sees it; it claims no position beyond the context.
-        positions, tokens = new.positions[block.tokens], new.ids[block.tokens]
         states = self.model.base_model(
-            input_ids=block.padded(tokens),
-            attention_mask=block.mask(self.model.dtype)[:, None],
-            position_ids=block.padded(positions),
+            input_ids=block.padded(new.ids),
+            attention_mask=block.mask(self.model.dtype),
+            position_ids=block.padded(new.positions),
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        return block.unpadded(states)[torch.tensor(block.lengths, device=states.device).cumsum(0) - 1]
+        return block.unpadded(states)[new.ends[block.rows] - block.tokens.start]
 
     @cached_property
     def _no_mask(self) -> torch.Tensor:
@@ -208,7 +206,7 @@ class Decoder:
         targets = [row for row in rows if row < left]
         if sources:
             moved = [self.running[row] for row in sources]
-            self._cache.move(sources, targets, max(len(r.ids) + len(r.sampled) for r in moved))
+            self._cache.move(sources, targets, [len(r.ids) + len(r.sampled) - 1 for r in moved])
             for row, request in zip(targets, moved, strict=True):
                 self.running[row] = request
         del self.running[left:]
@@ -226,7 +224,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     log_p = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     tokens = logits.argmax(-1)
     if not bool(greedy.all()):
-        cumulated = log_p.double().exp().cumsum(-1)
+        cumulated = log_p.exp().cumsum(-1, dtype=torch.double)
         draws = torch.tensor([r.draw.random() for r in requests], dtype=torch.double, device=logits.device)
         drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)[:, 0]
         tokens = torch.where(greedy, tokens, drawn.clamp(max=logits.shape[1] - 1))
