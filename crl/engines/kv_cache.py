@@ -32,9 +32,7 @@ class SlotLayer(CacheLayerMixin):
         """Keys and values; nothing before the first pass."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pass's new keys and values [b, heads, width, d] at its places.
 
         Return the layer's tensors, which `crl.engines.passes.attend` reads, or, for a padded block, its rows as transformers'

@@ -356,7 +356,7 @@ class TorchEngine:
                 return
             finished = decoder.step(arrivals)
             # Decided before callers can react: which requests share a pass must not depend on how fast they are.
-            over = not decoder.running and not self._waiting or time.perf_counter() > end
+            over = (not decoder.running and not self._waiting) or time.perf_counter() > end
             if finished:
                 loop.call_soon_threadsafe(self._deliver, finished)
             if over:

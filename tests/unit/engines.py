@@ -98,7 +98,7 @@ class Passes:
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         number = len(self.read)
-        rows, width = kwargs["input_ids"].shape
+        rows, width = (args[0] if args else kwargs["input_ids"]).shape
         self.read.append(tuple(kwargs["reading"].lengths) if "reading" in kwargs else (width,) * rows)
         self._actions.get(number, lambda: None)()
 
