@@ -1,9 +1,12 @@
 """The in-process engine: continuous batching of one Hugging Face causal LM on the CPU or one GPU.
 
-Cast. `TorchEngine` lives on the event loop: it queues requests, decides what the next slice of work is and resolves
-futures. `Decoder` lives on the engine's one compute thread: it owns the model and the key-value cache, and each of its
-calls is one forward pass. `SlotCache` holds keys and values; running sequences occupy its first rows, so that every pass
-works on views. `Prefixes` keeps what a conversation's last turn computed for its next one, until the weights change.
+`TorchEngine` lives on the event loop: it queues requests, resolves futures and decides when weights
+are swapped. Its compute thread runs passes without a hop between them (`_passes`): before each pass it
+looks for arrivals and cancellations. `Decoder` lives on that thread and owns the model and the cache;
+`step` is one forward pass, in which new prompts are read beside the tokens of running requests
+(`crl.engines.passes`). `SlotCache` holds keys and values; running requests occupy its first rows, so
+that attention works on views. `Prefixes` keeps what a conversation's last turn computed for its next
+one, until the weights change.
 
 A swap of weights waits until no request is decoding; requests that arrive meanwhile wait for the new weights.
 """
