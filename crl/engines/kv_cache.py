@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from crl.engines.passes import Block, Pass
 
 
 class SlotLayer(CacheLayerMixin):
@@ -25,27 +27,32 @@ class SlotLayer(CacheLayerMixin):
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._cache.slots, like.shape[1], self._cache.capacity, like.shape[3])
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values; nothing before the first pass."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the pass's new keys and values at its positions; returns those of its rows up to its longest sequence."""
+        """Write the pass's new keys and values [b, heads, width, d] at its places.
+
+        Return the layer's tensors, which `crl.engines.passes.attend` reads, or, for a padded block, its rows as transformers'
+        own attention reads them: [b, heads, longest, d].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        first, positions, longest = self._cache.view
-        rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
-        self.keys[rows, :, positions] = key_states.transpose(1, 2)
-        self.values[rows, :, positions] = value_states.transpose(1, 2)
-        block = slice(first, first + positions.shape[0])
-        return self.keys[block, :, :longest], self.values[block, :, :longest]
-
-    def move(self, source: int, target: int) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys[target], self.values[target] = self.keys[source], self.values[source]
+        block = self._cache.padded
+        for kept, new in zip(self.tensors, (key_states, value_states), strict=True):
+            tokens = new.transpose(1, 2)
+            rows, positions = self._cache.places
+            kept[rows, :, positions] = tokens[0] if block is None else block.unpadded(tokens)
+        keys, values = self.tensors
+        if block is None:
+            return keys, values
+        return tuple(x[block.rows, :, : block.longest] for x in (keys, values))  # pyright: ignore
 
     def grow(self, capacity: int) -> None:
-        if self.keys is not None and self.values is not None:
-            more = capacity - self.keys.shape[2]
-            self.keys, self.values = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
+        if self.is_initialized:
+            self.keys, self.values = (_longer(x, capacity) for x in self.tensors)
 
     def get_seq_length(self) -> int:
         return 0
@@ -54,44 +61,69 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.view[2], 0
+        return self._cache.capacity, 0
+
+
+def _longer(x: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return x [slots, heads, capacity, head_dim] with so much capacity."""
+    longer = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
+    longer[:, :, : x.shape[2]] = x
+    return longer
 
 
 class SlotCache(Cache):
-    """A cache of `slots` rows whose capacity (tokens a row) doubles as needed. `view` says which rows a pass is for."""
+    """Keys and values of `slots` rows, whose capacity (tokens a row) doubles as needed.
+
+    `places` and `padded` describe the pass under way: row and position of each new token, and the padded block that the model
+    reads, or None if it reads all tokens in one row.
+    """
 
     def __init__(self, layers: int, slots: int) -> None:
         self.slots, self.capacity = slots, 128
-        self.view: tuple[int, torch.Tensor, int] = (0, torch.zeros(0, 0, dtype=torch.long), 0)
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        self.places = (torch.zeros(0, dtype=torch.long),) * 2
+        self.padded: Block | None = None
+        self._slot_layers = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._slot_layers))
+
+    def begin(self, new: Pass, block: Block | None = None) -> None:
+        """Make room for a pass and direct what the model computes: all of its tokens, or those of a padded block."""
+        self.reserve(new.longest)
+        tokens = slice(None) if block is None else block.tokens
+        self.padded, self.places = block, (new.rows[tokens], new.positions[tokens])
 
     def reserve(self, tokens: int) -> None:
-        while self.capacity < tokens:
-            self.capacity *= 2
-            for layer in self.layers:
-                layer.grow(self.capacity)  # pyright: ignore[reportAttributeAccessIssue]
+        """Make room for rows of so many tokens."""
+        if self.capacity < tokens:
+            while self.capacity < tokens:
+                self.capacity *= 2
+            for layer in self._slot_layers:
+                layer.grow(self.capacity)
 
-    def move(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer.move(source, target)  # pyright: ignore[reportAttributeAccessIssue]
+    def move(self, sources: Iterable[int], targets: Iterable[int], tokens: Iterable[int]) -> None:
+        """Copy the first tokens of rows `sources`, so many of each, to rows `targets`."""
+        moves = list(zip(sources, targets, tokens, strict=True))
+        for layer in self._slot_layers:
+            for x in layer.tensors:
+                for source, target, n in moves:
+                    x[target, :, :n] = x[source, :, :n]
 
-    def copy_out(self, row: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [heads, tokens, head_dim] of a row's first tokens, per layer."""
-        return [(layer.keys[row, :, :tokens].clone(), layer.values[row, :, :tokens].clone()) for layer in self.layers]  # pyright: ignore
+    def copy_out(self, row: int, tokens: int) -> list[torch.Tensor]:
+        """Return keys and values [heads, tokens, head_dim] of a row's first tokens, layer by layer."""
+        return [x[row, :, :tokens].clone() for layer in self._slot_layers for x in layer.tensors]
 
-    def copy_in(self, row: int, tokens: int, saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Puts the first tokens of what was copied out at the start of a row."""
+    def copy_in(self, row: int, tokens: int, saved: Sequence[torch.Tensor]) -> None:
+        """Put the first tokens of what was copied out at the start of a row."""
         self.reserve(tokens)
-        for layer, (keys, values) in zip(self.layers, saved, strict=True):
-            layer.keys[row, :, :tokens], layer.values[row, :, :tokens] = keys[:, :tokens], values[:, :tokens]  # pyright: ignore
+        for x, kept in zip((x for layer in self._slot_layers for x in layer.tensors), saved, strict=True):
+            x[row, :, :tokens] = kept[:, :tokens]
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a conversation's last turn left: its token ids, and the keys and values of each."""
+    """Token ids of a conversation's last turn, with the keys and values of each."""
 
     ids: tuple[int, ...]
-    saved: list[tuple[torch.Tensor, torch.Tensor]]
+    saved: list[torch.Tensor]
 
 
 class Prefixes:

@@ -1,9 +1,12 @@
 """The in-process engine: continuous batching of one Hugging Face causal LM on the CPU or one GPU.
 
-Cast. `TorchEngine` lives on the event loop: it queues requests, decides what the next slice of work is and resolves
-futures. `Decoder` lives on the engine's one compute thread: it owns the model and the key-value cache, and each of its
-calls is one forward pass. `SlotCache` holds keys and values; running sequences occupy its first rows, so that every pass
-works on views. `Prefixes` keeps what a conversation's last turn computed for its next one, until the weights change.
+`TorchEngine` lives on the event loop: it queues requests, resolves futures and decides when weights
+are swapped. Its compute thread runs passes without a hop between them (`_passes`): before each pass it
+looks for arrivals and cancellations. `Decoder` lives on that thread and owns the model and the cache;
+`step` is one forward pass, in which new prompts are read beside the tokens of running requests
+(`crl.engines.passes`). `SlotCache` holds keys and values; running requests occupy its first rows, so
+that attention works on views. `Prefixes` keeps what a conversation's last turn computed for its next
+one, until the weights change.
 
 A swap of weights waits until no request is decoding; requests that arrive meanwhile wait for the new weights.
 """
@@ -17,13 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from crl.engines.kv_cache import Prefixes, SlotCache
+from crl.engines.passes import CACHED, Block, Pass
 from crl.errors import EngineError, RolloutError
-from crl.modeling import InProcessWeights, checksum, head_logits, named_weights, token_logprobs
+from crl.modeling import InProcessWeights, checksum, head_logits, hidden_states, named_weights, token_logprobs
 from crl.protocols import PublishHandle
 from crl.sync import FileWeights
 from crl.types import Completion, Finish, Sampling
@@ -35,7 +40,10 @@ T = TypeVar("T")
 Received = InProcessWeights | FileWeights
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens (padded) of one prefill pass: bounds how long running requests wait for new ones."""
+"""Prompt tokens of one pass, as if padded to the longest: bounds how long running requests wait for new ones."""
+
+SLICE = 0.05
+"""Seconds that the compute thread decodes before it looks for other work, such as scoring."""
 
 
 @dataclass(eq=False)
@@ -70,26 +78,41 @@ class Decoder:
         self.running: list[Request] = []  # request i owns cache row i
         self._cache = SlotCache(model.config.num_hidden_layers, slots)
         self._prefixes = Prefixes(self._cache)
+        model.set_attn_implementation(CACHED)
+        self._flat = self._reads_flat()
 
     def unread(self, request: Request) -> int:
-        """Prompt tokens of a waiting request that its prefill has to read."""
+        """Return how many prompt tokens of a waiting request its first pass has to read."""
         return len(request.ids) - self._prefixes.reusable(request.session, request.ids)
 
     @torch.inference_mode()
-    def prefill(self, requests: Sequence[Request]) -> list[Request]:
-        """Starts `requests` and samples their first token; returns those already finished."""
-        first = len(self.running)
-        self.running.extend(requests)
-        known = [self._prefixes.take(r.session, r.ids, row) for row, r in enumerate(requests, start=first)]
-        logits = self._forward(first, [r.ids[n:] for r, n in zip(requests, known, strict=True)], known)
-        return self._advance(first, logits)
+    def step(self, arrivals: Sequence[Request] = ()) -> list[Request]:
+        """Read the prompts of `arrivals` and sample one token for every request, in one pass.
 
-    @torch.inference_mode()
-    def decode(self) -> list[Request]:
-        """Samples one more token for every running request; returns the finished ones."""
-        last = [(r.sampled[-1],) for r in self.running]
-        lengths = [len(r.ids) + len(r.sampled) - 1 for r in self.running]
-        return self._advance(0, self._forward(0, last, lengths))
+        Return the finished requests. Arrivals with equal prompts are read once, unless a conversation's prefix serves them.
+        """
+        decoding = len(self.running)
+        known = {id(r): self._prefixes.reusable(r.session, r.ids) for r in arrivals}
+        first: dict[tuple[int, ...], int] = {}  # prompt → row of the request that reads it
+        readers: list[Request] = []
+        followers: list[Request] = []
+        for request in sorted(arrivals, key=lambda r: len(r.ids)):
+            if known[id(request)] or request.ids not in first:
+                first.setdefault(request.ids, decoding + len(readers))
+                readers.append(request)
+            else:
+                followers.append(request)
+        self.running += [*readers, *followers]
+        for row, request in enumerate(readers, start=decoding):
+            self._prefixes.take(request.session, request.ids, row)
+        new = [(r.sampled[-1],) for r in self.running[:decoding]] + [r.ids[known[id(r)] :] for r in readers]
+        starts = [len(r.ids) + len(r.sampled) - 1 for r in self.running[:decoding]] + [known[id(r)] for r in readers]
+        logits = self._forward(Pass(new, starts, decoding, self.model.device))
+        if followers:
+            sources, rows = [first[r.ids] for r in followers], range(decoding + len(readers), len(self.running))
+            self._cache.move(sources, rows, [len(r.ids) for r in followers])
+            logits = torch.cat((logits, logits[sources]))
+        return self._advance(logits)
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -99,7 +122,7 @@ class Decoder:
         return token_logprobs(self.model, tokens, mask).logp[0, 1:].tolist()
 
     def load(self, weights: Received) -> None:
-        """Copies new weights in. Raises `EngineError` when what arrived is not what was sent."""
+        """Copy new weights in. Raise `EngineError` when what arrived is not what was sent."""
         own = named_weights(self.model)
         if tuple(own) != weights.manifest.names:
             raise EngineError("the published weights are not this model's: their names differ")
@@ -112,53 +135,84 @@ class Decoder:
 
     @torch.inference_mode()
     def forget(self, requests: Sequence[Request]) -> None:
-        """Frees the rows of requests that nobody waits for any more."""
-        for request in requests:
-            self._release(self.running.index(request))
+        """Free the rows of requests whose callers wait no longer."""
+        self._release([row for row, request in enumerate(self.running) if request in requests])
 
-    def _forward(self, first: int, new: Sequence[Sequence[int]], starts: Sequence[int]) -> torch.Tensor:
-        """One pass over rows first … first + b − 1: their new tokens, each from its start. Returns the last ones' logits [b, V]."""
-        device, width = self.model.device, max(map(len, new))
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in new], device=device)
-        start, ends = torch.tensor(starts, device=device), torch.tensor([len(row) - 1 for row in new], device=device)
-        positions = start[:, None] + torch.arange(width, device=device)
-        longest = max(starts) + width
-        self._cache.reserve(longest)
-        self._cache.view = (first, positions, longest)
-        # A key is seen from its own position on. Padding sits behind the real tokens, so none of them sees it, and the
-        # next token of the sequence overwrites it.
-        hidden_from = torch.arange(longest, device=device) > positions[:, :, None]
-        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=device).masked_fill_(hidden_from, float("-inf"))
-        hidden = self.model.base_model(
-            input_ids=ids,
-            attention_mask=mask[:, None],
-            position_ids=positions.minimum((start + ends)[:, None]),  # padding claims no position beyond the context
+    @torch.inference_mode()
+    def _reads_flat(self) -> bool:
+        """Return whether the model reads sequences in one row, without padding, as it reads them alone."""
+        ids = [i % self.model.config.vocab_size for i in range(16)]
+        parts = [ids[:9], ids[9:]][: self._cache.slots]
+        alone = torch.stack([hidden_states(self.model, torch.tensor([part], device=self.model.device))[0, -1] for part in parts])
+        try:
+            together = self._flat_states(Pass(parts, [0] * len(parts), 0, self.model.device))
+        except Exception:  # a model of its own kind fails in its own way
+            return False
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
+        return bool((together - alone).norm() <= tolerance * alone.norm())
+
+    def _forward(self, new: Pass) -> torch.Tensor:
+        """Return the logits [b, V] behind each row's last token, float32."""
+        states = self._flat_states(new) if self._flat else torch.cat([self._padded_states(new, b) for b in new.blocks])
+        return head_logits(self.model, states).float()
+
+    def _flat_states(self, new: Pass) -> torch.Tensor:
+        """Return the last hidden states [b, h] of rows whose tokens the model reads in one row."""
+        self._cache.begin(new)
+        states = self.model.base_model(
+            input_ids=new.ids[None],
+            attention_mask=self._no_mask,
+            position_ids=new.positions[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            reading=new,
+        ).last_hidden_state
+        return states[0, new.ends]
+
+    def _padded_states(self, new: Pass, block: Block) -> torch.Tensor:
+        """Return the last hidden states [b, h] of a block's rows, which the model reads as a padded batch."""
+        self._cache.begin(new, block)
+        states = self.model.base_model(
+            input_ids=block.padded(new.ids),
+            attention_mask=block.mask(self.model.dtype),
+            position_ids=block.padded(new.positions),
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        return head_logits(self.model, hidden[torch.arange(len(new), device=device), ends]).float()
+        return block.unpadded(states)[new.ends[block.rows] - block.tokens.start]
 
-    def _advance(self, first: int, logits: torch.Tensor) -> list[Request]:
-        requests = self.running[first:]
-        tokens, logprobs = sample(logits, requests)
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+    @cached_property
+    def _no_mask(self) -> torch.Tensor:
+        """A mask of four dimensions, which transformers leaves alone; `attend` needs none."""
+        return torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.model.device)
+
+    def _advance(self, logits: torch.Tensor) -> list[Request]:
+        tokens, logprobs = sample(logits, self.running)
+        finished: list[int] = []
+        for row, (request, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             request.sampled.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
-        finished = [r for r in requests if r.finish]
-        for request in finished:
-            row = self.running.index(request)
-            if request.session is not None:  # the last token was sampled and never read
-                self._prefixes.keep(request.session, (*request.ids, *request.sampled[:-1]), row)
-            self._release(row)
-        return finished
+            if request.finish:
+                finished.append(row)
+                if request.session is not None:  # the last token was sampled and never read
+                    self._prefixes.keep(request.session, (*request.ids, *request.sampled[:-1]), row)
+        done = [self.running[row] for row in finished]
+        self._release(finished)
+        return done
 
-    def _release(self, row: int) -> None:
-        last = len(self.running) - 1
-        if row != last:
-            self._cache.move(last, row)
-            self.running[row] = self.running[last]
-        self.running.pop()
+    def _release(self, rows: Sequence[int]) -> None:
+        """Free these rows, in ascending order; the last running requests move into them."""
+        free = set(rows)
+        left = len(self.running) - len(free)
+        sources = [row for row in range(left, len(self.running)) if row not in free]
+        targets = [row for row in rows if row < left]
+        if sources:
+            moved = [self.running[row] for row in sources]
+            self._cache.move(sources, targets, [len(r.ids) + len(r.sampled) - 1 for r in moved])
+            for row, request in zip(targets, moved, strict=True):
+                self.running[row] = request
+        del self.running[left:]
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
@@ -173,7 +227,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     log_p = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     tokens = logits.argmax(-1)
     if not bool(greedy.all()):
-        cumulated = log_p.double().exp().cumsum(-1)
+        cumulated = log_p.exp().cumsum(-1, dtype=torch.double)
         draws = torch.tensor([r.draw.random() for r in requests], dtype=torch.double, device=logits.device)
         drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)[:, 0]
         tokens = torch.where(greedy, tokens, drawn.clamp(max=logits.shape[1] - 1))
@@ -282,22 +336,37 @@ class TorchEngine:
             self._die(_failed(error))
 
     async def _slice(self) -> None:
-        """One piece of work on the compute thread: free what was cancelled, then swap, prefill or decode."""
-        running = self._decoder.running
-        if abandoned := [r for r in running if r.future.cancelled()]:
-            await self._compute(self._decoder.forget, abandoned)
-        if self._swap is not None and not running:
+        """Swap weights if that is due and no request runs, else compute for a while."""
+        if self._swap is not None and not self._decoder.running:
             handle, done = self._swap
             await self._compute(self._decoder.load, handle)
             self._swap = None
             _resolve(done, None)
-        elif batch := self._admitted():
-            self._deliver(await self._compute(self._decoder.prefill, batch))
-        elif running:
-            self._deliver(await self._compute(self._decoder.decode))
+        else:
+            await self._compute(self._passes, asyncio.get_running_loop())
+
+    def _passes(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run passes on the compute thread for `SLICE` seconds, or until there is no request that may run.
+
+        Arrivals, cancellations and a swap are seen before every pass, and completions are delivered after it.
+        """
+        decoder, end = self._decoder, time.perf_counter() + SLICE
+        while self._dead is None:
+            if abandoned := [r for r in decoder.running if r.future.cancelled()]:
+                decoder.forget(abandoned)
+            arrivals = self._admitted()
+            if not decoder.running and not arrivals:
+                return
+            finished = decoder.step(arrivals)
+            # Decided before callers can react: which requests share a pass must not depend on how fast they are.
+            over = (not decoder.running and not self._waiting) or time.perf_counter() > end
+            if finished:
+                loop.call_soon_threadsafe(self._deliver, finished)
+            if over:
+                return
 
     def _admitted(self) -> list[Request]:
-        """Waiting requests that may start now: none while a swap is due; as many as there is room for in one prefill."""
+        """Return waiting requests that may start now: none while a swap is due, as many as there is room for in one pass."""
         batch: list[Request] = []
         longest = 0
         while self._waiting and self._swap is None and len(self._decoder.running) + len(batch) < self._max_batch:

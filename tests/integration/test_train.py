@@ -264,10 +264,10 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
 
 
 def test_a_dead_engine_ends_eval_with_one_line(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(self: Decoder) -> None:
+    def out_of_memory(self: Decoder, arrivals: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Decoder, "decode", out_of_memory)
+    monkeypatch.setattr(Decoder, "step", out_of_memory)
     result = crl("eval", done)
     assert result.exit_code == 1
     assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
@@ -402,15 +402,15 @@ def test_what_no_run_could_go_on_with_costs_its_episodes_alone(tmp_path: Path) -
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Decoder.decode
+    step = Decoder.step
 
-    def mortal(self: Decoder) -> Any:
+    def mortal(self: Decoder, arrivals: Any) -> Any:
         if self.version == 1:
             raise RuntimeError("out of memory")
-        return decode(self)
+        return step(self, arrivals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "decode", mortal)
+        patch.setattr(Decoder, "step", mortal)
         result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
     assert one_line(result) == f"error: the engine failed: RuntimeError: out of memory (traceback: {tmp_path / 'run' / 'log.txt'})\n"
     log = (tmp_path / "run" / "log.txt").read_text()

@@ -64,10 +64,13 @@ def true_logprobs(model: PreTrainedModel, prompt: Sequence[int], sampled: Sequen
 
 
 class Passes:
-    """Watches a model's forward passes; can hold the compute thread before one of them, or run something there."""
+    """Watches a model's forward passes; can hold the compute thread before one of them, or run something there.
+
+    read: new tokens of each row, pass by pass.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.shapes: list[tuple[int, ...]] = []
+        self.read: list[tuple[int, ...]] = []
         self._go = threading.Event()
         self._held = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -94,8 +97,9 @@ class Passes:
         self._go.clear()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        number = len(self.shapes)
-        self.shapes.append(tuple(kwargs["input_ids"].shape))
+        number = len(self.read)
+        rows, width = (args[0] if args else kwargs["input_ids"]).shape
+        self.read.append(tuple(kwargs["reading"].lengths) if "reading" in kwargs else (width,) * rows)
         self._actions.get(number, lambda: None)()
 
 

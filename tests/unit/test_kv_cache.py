@@ -8,6 +8,7 @@ import torch
 from engines import Passes, greedy, prompts, qwen2, reference, serving
 
 from crl.engines.kv_cache import Prefixes, SlotCache
+from crl.engines.passes import Pass
 from crl.modeling import InProcessWeights
 
 
@@ -20,7 +21,7 @@ async def test_the_second_turn_reads_only_what_is_new() -> None:
         one = await engine.generate(first, greedy(4), session="a")
         second = (*first, *one.ids, *more)
         two = await engine.generate(second, greedy(5), session="a")
-    assert passes.shapes == [(1, 20), (1, 1), (1, 1), (1, 1), (1, 7), (1, 1), (1, 1), (1, 1), (1, 1)]
+    assert passes.read == [(20,), (1,), (1,), (1,), (7,), (1,), (1,), (1,), (1,)]
     assert one.ids == reference(model, first, 4)
     assert two.ids == reference(model, second, 5)
 
@@ -50,7 +51,7 @@ async def test_a_prompt_that_turns_off_shares_what_it_shares() -> None:
         assert other[0] != first[12]
         turned = (*first[:12], *other)
         assert (await engine.generate(turned, greedy(3), session="a")).ids == reference(model, turned, 3)
-        assert passes.shapes[0] == (1, 11)
+        assert passes.read[0] == (11,)
 
 
 async def test_the_same_prompt_again_reads_its_last_token() -> None:
@@ -60,7 +61,7 @@ async def test_the_same_prompt_again_reads_its_last_token() -> None:
         await engine.generate(prompt, greedy(4), session="a")
         passes = Passes(model)
         assert (await engine.generate(prompt, greedy(4), session="a")).ids == reference(model, prompt, 4)
-        assert passes.shapes[0] == (1, 1)
+        assert passes.read[0] == (1,)
 
 
 async def test_without_a_session_nothing_is_kept() -> None:
@@ -70,7 +71,7 @@ async def test_without_a_session_nothing_is_kept() -> None:
         await engine.generate(prompt, greedy(4))
         passes = Passes(model)
         await engine.generate((*prompt, 1, 2), greedy(1))
-        assert passes.shapes == [(1, 11)]
+        assert passes.read == [(11,)]
 
 
 async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
@@ -82,7 +83,7 @@ async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
         await engine.update_weights(InProcessWeights.snapshot(new, version=1))
         passes = Passes(old)
         swapped = await engine.generate(second, greedy(5), session="a")
-        assert passes.shapes[0] == (1, len(second)), "everything is read again"
+        assert passes.read[0] == (len(second),), "everything is read again"
     async with serving(new) as engine:
         fresh = await engine.generate(second, greedy(5), session="a")
     assert (swapped.ids, swapped.logprobs) == (fresh.ids, fresh.logprobs)
@@ -92,7 +93,7 @@ async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
 def test_what_is_kept_is_bounded() -> None:
     """Two rows of 128 tokens: 256 tokens of prefixes and no more; the oldest go first."""
     cache = SlotCache(layers=1, slots=2)
-    cache.view = (0, torch.zeros(1, 1, dtype=torch.long), 1)
+    cache.begin(Pass([[1]], [0], 0, torch.device("cpu")))
     cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
     prefixes = Prefixes(cache)
     ids = tuple(range(100))

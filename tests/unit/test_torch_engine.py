@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import NEVER, Passes, V, greedy, prompts, qwen2, reference, serving, settled, true_logprobs
-from transformers import PreTrainedModel
+from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from crl.engines.torch import PREFILL_TOKENS, Request, sample
 from crl.errors import EngineError, RolloutError
@@ -54,7 +54,7 @@ async def test_requests_that_join_and_leave_while_others_decode(model: PreTraine
             await settled()
             passes.go() if i else None
         done = await asyncio.gather(*tasks)
-    assert max(rows for rows, _ in passes.shapes) > 2, "they did share passes"
+    assert max(map(len, passes.read)) > 2, "they did share passes"
     assert [c.ids for c in done] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
 
 
@@ -75,7 +75,7 @@ async def test_more_requests_than_rows() -> None:
         passes = Passes(model)
         done = await asyncio.gather(*(engine.generate(p, greedy(3 + len(p) % 4)) for p in asked))
         assert engine.sampled_tokens == sum(len(c.ids) for c in done)
-    assert max(rows for rows, _ in passes.shapes) == 3
+    assert max(map(len, passes.read)) == 3
     assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in asked]
 
 
@@ -85,8 +85,14 @@ async def test_prefill_passes_are_bounded_and_one_long_prompt_is_served_all_the_
     async with serving(model, max_batch=16) as engine:
         passes = Passes(model)
         done = await asyncio.gather(*(engine.generate(p, greedy(2)) for p in asked))
-    prefills = [shape for shape in passes.shapes if shape[1] > 1]
-    assert prefills == [(PREFILL_TOKENS // 300, 300), (9 - PREFILL_TOKENS // 300, 300), (1, PREFILL_TOKENS + 100), (1, 5)]
+    fit = PREFILL_TOKENS // 300
+    assert passes.read == [
+        (300,) * fit,
+        (*(1,) * fit, *(300,) * (9 - fit)),
+        (*(1,) * (9 - fit), PREFILL_TOKENS + 100),
+        (1, 5),
+        (1,),
+    ]
     assert [c.ids for c in done] == [reference(model, p, 2) for p in asked]
 
 
@@ -117,6 +123,93 @@ async def test_score_is_the_log_softmax_of_what_follows() -> None:
         scores, one, _ = await asyncio.gather(engine.score(ids), engine.score(ids[:1]), engine.generate(ids, greedy(5)))
     assert scores == pytest.approx(true_logprobs(model, ids[:1], ids[1:]), abs=1e-5)
     assert list(one) == []
+
+
+# ── passes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTrainedModel) -> None:
+    shared, other = prompts(30, 12)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        asked = [shared, shared, other, shared]
+        turns = [engine.generate(p, Sampling(8 + i, NEVER), session=str(i), rng=i) for i, p in enumerate(asked)]
+        done = await asyncio.gather(*turns)
+        assert passes.read[:2] == [(12, 30), (1, 1, 1, 1)]
+        later = [(*p, *c.ids, 5) for p, c in zip(asked, done, strict=True)]
+        again = await asyncio.gather(*(engine.generate(p, greedy(4), session=str(i)) for i, p in enumerate(later)))
+        alone = [await engine.generate(p, Sampling(8 + i, NEVER), rng=i) for i, p in enumerate(asked)]
+    for prompt, completion, single in zip(asked, done, alone, strict=True):
+        assert completion.ids == single.ids
+        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+    assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
+
+
+async def test_prompts_are_read_while_others_decode() -> None:
+    model = qwen2()
+    first, late = prompts(10, 6)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        one = asyncio.create_task(engine.generate(first, greedy(5)))
+        await passes.held()
+        two = asyncio.create_task(engine.generate(late, greedy(3)))
+        await settled()
+        passes.go()
+        done = await asyncio.gather(one, two)
+    assert passes.read == [(10,), (1,), (1,), (1, 6), (1, 1), (1,)]
+    assert [c.ids for c in done] == [reference(model, first, 5), reference(model, late, 3)]
+
+
+async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compute thread never comes back by itself here: it has to look between passes."""
+    monkeypatch.setattr("crl.engines.torch.SLICE", math.inf)
+    model, new = qwen2(), qwen2(seed=1)
+    (prompt,) = prompts(5)
+    async with serving(model, max_batch=2) as engine:
+        endless = [asyncio.create_task(engine.generate(prompt, Sampling(4000, NEVER), rng=i)) for i in range(2)]
+        await settled()
+        endless[0].cancel()
+        assert (await engine.generate(prompt, greedy(6))).ids == reference(qwen2(), prompt, 6), "the freed row is given away"
+        swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
+        await settled()
+        endless[1].cancel()
+        await swap
+        assert (await engine.generate(prompt, greedy(6))).ids == reference(new, prompt, 6)
+
+
+async def test_scoring_does_not_wait_until_nothing_decodes() -> None:
+    model = qwen2()
+    (prompt,) = prompts(5)
+    async with serving(model) as engine:
+        endless = asyncio.create_task(engine.generate(prompt, greedy(4000)))
+        await settled()
+        await engine.score(prompt)
+        assert not endless.done()
+        endless.cancel()
+
+
+async def test_a_model_whose_attention_cannot_be_replaced_is_served_in_padded_blocks() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = GPTJConfig(vocab_size=V, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=256, initializer_range=0.25)
+        model = GPTJForCausalLM(config).eval()
+    assert not model._can_set_attn_implementation()
+    asked = prompts(1, 17, 40, 9)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        first = [asyncio.create_task(engine.generate(p, Sampling(12, NEVER), session=str(p), rng=3)) for p in asked[:3]]
+        await passes.held()
+        late = asyncio.create_task(engine.generate(asked[3], Sampling(12, NEVER), session=str(asked[3]), rng=3))
+        await settled()
+        passes.go()
+        done = await asyncio.gather(*first, late)
+        later = [(*p, *c.ids, 1, 2) for p, c in zip(asked, done, strict=True)]
+        again = await asyncio.gather(*(engine.generate(q, greedy(4), session=str(p)) for p, q in zip(asked, later, strict=True)))
+    for prompt, completion in zip(asked, done, strict=True):
+        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+    assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
 
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -341,8 +434,8 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
         passes.go()
         done = await asyncio.gather(*tasks[1:])
     assert tasks[0].cancelled()
-    # The freed row was given to the one that waited: three rows again from pass 6 on, 30 tokens each, nobody waits for an end.
-    assert passes.shapes == [(3, 20), *[(3, 1)] * 4, (1, 7), *[(3, 1)] * 25, *[(1, 1)] * 4]
+    # The freed row is given to the one that waited: three rows in every pass, and five more for the last one's 30 tokens.
+    assert passes.read == [(10, 15, 20), *[(1, 1, 1)] * 4, (1, 1, 7), *[(1, 1, 1)] * 24, *[(1,)] * 5]
     assert [c.ids for c in done] == [reference(model, p, 30) for p in asked[1:]]
 
 
@@ -358,7 +451,7 @@ async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
         await settled()
         passes.go()
         done = await asyncio.gather(tasks[0], tasks[2])
-    assert passes.shapes == [(1, 5), *[(1, 1)] * 3, (1, 7), *[(1, 1)] * 3]
+    assert passes.read == [(5,), *[(1,)] * 3, (7,), *[(1,)] * 3]
     assert [c.ids for c in done] == [reference(model, p, 4) for p in (asked[0], asked[2])]
 
 
@@ -376,7 +469,7 @@ async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
         await settled()
         passes.go()
         await swap
-    assert len(passes.shapes) == 3
+    assert len(passes.read) == 3
 
 
 async def test_a_failed_pass_ends_the_engine_for_all() -> None:

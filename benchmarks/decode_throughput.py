@@ -1,0 +1,210 @@
+"""Sampled tokens per CPU-second of the torch engine on the requests of a training mixture, beside transformers' `generate`.
+
+    python benchmarks/decode_throughput.py --out benchmarks/results/decode_throughput.json
+
+Requests imitate those of `crl train --tasks room,webshop,alfworld`, measured over 7,618 requests. 128 episodes run at a time, in
+groups of 8 that share their first prompt. An episode has many turns: its prompt grows from 40 tokens to 100 (room), 600 (webshop)
+or 400 (alfworld), each turn samples 2 to 12 tokens, and an environment answers after a pause. Beside them an extractor's
+requests have one turn: 45 tokens of prompt, 13 sampled ones. Tokens are drawn at random; nobody reads them.
+
+Three patterns: `mixture` (both kinds, arriving when their environments answer), `distil` (one-shot requests alone) and `long`
+(128 prompts of 40 tokens, 64 sampled tokens each). `generate` gets the same prompts in left-padded batches of one turn, and
+decodes until a batch's longest answer is done. It has no cache between turns.
+
+CPU-seconds are process time of all threads, so that other work on the machine counts little; the figures are medians of
+repetitions that alternate between both. `per busy second` counts the wall seconds of the engine's passes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import write_results
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from crl.engines.torch import TorchEngine
+
+GROUP = 8
+"""Episodes that share their first prompt."""
+
+VOCABULARY = 768
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session."""
+
+    new: list[int]
+    """Prompt tokens behind what the session's last turn has read and sampled."""
+    tokens: int
+    """Tokens to sample."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Requests whose prompts continue one another."""
+
+    turns: tuple[Turn, ...]
+
+
+def words(count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(VOCABULARY) for _ in range(count)]
+
+
+def episode(kind: str, group: int, draw: random.Random) -> Session:
+    """Return an episode as the tiny actor plays it; those of a group have equal first prompts."""
+    turns, new, tokens = {
+        "room": (draw.randint(3, 8), (14, 20), (2, 3)),
+        "webshop": (draw.randint(4, 11), (30, 70), (4, 12)),
+        "alfworld": (draw.randint(10, 14), (15, 25), (5, 8)),
+    }[kind]
+    shared = random.Random(group)
+    first = Turn(words(shared.randint(31, 56), shared), draw.randint(*tokens))
+    return Session((first, *(Turn(words(draw.randint(*new), draw), draw.randint(*tokens)) for _ in range(turns - 1))))
+
+
+def mixture(seed: int = 0) -> list[Session]:
+    """Return the 128 episodes of a step and as many distillations."""
+    draw = random.Random(seed)
+    kinds = ("room", "webshop", "alfworld")
+    played = [episode(kinds[i // GROUP % 3], i // GROUP, draw) for i in range(128)]
+    return played + distil(128, draw)
+
+
+def distil(count: int, draw: random.Random) -> list[Session]:
+    """Return requests like an extractor's."""
+    return [Session((Turn(words(draw.randint(32, 60), draw), draw.randint(6, 20)),)) for _ in range(count)]
+
+
+def long(count: int, draw: random.Random) -> list[Session]:
+    return [Session((Turn(words(40, draw), 64),)) for _ in range(count)]
+
+
+PATTERNS = {"mixture": mixture, "distil": lambda: distil(256, random.Random(0)), "long": lambda: long(128, random.Random(0))}
+
+
+def sampled(sessions: Sequence[Session]) -> int:
+    return sum(turn.tokens for session in sessions for turn in session.turns)
+
+
+async def served(engine: TorchEngine, sessions: Sequence[Session], pause: float) -> None:
+    """Play all sessions at once; each waits after a turn, as if for its environment."""
+    from crl.types import Sampling
+
+    never = (VOCABULARY,)
+
+    async def play(number: int, session: Session) -> None:
+        draw = random.Random(number)
+        prompt: list[int] = []
+        for i, turn in enumerate(session.turns):
+            prompt += turn.new
+            done = await engine.generate(prompt, Sampling(turn.tokens, never), session=str(number), rng=number * 100 + i)
+            prompt += done.ids
+            await asyncio.sleep(pause * draw.random() * 2)
+
+    await asyncio.gather(*(play(i, session) for i, session in enumerate(sessions)))
+
+
+def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
+    """Send the same requests to `generate`, one batch a turn."""
+    import torch
+    from transformers import GenerationConfig
+
+    prompts: list[list[int]] = [[] for _ in sessions]
+    for turn in range(max(len(session.turns) for session in sessions)):
+        rows = [i for i, session in enumerate(sessions) if turn < len(session.turns)]
+        for batch in (rows[begin : begin + 128] for begin in range(0, len(rows), 128)):
+            for i in batch:
+                prompts[i] += sessions[i].turns[turn].new
+            width, tokens = max(len(prompts[i]) for i in batch), max(sessions[i].turns[turn].tokens for i in batch)
+            padded = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in batch])
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            config = GenerationConfig(
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            with torch.inference_mode():
+                done = model.generate(padded, attention_mask=mask, generation_config=config)  # pyright: ignore[reportCallIssue]
+            for i, row in zip(batch, done[:, width:].tolist(), strict=True):
+                prompts[i] += row[: sessions[i].turns[turn].tokens]
+
+
+def actor(kv_heads: int | None) -> PreTrainedModel:
+    """Return the bundled actor, or random weights of its shape with so many key-value heads."""
+    import torch
+
+    from crl.config import resolve_model
+    from crl.modeling import load_model
+
+    model = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
+    if kv_heads is None:
+        return model
+    model.config.num_key_value_heads = kv_heads
+    torch.manual_seed(0)
+    return type(model)(model.config).eval()
+
+
+async def speeds(pattern: str, repetitions: int, pause: float, kv_heads: int | None, plain: bool) -> dict[str, float]:
+    """Return sampled tokens per CPU-second of both, and their ratio."""
+    import torch
+
+    from crl.engines.torch import TorchEngine
+
+    torch.set_num_threads(1)
+    sessions = PATTERNS[pattern]()
+    model = actor(kv_heads)
+    engine = TorchEngine(actor(kv_heads), max_batch=256, max_context=1024)
+    measured: dict[str, list[float]] = {"engine": [], "generate": []}
+    busy = engine.busy
+    for repetition in range(repetitions + 1):
+        for name in measured if plain else ("engine",):
+            begin = time.process_time()
+            if name == "engine":
+                await served(engine, sessions, pause)
+            else:
+                generated(model, sessions)
+            if repetition:  # the first one warms up
+                measured[name].append(sampled(sessions) / (time.process_time() - begin))
+        if not repetition:
+            busy = engine.busy
+    await engine.aclose()
+    medians = {name: statistics.median(values) for name, values in measured.items() if values}
+    medians["per busy second"] = sampled(sessions) * repetitions / (engine.busy - busy)
+    if plain:
+        medians["ratio"] = medians["engine"] / medians["generate"]
+    return medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.02, help="mean seconds until an environment answers")
+    parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--kv-heads", type=int, help="random weights with so many key-value heads in place of the bundled ones")
+    parser.add_argument("--no-generate", action="store_true", help="measure the engine alone")
+    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    results = {}
+    for pattern in arguments.patterns.split(","):
+        found = asyncio.run(speeds(pattern, arguments.repetitions, arguments.pause, arguments.kv_heads, not arguments.no_generate))
+        results[pattern] = found
+        values = "  ".join(f"{name} {value:,.2f}" if name == "ratio" else f"{name} {value:,.0f}" for name, value in found.items())
+        print(f"{pattern:<8} {values}", flush=True)
+    if arguments.out:
+        write_results(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()
