@@ -176,8 +176,8 @@ class ExtractorSection(Section):
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
     """reward of an answer without any operation; unset = such answers are not trained on"""
     baseline: Literal["batch", "group"] = "batch"
-    """what a lesson's reward is compared with: the batch's mean (eq. 3), or with `group` first what its group came to without experience;
-    where none of these episodes ended, the lesson is not trained on"""
+    """what a lesson's reward is compared with: the batch's mean (eq. 3), or what its group came to without
+    experience; where none of these episodes ended, the lesson is not trained on"""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
     merge_every: Natural = 5

@@ -17,12 +17,17 @@ from crl.types import TokenTrace
 
 @dataclass(frozen=True, slots=True)
 class CreditSettings:
-    """cooldown, alpha: δ (actor steps) and α of CRL eq. 7. malformed_reward: what a generation without any op earns; None =
-    such generations are not trained on."""
+    """What the extractor's training makes of credit."""
 
     cooldown: int = 2
+    """δ of CRL eq. 7, in actor steps."""
     alpha: float = 0.5
+    """α of CRL eq. 7."""
     malformed_reward: float | None = None
+    """Reward of a generation without any op. None: such generations are not trained on."""
+    centred: bool = True
+    """Whether advantages are taken against the batch's mean. Rewards that are relative already, to what
+    a group came to without experience, are advantages as they are."""
 
     def __post_init__(self) -> None:
         if self.cooldown < 0 or self.alpha < 0:
@@ -86,10 +91,15 @@ def batch_samples(
     advantages would not sum to 0 as soon as the weights differ. What is trained again, at a lower weight, is mostly what helped;
     so their sum would be negative, and every batch would push down what all answers have in common: that they are answers.
 
+    Where the settings do not centre, the baseline is 0. A right lesson earns 0 in a place that is won
+    without it, and the mean of lessons that help elsewhere would push it down there.
+
     The tokens before the first op have as r̄ the mean over those ops of their generation that are in this batch.
     """
     weights = [unit.weight(step, settings) for unit in batch]
-    baseline = sum(w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)) / sum(weights)
+    baseline = 0.0
+    if settings.centred:
+        baseline = sum(w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)) / sum(weights)
     samples = []
     by_generation: dict[str, list[Ready]] = {}
     for unit, weight in zip(batch, weights, strict=True):

@@ -440,7 +440,9 @@ async def _bank_parts(
         threaded=not config.run.deterministic,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
-        credit=CreditSettings(extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None),
+        credit=CreditSettings(
+            extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None, centred=extractor.baseline == "batch"
+        ),
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
     cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))

@@ -11,6 +11,7 @@ from crl.manager.records import Generation, PendingUnit, UnitKey
 from crl.types import Completion
 
 SETTINGS = CreditSettings(cooldown=3, alpha=0.5, malformed_reward=-1.0)
+RELATIVE = CreditSettings(cooldown=3, alpha=0.5, malformed_reward=-1.0, centred=False)
 
 
 def ready(
@@ -89,6 +90,13 @@ def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_i
 
 def test_a_batch_of_equal_rewards_teaches_nothing():
     assert [s.advantage for s in samples(ready("a", 1.0), ready("b", 3.0, 3))] == [0.0] * 4
+
+
+def test_rewards_that_are_relative_already_are_advantages_as_they_are():
+    """Centred, the right lesson "a" of a place that is won without it, 0, would be pushed down by "b", which helps elsewhere."""
+    units = (ready("a", 0.0), ready("b", 1.0), ready("c", -0.5, c_train=3, t_last=2))
+    found = batch_samples(units, {unit.pending.generation: generation(unit.pending.generation, 0) for unit in units}, 10, RELATIVE)
+    assert [s.advantage for s in found] == [0.0, 1.0, -0.25]
 
 
 def test_a_generation_without_an_op_is_one_sample_over_its_span():
