@@ -97,11 +97,9 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
         await loop.run()
         last = loop.evaluations[loop.completed]
         (task,) = online_tasks(config, {"room": SPEC}).values()
-        alone = await _fresh(loop.evaluator.runner, "free", task)
+        alone = await _fresh(loop.evaluator, "free", task)
         if adviser:
-            from dataclasses import replace
-
-            visits = await _fresh(replace(loop.evaluator.runner, retriever=adviser), "guided", task)
+            visits = await _fresh(loop.evaluator, "guided", task, retriever=adviser)
         elif loop.experience:
             visits = [rate.value for rate in last.visits["room"]]
         else:
@@ -129,13 +127,15 @@ async def _train(arm: str, config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-async def _fresh(runner: Any, condition: Any, task: Any) -> list[float]:
-    """Success by visit."""
-    from crl.run.online import VISITS, play_visit
+async def _fresh(evaluator: Any, condition: Any, task: Any, **parts: Any) -> list[float]:
+    """Success by visit. parts: replace those of the evaluator's runner."""
+    from dataclasses import replace
 
-    rates = []
+    from crl.run.online import VISITS, visited
+
+    runner, rates = replace(evaluator.runner, **parts), []
     for visit in range(VISITS):
-        played = await play_visit(runner, condition, "room", task, visit, concurrency=128)
+        played = await evaluator.scheduler.play(runner, condition, *visited("room", task, visit))
         rates.append(statistics.fmean(t.success for t in played))
     return rates
 

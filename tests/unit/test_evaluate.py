@@ -27,6 +27,7 @@ from crl.modeling import load_model
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.waves import Direct, Waves
 from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference, rate_of_visits
+from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,7 +186,9 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
     engine = Crowd()
     async with house() as home:
         evaluator = Evaluator(
-            runner(engine, home.host), {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)}, concurrency=4
+            runner(engine, home.host),
+            {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)},
+            EpisodeScheduler(4),
         )
         result = await evaluator.evaluate()
     assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known", "free"): 3, ("doors", "new", "free"): 10}
@@ -199,13 +202,17 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
 @pytest.mark.parametrize(("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)])
 async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
     async with house() as home:
-        result = await Evaluator(runner(scripted(says), home.host), {("doors", "new"): tasks(2)}, concurrency=8).evaluate()
+        player = runner(scripted(says), home.host)
+        evaluator = Evaluator(player, {("doors", "new"): tasks(2)}, EpisodeScheduler(8))
+        result = await evaluator.evaluate()
     assert (result.rates["doors", "new", "free"].value, result.turns["doors", "new", "free"], result.errors) == (value, turns, 0)
 
 
 async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
     async with house(broken={1}) as home:
-        result = await Evaluator(runner(scripted("open"), home.host), {("doors", "new"): tasks(4)}, concurrency=2).evaluate()
+        player = runner(scripted("open"), home.host)
+        evaluator = Evaluator(player, {("doors", "new"): tasks(4)}, EpisodeScheduler(2))
+        result = await evaluator.evaluate()
     assert (result.rates["doors", "new", "free"], result.errors) == (Rate(3, 4), 1)
 
 
@@ -218,9 +225,10 @@ async def test_a_dead_engine_ends_the_evaluation() -> None:
         for sampler_of in (Direct, Waves):
             engine = Dead(renderer(), dice)
             player = runner(engine, home.host, sampler=sampler_of(engine))
+            scheduler = EpisodeScheduler(4, in_order=sampler_of is Waves)
             with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
-                await Evaluator(player, {("doors", "new"): tasks(4)}, concurrency=4).evaluate()
-            assert all(isinstance(error, EngineError) for error in raised.value.exceptions)
+                await Evaluator(player, {("doors", "new"): tasks(4)}, scheduler).evaluate()
+            assert raised.value.split(EngineError)[1] is None, "nothing else went wrong"
             assert not home.host._lent
 
 
@@ -241,7 +249,8 @@ async def evaluated(
     engine: Noting, player: EpisodeRunner, rooms: Mapping[EvalSet, Sequence[Task]]
 ) -> tuple[Evaluation, dict[str | None, list[tuple[int, ...]]]]:
     engine.sampled.clear()
-    return await Evaluator(player, rooms, concurrency=8).evaluate(), dict(engine.sampled)
+    scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, Waves))
+    return await Evaluator(player, rooms, scheduler).evaluate(), dict(engine.sampled)
 
 
 async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> None:

@@ -29,9 +29,10 @@ from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeRunner, Limits
-from crl.run.evaluate import Evaluation, Evaluator, Rate
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
 from crl.run.experience import Uncounted
 from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineResult, OnlineTask, Tally, take_in
+from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
 
@@ -71,7 +72,7 @@ PROBED = probe_tasks(12)
 
 async def probed(actor: Callable[[str], str]) -> dict[str, float]:
     async with rooms(actor) as run:
-        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, concurrency=5)
+        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, EpisodeScheduler(5))
         figures = await probe.measure()
         assert await probe.measure() == figures, "the same places and the same draws every time"
         return figures
@@ -93,7 +94,8 @@ async def test_who_does_not_listen_gains_nothing() -> None:
 
 async def test_the_probe_tells_each_place_its_own() -> None:
     async with rooms(follows) as run:
-        await AdviceProbe(run, {"room": ProbeTask(PROBED[:4], ADVISOR)}, concurrency=8).measure()
+        told = {"room": ProbeTask(PROBED[:4], ADVISOR)}
+        await AdviceProbe(run, told, EpisodeScheduler(8)).measure()
         assert isinstance(run.sampler._engine, ScriptedEngine)  # pyright: ignore[reportAttributeAccessIssue]
         prompts = [renderer().decode(ids) for _, ids in run.sampler._engine.requests]  # pyright: ignore[reportAttributeAccessIssue]
     task = ProbeTask(PROBED[:4], ADVISOR)
@@ -165,7 +167,8 @@ async def online(folder: Path, actor, extractor) -> AsyncIterator[tuple[OnlineBa
     tasks = {"room": OnlineTask(PLACES, SPEC.revisit, ADVISOR)}
     try:
         async with rooms(actor) as run:
-            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, concurrency=7), banks, run
+            scheduler = EpisodeScheduler(7)
+            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, scheduler), banks, run
     finally:
         await bank.aclose()
 
@@ -286,9 +289,8 @@ async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str 
 
 
 def evaluator(run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None) -> Evaluator:
-    return Evaluator(
-        run, {("room", "known"): known, ("room", "new"): PLACES}, concurrency=4, bank=Uncounted(bank), online=building
-    )  # fmt: skip
+    sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
+    return Evaluator(run, sets, EpisodeScheduler(4), bank=Uncounted(bank), online=building)
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
