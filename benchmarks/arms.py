@@ -104,10 +104,8 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
         trained = time.monotonic()
         last = loop.evaluations[loop.completed].figures()
         if loop.experience is None:
-            runner = loop.evaluator.runner
-            advised = replace(runner, retriever=adviser) if adviser else None
             for name, task in online_tasks(config, specs).items():
-                last |= await _online_places(runner, advised, name, task)
+                last |= await _online_places(loop.evaluator, adviser, name, task)
     probes = {"start": loop.probes[0], "end": loop.probes[loop.completed]}
     return {
         "steps": loop.completed,
@@ -122,20 +120,19 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-async def _online_places(runner: Any, advised: Any | None, name: str, task: Any) -> dict[str, float]:
+async def _online_places(evaluator: Any, adviser: AlwaysRight | None, name: str, task: Any) -> dict[str, float]:
     """The online set without a bank: success alone, and with an adviser in the bank's place.
 
     The episodes and their draws are those that the arms with a bank play.
     """
     from crl.run.evaluate import rate_of_visits
-    from crl.run.online import UNCOUNTED_VISITS, VISITS, play_visit
+    from crl.run.online import UNCOUNTED_VISITS, VISITS, visited
 
-    figures: dict[str, float] = {}
-    for setting, player, condition in (("alone", runner, "free"), ("online", advised or runner, "guided" if advised else "free")):
-        played = [
-            trajectory
-            for visit in range(UNCOUNTED_VISITS, VISITS)
-            for trajectory in await play_visit(player, condition, name, task, visit, concurrency=128)
-        ]
-        figures[f"eval/{name}/new/success/{setting}"] = rate_of_visits(played).value
-    return figures
+    settled = [visited(name, task, visit) for visit in range(UNCOUNTED_VISITS, VISITS)]
+    keys, tasks = [key for keys, _ in settled for key in keys], [task for _, tasks in settled for task in tasks]
+    alone = await evaluator.scheduler.play(evaluator.runner, "free", keys, tasks)
+    online = alone
+    if adviser:
+        online = await evaluator.scheduler.play(replace(evaluator.runner, retriever=adviser), "guided", keys, tasks)
+    played = {"alone": alone, "online": online}
+    return {f"eval/{name}/new/success/{setting}": rate_of_visits(ts).value for setting, ts in played.items()}

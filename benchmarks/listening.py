@@ -62,7 +62,6 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
     """The first turns of the probe places under right or wrong advice, with the advised move marked as sampled."""
     from crl.envs.room.lessons import read
     from crl.rollout.episode import EpisodeKey
-    from crl.run.playing import play_all
     from crl.run.probe import Told, advice_texts
     from crl.run.tasks import probe_tasks, specs
     from crl.types import Completion, TokenTrace
@@ -72,7 +71,7 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
     texts = advice_texts(task, advice)
     runner = replace(loop.evaluator.runner, retriever=Told(texts))
     keys = [EpisodeKey("listening", 0, i, 0) for i in range(len(task.places))]
-    played = await play_all(runner, "guided", keys, task.places, concurrency=PLACES)
+    played = await loop.evaluator.scheduler.play(runner, "guided", keys, task.places)
     traces = []
     for trajectory in played:
         trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]

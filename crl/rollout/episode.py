@@ -41,21 +41,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class EpisodeKey:
-    """Where an episode stands in its run: the address of its random draws. `purpose`: train, or the name of an eval set."""
+    """Address of an episode in its run, and of its random draws."""
 
     purpose: str
+    """`train`, or the name of an eval set."""
     step: int
     group: int
     member: int
+    arm: str = ""
+    """Tells apart episodes that have the same draws and may be in flight together."""
 
     @property
     def group_session(self) -> str:
-        return f"{self.purpose}/{self.step:08d}/{self.group:08d}"
+        purpose = f"{self.purpose}@{self.arm}" if self.arm else self.purpose
+        return f"{purpose}/{self.step:08d}/{self.group:08d}"
 
     @property
     def session(self) -> str:
         """Sorts as the addresses do."""
         return f"{self.group_session}/{self.member:04d}"
+
+    @property
+    def draws(self) -> str:
+        """Name of the random draws: the session, whatever the arm."""
+        return replace(self, arm="").session
 
     def __str__(self) -> str:
         return f"{self.purpose}/{self.step}/{self.group}/{self.member}"
@@ -212,7 +221,7 @@ class EpisodeRunner:
                 record.truncated = True
                 return
             sampling = Sampling(min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature)
-            draw = derive_seed(self.seed, "sampling", key.session, record.played + record.asked)
+            draw = derive_seed(self.seed, "sampling", key.draws, record.played + record.asked)
             completion = await self.sampler.generate(prompt, sampling, session=key.session, rng=draw)
             await self.turnstile.passed()
             record.sampled_tokens += len(completion.ids)

@@ -64,6 +64,7 @@ from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted
 from crl.run.gpu_plan import Assigned, assigned_gpus
 from crl.run.loop import Loop, Schedule
 from crl.run.online import OnlineBank
+from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
@@ -521,9 +522,17 @@ def _measures(
     if rates:
         watched = replace(watched, judge=_critic(config, watched, rates))
     own = replace(watched, limits=_limits(config, overtime=False, asks=config.ask.questions))
-    concurrency = config.rollout.groups * config.rollout.group_size
+    scheduler = EpisodeScheduler(_in_flight(config), in_order=config.run.deterministic)
     online = None
     if bank and not config.bank.frozen:  # a frozen bank learns nothing of new places
-        online = OnlineBank(watched, tasks.online_tasks(config, specs), bank.scratch, bank.untrained, concurrency=concurrency)
-    evaluator = Evaluator(own, sets, concurrency=concurrency, bank=Uncounted(bank.manager) if bank else None, online=online)
-    return evaluator, AdviceProbe(probed, tasks.probe_tasks(config, specs), concurrency=concurrency)
+        places = tasks.online_tasks(config, specs)
+        online = OnlineBank(watched, places, bank.scratch, bank.untrained, scheduler)
+    retriever = Uncounted(bank.manager) if bank else None
+    evaluator = Evaluator(own, sets, scheduler, bank=retriever, online=online)
+    return evaluator, AdviceProbe(probed, tasks.probe_tasks(config, specs), scheduler)
+
+
+def _in_flight(config: RunConfig) -> int:
+    """Episodes that training keeps in flight: what engine and environments are sized for."""
+    rollout = config.rollout
+    return rollout.groups * rollout.group_size * (1 + rollout.max_staleness)

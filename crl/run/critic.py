@@ -9,7 +9,7 @@ from crl.protocols import TaskSource
 from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.rollout.rates import SuccessRates
-from crl.run.playing import play_all
+from crl.run.playing import EpisodeScheduler
 from crl.types import Task, Trajectory
 
 
@@ -37,7 +37,7 @@ class Warmup:
         first = batch * self.groups
         keys = [EpisodeKey("warmup", batch, first + group, m) for group in range(self.groups) for m in range(self.group_size)]
         tasks = [task for task in drawn for _ in range(self.group_size)]
-        return await play_all(self.runner, "free", keys, tasks, concurrency=len(keys))
+        return await EpisodeScheduler(len(keys)).play(self.runner, "free", keys, tasks)
 
 
 @dataclass(frozen=True)

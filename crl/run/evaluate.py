@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from crl.config.schema import OVERALL
 from crl.intervals import Mean, cluster_variance
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.figures import mean_score
-from crl.run.online import OnlineBank
-from crl.run.playing import play_all
-from crl.types import Condition, Split, Task, Trajectory
+from crl.run.online import OnlineBank, OnlineResult
+from crl.run.playing import EpisodeScheduler
+from crl.types import Split, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,14 @@ class Evaluator:
     """Plays every eval set once: `known` and `new` without experience, and in a run with a bank `known` with it and `new` with one
     that is built online.
 
-    concurrency: episodes in flight. bank, online: None in a run without experience.
+    bank, online: None in a run without experience.
     """
 
     def __init__(
-        self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]], *, concurrency: int,
-        bank: Retriever | None = None, online: OnlineBank | None = None,
+        self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]],
+        scheduler: EpisodeScheduler, *, bank: Retriever | None = None, online: OnlineBank | None = None,
     ) -> None:  # fmt: skip
-        self.runner, self._sets, self._concurrency = runner, sets, concurrency
+        self.runner, self.scheduler, self._sets = runner, scheduler, sets
         self._guided = replace(runner, retriever=bank) if bank else None
         self._online = online
 
@@ -157,13 +159,13 @@ class Evaluator:
 
         compare_lessons: also let the extractor that the run started with distil what this one distils.
         """
-        played: dict[Setting, list[Trajectory]] = {}
+        parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            self._play_sets, partial(self._play_online, compare_lessons),
+        ]  # fmt: skip
+        played: dict[Setting, list[Trajectory]]
+        found: dict[str, OnlineResult]
+        played, found = await self.scheduler.gather(parts)
         visited: dict[Setting, list[Trajectory]] = {}
-        for (name, split), tasks in self._sets.items():
-            played[name, split, "free"] = await self._play(self.runner, "free", name, split, tasks)
-            if self._guided and split == "known":
-                played[name, split, "guided"] = await self._play(self._guided, "guided", name, split, tasks)
-        found = await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
         for name, result in found.items():
             visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
             visited[name, "new", "alone"] = [t for visit in result.alone for t in visit]
@@ -180,10 +182,24 @@ class Evaluator:
             untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
         )
 
-    async def _play(self, runner: EpisodeRunner, condition: Condition, name: str, split: Split, tasks: Sequence[Task]) -> list[Trajectory]:
-        """The draws are the same under every condition, so that differences are paired."""
+    async def _play_online(self, compare_lessons: bool) -> dict[str, OnlineResult]:
+        return await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
+
+    async def _play_sets(self) -> dict[Setting, list[Trajectory]]:
+        parts = [partial(self._play, *item) for item in self._sets.items()]
+        played = await self.scheduler.gather(parts)
+        return {setting: trajectories for one in played for setting, trajectories in one.items()}
+
+    async def _play(self, of: EvalSet, tasks: Sequence[Task]) -> dict[Setting, list[Trajectory]]:
+        """Play a set. Every condition has the same draws, so that differences are paired."""
+        name, split = of
         keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
-        return await play_all(runner, condition, keys, tasks, concurrency=self._concurrency)
+        if self._guided is None or split != "known":
+            free = await self.scheduler.play(self.runner, "free", keys, tasks)
+            return {(name, split, "free"): free}
+        guided = await self.scheduler.play(self._guided, "guided", keys, tasks)
+        free = await self.scheduler.play_free(self.runner, keys, guided)
+        return {(name, split, "free"): free, (name, split, "guided"): guided}
 
 
 def rate(played: Sequence[Trajectory]) -> Rate:

@@ -6,19 +6,22 @@ copy of the bank, which is thrown away at the end. Success counts from the third
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from crl.envs.base import Advisor
 from crl.manager import Distilled, ExperienceManager
-from crl.rollout.episode import EpisodeKey, EpisodeRunner
+from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.run.diagnostics import verdict
 from crl.run.experience import learn
-from crl.run.playing import play_all
-from crl.types import Condition, Task, Trajectory
+from crl.run.playing import EpisodeScheduler
+from crl.types import Task, Trajectory
 
 VISITS = 5
 MEMBERS = 4
@@ -74,44 +77,76 @@ class OnlineBank:
     """scratch: copies the run's bank, with the run's extractor; untrained: an empty bank with the extractor that the run started with."""
 
     def __init__(
-        self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask], scratch: Scratch, untrained: Scratch, *, concurrency: int
-    ) -> None:
-        self._runner, self._tasks, self._scratch, self._untrained = runner, tasks, scratch, untrained
-        self._concurrency = concurrency
+        self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask], scratch: Scratch,
+        untrained: Scratch, scheduler: EpisodeScheduler,
+    ) -> None:  # fmt: skip
+        self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
+        self._scratch, self._untrained = scratch, untrained
+        self._undistilled = replace(runner, limits=without_overtime(runner.limits))
+        self._comparing = asyncio.Lock()  # GPU memory is planned for one untrained extractor
 
     async def evaluate(self, *, compare_lessons: bool) -> dict[str, OnlineResult]:
         """By task name."""
-        return {name: await self._evaluate(name, task, compare_lessons) for name, task in self._tasks.items()}
+        parts = [partial(self._evaluate, *item, compare_lessons) for item in self._tasks.items()]
+        return dict(zip(self._tasks, await self._scheduler.gather(parts), strict=True))
 
     async def _evaluate(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
+        parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            partial(self._visit, name, task, compare_lessons), partial(self._play_alone, name, task),
+        ]  # fmt: skip
+        result: OnlineResult
+        result, alone = await self._scheduler.gather(parts)
+        return replace(result, alone=alone)
+
+    async def _visit(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
+        """Play the visits one after the other, before what waits for nothing."""
         result, tally = OnlineResult(), Tally(task.advisor)
         async with self._scratch(tally) as bank:
-            runner = replace(self._runner, retriever=bank)
             for visit in range(VISITS):
-                played = await play_visit(runner, "guided", name, task, visit, concurrency=self._concurrency)
+                last = visit == VISITS - 1
+                runner = replace(self._undistilled if last else self._runner, retriever=bank)
+                keys, tasks = visited(name, task, visit)
+                played = await self._scheduler.play(runner, "guided", keys, tasks, urgent=True)
                 result.visits.append(played)
-                if visit >= UNCOUNTED_VISITS:
-                    result.alone.append(await play_visit(self._runner, "free", name, task, visit, concurrency=self._concurrency))
-                if visit < VISITS - 1:
+                if not last:
                     await take_in(bank, played)
                 if visit == 0:
                     result.lessons = tally.count
         if compare_lessons and task.advisor:
-            tally = Tally(task.advisor)
-            async with self._untrained(tally) as bank:
-                await take_in(bank, result.visits[0])
-            result.untrained_lessons = tally.count
+            result.untrained_lessons = await self._untrained_lessons(task.advisor, result.visits[0])
         return result
 
+    async def _play_alone(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
+        settled = [visited(name, task, visit, arm="alone") for visit in range(UNCOUNTED_VISITS, VISITS)]
+        play = partial(self._scheduler.play, self._undistilled, "free")
+        return await self._scheduler.gather([partial(play, *episodes) for episodes in settled])
 
-async def play_visit(
-    runner: EpisodeRunner, condition: Condition, name: str, task: OnlineTask, visit: int, *, concurrency: int
-) -> list[Trajectory]:
-    """Visit number `visit` (from 0) of every place. Its members share what they are guided by, and each has dynamics of its own."""
+    async def _untrained_lessons(
+        self, advisor: Advisor, played: Sequence[Trajectory],
+    ) -> LessonCount | None:  # fmt: skip
+        tally = Tally(advisor)
+        async with self._comparing, self._untrained(tally) as bank:
+            await take_in(bank, played)
+        return tally.count
+
+
+def visited(
+    name: str, task: OnlineTask, visit: int, *, arm: str = "",
+) -> tuple[list[EpisodeKey], list[Task]]:  # fmt: skip
+    """Return the episodes of visit number `visit` (from 0) of every place.
+
+    The members of a visit play one place. Each has dynamics of its own.
+    """
     first = visit * len(task.places)
-    keys = [EpisodeKey(f"online/{name}", visit, first + i, m) for i in range(len(task.places)) for m in range(MEMBERS)]
-    tasks = [task.revisit(place, visit * MEMBERS + member) for place in task.places for member in range(MEMBERS)]
-    return await play_all(runner, condition, keys, tasks, concurrency=concurrency)
+    members = [(i, member) for i in range(len(task.places)) for member in range(MEMBERS)]
+    keys = [EpisodeKey(f"online/{name}", visit, first + i, member, arm) for i, member in members]
+    tasks = [task.revisit(task.places[i], visit * MEMBERS + member) for i, member in members]
+    return keys, tasks
+
+
+def without_overtime(limits: Mapping[str, Limits]) -> dict[str, Limits]:
+    """Return the limits of episodes that are not distilled: the record alone has an overtime."""
+    return {name: replace(one, overtime=0) for name, one in limits.items()}
 
 
 class Tally:

@@ -1,25 +1,116 @@
-"""Playing many episodes of an evaluation, some at a time."""
+"""Playing many episodes: whole sets side by side, under one bound of episodes in flight."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import Condition, RolloutPlan, Task, Trajectory
 
+T = TypeVar("T")
 
-async def play_all(
-    runner: EpisodeRunner, condition: Condition, keys: Sequence[EpisodeKey], tasks: Sequence[Task], *, concurrency: int
-) -> list[Trajectory]:
-    """Plays the tasks under their keys, `concurrency` at a time."""
-    played: list[Trajectory] = []
-    for first in range(0, len(tasks), concurrency):
-        some = slice(first, first + concurrency)
-        for key in keys[some]:
-            runner.join(key)
+
+class EpisodeScheduler:
+    """Runs the parts of an evaluation, and plays their episodes, at most `limit` at a time.
+
+    in_order: run one part after the other, and play episodes in whole chunks of `limit`, as `Waves`
+    needs. Then what shares a forward pass depends neither on timing nor on what else is evaluated.
+    Else all parts run at once, and their sets take turns at free places: no task's environments are
+    all needed at once.
+    """
+
+    def __init__(self, limit: int, *, in_order: bool = False) -> None:
+        self._limit, self._in_order = limit, in_order
+        self._free = limit
+        self._waiting: list[tuple[tuple[bool, int], int, asyncio.Future[None]]] = []  # a heap
+        self._numbers = itertools.count()
+
+    async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+        """Return the results of `parts`, in their order. The first error cancels the others."""
+        if self._in_order:
+            return [await part() for part in parts]
         async with asyncio.TaskGroup() as group:
-            plan = RolloutPlan(condition)
-            plays = [group.create_task(runner.play(k, t, plan)) for k, t in zip(keys[some], tasks[some], strict=True)]
-        played += [play.result() for play in plays]
-    return played
+            running = [group.create_task(part()) for part in parts]
+        return [task.result() for task in running]
+
+    async def play(
+        self, runner: EpisodeRunner, condition: Condition, keys: Sequence[EpisodeKey],
+        tasks: Sequence[Task], *, urgent: bool = False,
+    ) -> list[Trajectory]:  # fmt: skip
+        """Play `tasks` under `keys`.
+
+        urgent: start before episodes that are not, because others wait for these.
+        """
+        plan = RolloutPlan(condition)
+
+        async def play(i: int) -> Trajectory:
+            async with self._place((not urgent, i)):
+                return await runner.play(keys[i], tasks[i], plan)
+
+        played: list[Trajectory] = []
+        chunk = self._limit if self._in_order else max(len(keys), 1)
+        for first in range(0, len(keys), chunk):
+            some = range(len(keys))[first : first + chunk]
+            for i in some:
+                runner.join(keys[i])
+            async with asyncio.TaskGroup() as group:
+                episodes = [group.create_task(play(i)) for i in some]
+            played += [episode.result() for episode in episodes]
+        return played
+
+    async def play_free(
+        self, runner: EpisodeRunner, keys: Sequence[EpisodeKey], guided: Sequence[Trajectory],
+    ) -> list[Trajectory]:  # fmt: skip
+        """Play without experience what was played as `guided`, under the same keys.
+
+        An episode that was shown no experience had the prompts and draws of the free one. It is
+        not played again, unless guided prompts offer a tool.
+        """
+        again = [i for i, t in enumerate(guided) if not _like_free(t, runner)]
+        tasks = [guided[i].task for i in again]
+        played = await self.play(runner, "free", [keys[i] for i in again], tasks)
+        free = dict(zip(again, played, strict=True))
+        return [free[i] if i in free else _as_free(t) for i, t in enumerate(guided)]
+
+    @asynccontextmanager
+    async def _place(self, rank: tuple[bool, int]) -> AsyncIterator[None]:
+        """Hold one of the places; of those who wait the one of the lowest rank is next."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (rank, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self._hand_over()
+                raise
+        try:
+            yield
+        finally:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._waiting:
+            _, _, turn = heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+def _like_free(guided: Trajectory, runner: EpisodeRunner) -> bool:
+    """Return whether the episode would have been the same without experience."""
+    offers_tool = runner.limits[guided.task.name].asks > 0
+    return guided.error is None and not guided.shown and not offers_tool
+
+
+def _as_free(guided: Trajectory) -> Trajectory:
+    return replace(guided, condition="free", rejected=())

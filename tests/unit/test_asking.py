@@ -32,7 +32,7 @@ from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits, Unasked
 from crl.rollout.waves import Waves
 from crl.run.figures import rollout_figures
-from crl.run.playing import play_all
+from crl.run.playing import EpisodeScheduler
 from crl.types import ExperienceUse, RolloutPlan, Segment, Trajectory
 
 KEY = EpisodeKey("train", step=2, group=5, member=1)
@@ -339,7 +339,7 @@ def test_questions_are_searched_and_refined_in_the_order_of_the_names(delays: li
             run = runner(engine, home.host, sampler=Waves(engine), context=COMPACT, limits=LIMITS, retriever=Slow())
             keys = [replace(KEY, member=member) for member in range(len(delays))]
             tasks = [replace(TASK, goal="Open it" + "!" * (member % 2)) for member in range(len(delays))]
-            await play_all(run, "guided", keys, tasks, concurrency=9)
+            await EpisodeScheduler(9).play(run, "guided", keys, tasks)
         return list(events)
 
     first, second = asyncio.run(play()), asyncio.run(play())

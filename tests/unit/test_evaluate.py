@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doors import TASK, dice, house, renderer, runner, scripted
+from doors import HIT, TASK, Shelf, dice, house, renderer, runner, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,11 @@ from crl.envs.room import SPEC
 from crl.errors import EngineError
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
+from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.waves import Direct, Waves
 from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference, rate_of_visits
+from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
 
 # ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,7 +188,9 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
     engine = Crowd()
     async with house() as home:
         evaluator = Evaluator(
-            runner(engine, home.host), {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)}, concurrency=4
+            runner(engine, home.host),
+            {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)},
+            EpisodeScheduler(4),
         )
         result = await evaluator.evaluate()
     assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known", "free"): 3, ("doors", "new", "free"): 10}
@@ -199,13 +204,17 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
 @pytest.mark.parametrize(("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)])
 async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
     async with house() as home:
-        result = await Evaluator(runner(scripted(says), home.host), {("doors", "new"): tasks(2)}, concurrency=8).evaluate()
+        player = runner(scripted(says), home.host)
+        evaluator = Evaluator(player, {("doors", "new"): tasks(2)}, EpisodeScheduler(8))
+        result = await evaluator.evaluate()
     assert (result.rates["doors", "new", "free"].value, result.turns["doors", "new", "free"], result.errors) == (value, turns, 0)
 
 
 async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
     async with house(broken={1}) as home:
-        result = await Evaluator(runner(scripted("open"), home.host), {("doors", "new"): tasks(4)}, concurrency=2).evaluate()
+        player = runner(scripted("open"), home.host)
+        evaluator = Evaluator(player, {("doors", "new"): tasks(4)}, EpisodeScheduler(2))
+        result = await evaluator.evaluate()
     assert (result.rates["doors", "new", "free"], result.errors) == (Rate(3, 4), 1)
 
 
@@ -218,9 +227,10 @@ async def test_a_dead_engine_ends_the_evaluation() -> None:
         for sampler_of in (Direct, Waves):
             engine = Dead(renderer(), dice)
             player = runner(engine, home.host, sampler=sampler_of(engine))
+            scheduler = EpisodeScheduler(4, in_order=sampler_of is Waves)
             with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
-                await Evaluator(player, {("doors", "new"): tasks(4)}, concurrency=4).evaluate()
-            assert all(isinstance(error, EngineError) for error in raised.value.exceptions)
+                await Evaluator(player, {("doors", "new"): tasks(4)}, scheduler).evaluate()
+            assert raised.value.split(EngineError)[1] is None, "nothing else went wrong"
             assert not home.host._lent
 
 
@@ -229,32 +239,108 @@ class Noting(TorchEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.sampled: defaultdict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+        self.sampled: defaultdict[str | None, tuple[list[tuple[int, ...]], list[float]]]
+        self.sampled = defaultdict(lambda: ([], []))
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
         completion = await super().generate(ids, sampling, session=session, rng=rng)
-        self.sampled[session].append(completion.ids)
+        ids_, logprobs = self.sampled[session]
+        ids_.append(completion.ids)
+        logprobs += completion.logprobs
         return completion
 
 
-async def evaluated(
-    engine: Noting, player: EpisodeRunner, rooms: Mapping[EvalSet, Sequence[Task]]
-) -> tuple[Evaluation, dict[str | None, list[tuple[int, ...]]]]:
+Noted = dict[str | None, tuple[list[tuple[int, ...]], list[float]]]
+"""Completions of a session, and the log-probs of their tokens."""
+
+
+Rooms = Mapping[EvalSet, Sequence[Task]]
+
+
+async def evaluated(engine: Noting, player: EpisodeRunner, rooms: Rooms) -> tuple[Evaluation, Noted]:
     engine.sampled.clear()
-    return await Evaluator(player, rooms, concurrency=8).evaluate(), dict(engine.sampled)
+    engine._decoder._prefixes.clear()  # of the evaluation before, as new weights do
+    scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, Waves))
+    return await Evaluator(player, rooms, scheduler).evaluate(), dict(engine.sampled)
+
+
+@asynccontextmanager
+async def sampled_rooms(
+    tiny_actor: Path, dtype: torch.dtype = torch.float32
+) -> AsyncIterator[tuple[Noting, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
+    """The real tiny model, a runner with `Waves` that plays real rooms, and two sets of them."""
+    model = load_model(tiny_actor, torch.device("cpu")).to(dtype)
+    engine = Noting(model, max_batch=64, max_context=512)
+    host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
+    settings = StreamSettings()
+    rooms: dict[EvalSet, Sequence[Task]] = {
+        ("room", "known"): SPEC.eval_tasks("known", 12, 0, settings),
+        ("room", "new"): SPEC.eval_tasks("new", 12, 0, settings),
+    }
+    parts = {"context": ChatContext({"room": ""}), "limits": {"room": Limits(4, 4)}}
+    try:
+        yield engine, runner(engine, host, sampler=Waves(engine), **parts), rooms
+    finally:
+        await engine.aclose()
+        await host.aclose()
 
 
 async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> None:
     """The real tiny model samples in real rooms; another root of draws gives other episodes."""
-    engine = Noting(load_model(tiny_actor, torch.device("cpu")), max_batch=64, max_context=512)
-    host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
-    splits: tuple[Split, ...] = ("known", "new")
-    rooms: dict[EvalSet, Sequence[Task]] = {("room", split): SPEC.eval_tasks(split, 12, 0, StreamSettings()) for split in splits}
-    player = runner(engine, host, sampler=Waves(engine), context=ChatContext({"room": ""}), limits={"room": Limits(4, 4)})
-    try:
-        first, again, other = [await evaluated(engine, replace(player, seed=seed), rooms) for seed in (0, 0, 1)]
-        assert again == first, "token for token"
-        assert other[1] != first[1]
-    finally:
-        await engine.aclose()
-        await host.aclose()
+    async with sampled_rooms(tiny_actor) as (engine, player, rooms):
+        players = [replace(player, seed=seed) for seed in (0, 0, 1)]
+        first, again, other = [await evaluated(engine, one, rooms) for one in players]
+    assert again == first, "token for token"
+    assert other[1] != first[1]
+
+
+async def alone_and_together(
+    engine: Noting, player: EpisodeRunner, rooms: Rooms
+) -> tuple[dict[Setting, Rate], dict[Setting, Rate], list[Noted]]:
+    """Rates of the sets evaluated one by one, and all at once, and what was sampled both times."""
+    alone: dict[Setting, Rate] = {}
+    sampled: Noted = {}
+    for of, tasks in rooms.items():
+        evaluation, noted = await evaluated(engine, player, {of: tasks})
+        alone |= evaluation.rates
+        sampled |= noted
+    together, noted = await evaluated(engine, player, rooms)
+    return alone, dict(together.rates), [sampled, noted]
+
+
+async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_actor: Path) -> None:
+    """In float64, where rounding does not reach a draw. In deterministic mode, bit for bit."""
+    async with sampled_rooms(tiny_actor, torch.float64) as (engine, player, rooms):
+        direct = replace(player, sampler=Direct(engine))
+        alone, together, (sampled, noted) = await alone_and_together(engine, direct, rooms)
+    assert together == alone
+    assert {s: ids for s, (ids, _) in noted.items()} == {s: ids for s, (ids, _) in sampled.items()}
+    async with sampled_rooms(tiny_actor) as (engine, player, rooms):
+        alone, together, (sampled, noted) = await alone_and_together(engine, player, rooms)
+    assert together == alone
+    assert noted == sampled, "log-probs too"
+
+
+async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
+    """Half of the episodes are shown something later, and those alone are played twice."""
+
+    class Half(Shelf):
+        async def search(self, requests):
+            return [HIT if request.group % 2 else None for request in requests]
+
+    async def played(bank: Retriever) -> tuple[Evaluation, int]:
+        engine = ScriptedEngine(renderer(), dice)
+        async with house() as home:
+            sets: dict[EvalSet, Sequence[Task]] = {("doors", "known"): tasks(8, "known")}
+            player = runner(engine, home.host)
+            evaluator = Evaluator(player, sets, EpisodeScheduler(4), bank=bank)
+            found = await evaluator.evaluate()
+        prompts = [renderer().decode(ids) for _, ids in engine.requests]
+        return found, sum(prompt.count("assistant") == 1 for prompt in prompts)
+
+    empty, once = await played(Shelf(None))
+    half, more = await played(Half())
+    assert (once, more) == (8, 12)
+    free, guided = ("doors", "known", "free"), ("doors", "known", "guided")
+    assert empty.rates[guided] == empty.rates[free] == half.rates[free]
+    assert empty.turns[guided] == empty.turns[free] == half.turns[free]

@@ -28,10 +28,11 @@ from crl.manager import Distilled, DistilSettings, ExperienceManager, ManagerSet
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
-from crl.rollout.episode import EpisodeRunner, Limits
-from crl.run.evaluate import Evaluation, Evaluator, Rate
+from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
 from crl.run.experience import Uncounted
 from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineResult, OnlineTask, Tally, take_in
+from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
 
@@ -71,7 +72,7 @@ PROBED = probe_tasks(12)
 
 async def probed(actor: Callable[[str], str]) -> dict[str, float]:
     async with rooms(actor) as run:
-        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, concurrency=5)
+        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, EpisodeScheduler(5))
         figures = await probe.measure()
         assert await probe.measure() == figures, "the same places and the same draws every time"
         return figures
@@ -91,9 +92,22 @@ async def test_who_does_not_listen_gains_nothing() -> None:
     assert (figures["probe/room/right_minus_none"], figures["probe/room/right_minus_none/half_width"]) == (0.0, 0.0)
 
 
+async def test_the_advice_is_probed_with_the_same_draws() -> None:
+    """Side by side, in sessions of their own."""
+    async with rooms(ignores) as run:
+        told = {"room": ProbeTask(PROBED[:3], ADVISOR)}
+        probes = [AdviceProbe(run, told, EpisodeScheduler(5, in_order=in_order)) for in_order in (False, True)]
+        first, second = [await probe.measure() for probe in probes]
+    assert first == second
+    keys = [EpisodeKey("probe/room", 0, 1, 0, arm) for arm in ("none", "right", "wrong")]
+    assert len({key.session for key in keys}) == 3
+    assert {key.draws for key in keys} == {EpisodeKey("probe/room", 0, 1, 0).session}
+
+
 async def test_the_probe_tells_each_place_its_own() -> None:
     async with rooms(follows) as run:
-        await AdviceProbe(run, {"room": ProbeTask(PROBED[:4], ADVISOR)}, concurrency=8).measure()
+        told = {"room": ProbeTask(PROBED[:4], ADVISOR)}
+        await AdviceProbe(run, told, EpisodeScheduler(8)).measure()
         assert isinstance(run.sampler._engine, ScriptedEngine)  # pyright: ignore[reportAttributeAccessIssue]
         prompts = [renderer().decode(ids) for _, ids in run.sampler._engine.requests]  # pyright: ignore[reportAttributeAccessIssue]
     task = ProbeTask(PROBED[:4], ADVISOR)
@@ -165,7 +179,8 @@ async def online(folder: Path, actor, extractor) -> AsyncIterator[tuple[OnlineBa
     tasks = {"room": OnlineTask(PLACES, SPEC.revisit, ADVISOR)}
     try:
         async with rooms(actor) as run:
-            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, concurrency=7), banks, run
+            scheduler = EpisodeScheduler(7)
+            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, scheduler), banks, run
     finally:
         await bank.aclose()
 
@@ -181,6 +196,9 @@ async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path)
     assert any(t.used for t in result.visits[1]), "what the first visit taught guides the second"
     assert all(t.condition == "guided" for visit in result.visits for t in visit)
     assert result.settled == result.visits[2:]
+    assert any(t.overtime_turns for visit in result.visits[:-1] for t in visit), "for extractors"
+    nobody_reads = [*result.visits[-1], *(t for visit in result.alone for t in visit)]
+    assert not any(t.overtime_turns for t in nobody_reads)
     guides = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
     assert len(guides) == len({goal for goal, _ in guides}), "the members of a visit share what they are told"
     right, answers = result.lessons or (0, 0)
@@ -212,6 +230,35 @@ async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(tm
     assert len({(task.goal, task.params["core"]) for task in tasks}) == len(tasks) == len(PLACES) * MEMBERS * VISITS
     assert {task.goal for task in tasks} == {place.goal for place in PLACES}
     assert {task.params["lgen"] for task in tasks} == {place.params["lgen"] for place in PLACES}
+
+
+async def test_tasks_that_are_visited_at_the_same_time_are_as_they_are_alone(
+    tmp_path: Path,
+) -> None:
+    """Two tasks of the same places: both together, and one after the other as in deterministic mode."""
+
+    def of(result: OnlineResult) -> list[list[tuple]]:
+        visits = [*result.visits, *result.alone]
+        return [[(t.group, t.member, t.success, t.turns, t.shown) for t in some] for some in visits]
+
+    found: list[dict[str, OnlineResult]] = []
+    for in_order in (False, True):
+        folder = tmp_path / str(in_order)
+        folder.mkdir()
+        async with online(folder, follows, wise) as (evaluation, banks, run):
+            named = {name: evaluation._tasks["room"] for name in ("room", "lounge")}
+            named["lounge"] = replace(named["room"], places=[*reversed(PLACES)])
+            scheduler = EpisodeScheduler(5, in_order=in_order)
+            both = OnlineBank(run, named, banks.scratch, banks.untrained, scheduler)
+            found.append(await both.evaluate(compare_lessons=True))
+            assert banks.opened == 4, "a scratch copy and an untrained bank for each"
+    together, apart = found
+    assert list(together) == list(apart) == ["room", "lounge"]
+    for name, result in together.items():
+        assert of(result) == of(apart[name])
+        assert (result.lessons, result.lift) == (apart[name].lessons, apart[name].lift)
+        assert result.untrained_lessons == (0, len(PLACES) * MEMBERS)
+    assert any(t.used for t in together["lounge"].visits[1])
 
 
 async def test_the_untrained_extractor_is_asked_about_the_same_episodes(tmp_path: Path) -> None:
@@ -286,9 +333,8 @@ async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str 
 
 
 def evaluator(run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None) -> Evaluator:
-    return Evaluator(
-        run, {("room", "known"): known, ("room", "new"): PLACES}, concurrency=4, bank=Uncounted(bank), online=building
-    )  # fmt: skip
+    sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
+    return Evaluator(run, sets, EpisodeScheduler(4), bank=Uncounted(bank), online=building)
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:

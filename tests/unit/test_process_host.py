@@ -278,6 +278,17 @@ async def test_the_deadline_does_not_count_the_start_of_a_worker() -> None:
         assert (host.failures, host.replaced) == (0, 0)
 
 
+async def test_the_deadline_does_not_count_the_wait_for_the_worker() -> None:
+    """Many more episodes than workers: the last call waits longer than its deadline."""
+    async with hosting(processes=1) as host:
+        environments = [await begun(host) for _ in range(20)]
+        host.deadline = 1.0
+        start = asyncio.get_running_loop().time()
+        await asyncio.gather(*(environment.step("think") for environment in environments))
+        assert asyncio.get_running_loop().time() - start > host.deadline
+        assert (host.failures, host.replaced) == (0, 0)
+
+
 async def test_closing_ends_every_worker_even_a_hanging_one_and_removes_its_files() -> None:
     host = ProcessHost({"toy": (SPEC, "full")}, processes=2)
     environments = [await begun(host) for _ in range(2)]

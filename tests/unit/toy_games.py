@@ -41,6 +41,8 @@ class Guess:
                 raise SystemExit(3)
             case "hang":
                 time.sleep(600)
+            case "think":
+                time.sleep(0.1)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "fork" | "daemon":

@@ -1,0 +1,192 @@
+"""The scheduler of evaluations: its bound, who plays next, and what is not played twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from doors import HIT, TASK, Shelf, dice, house, renderer, runner, until
+
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import EngineError
+from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
+from crl.rollout.waves import Waves
+from crl.run.playing import EpisodeScheduler
+from crl.types import Completion, Sampling, Task, Trajectory
+
+
+class Gate(ScriptedEngine):
+    """Notes the sessions in the order of their requests, which wait until the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), dice)
+        self.opened = asyncio.Event()
+        self.begun: list[str] = []
+        self.most = self._now = 0
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:  # fmt: skip
+        assert session is not None
+        if session not in self.begun:
+            self.begun.append(session)
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            await self.opened.wait()
+            await asyncio.sleep(0.001)
+        finally:
+            self._now -= 1
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+def episodes(purpose: str, n: int) -> tuple[list[EpisodeKey], list[Task]]:
+    keys = [EpisodeKey(purpose, 0, i, 0) for i in range(n)]
+    return keys, [replace(TASK, seed=i) for i in range(n)]
+
+
+def purposes(engine: Gate) -> list[str]:
+    return [session.partition("/")[0] for session in engine.begun]
+
+
+async def test_sets_play_side_by_side_under_one_bound() -> None:
+    engine, scheduler = Gate(), EpisodeScheduler(6)
+    async with house() as home:
+        play = partial(scheduler.play, runner(engine, home.host), "free")
+        parts = [partial(play, *episodes(name, n)) for name, n in (("a", 4), ("b", 9), ("c", 5))]
+        playing = asyncio.create_task(scheduler.gather(parts))
+        await until(lambda: len(engine.begun) == 6)
+        assert sorted(purposes(engine)) == [*"aaaabb"], "b does not wait for the end of a"
+        engine.opened.set()
+        played = await playing
+    assert [len(set_) for set_ in played] == [4, 9, 5]
+    assert [t.group for t in played[1]] == list(range(9)), "in the order of the keys"
+    assert engine.most == 6
+
+
+async def test_sets_take_turns_at_free_places() -> None:
+    engine, scheduler = Gate(), EpisodeScheduler(1)
+    engine.opened.set()
+    async with house() as home:
+        play = partial(scheduler.play, runner(engine, home.host), "free")
+        await scheduler.gather([partial(play, *episodes(name, 3)) for name in "abc"])
+    assert purposes(engine) == ["a", *"bc", *"abc", *"abc"]
+
+
+async def test_what_others_wait_for_plays_first() -> None:
+    engine, scheduler = Gate(), EpisodeScheduler(2)
+    async with house() as home:
+        player = runner(engine, home.host)
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            group.create_task(scheduler.play(player, "free", *episodes("set", 4)))
+            await until(lambda: len(engine.begun) == 2)
+            group.create_task(scheduler.play(player, "free", *episodes("visit", 2), urgent=True))
+            await asyncio.sleep(0.01)
+            engine.opened.set()
+    assert purposes(engine) == ["set", "set", "visit", "visit", "set", "set"]
+
+
+async def test_in_order_nothing_plays_beside_anything() -> None:
+    engine, scheduler = Gate(), EpisodeScheduler(3, in_order=True)
+    engine.opened.set()
+    async with house() as home, asyncio.timeout(30):
+        play = partial(scheduler.play, runner(engine, home.host, sampler=Waves(engine)), "free")
+        await scheduler.gather([partial(play, *episodes(name, 4)) for name in "ab"])
+    assert engine.begun == [key.session for name in "ab" for key in episodes(name, 4)[0]]
+
+
+async def test_places_are_given_back_when_a_part_fails() -> None:
+    """Episodes that play or wait are cancelled, and the next evaluation has all places."""
+    engine, scheduler = Gate(), EpisodeScheduler(2)
+
+    async def fail() -> list[Trajectory]:
+        await until(lambda: len(engine.begun) == 2)
+        raise EngineError("gone")
+
+    async with house() as home, asyncio.timeout(30):
+        play = partial(scheduler.play, runner(engine, home.host), "free")
+        with pytest.raises(ExceptionGroup):
+            await scheduler.gather([partial(play, *episodes("a", 5)), fail])
+        engine.opened.set()
+        engine.most = 0
+        assert len(await play(*episodes("b", 5))) == 5
+        assert engine.most == 2
+
+
+async def test_a_place_that_comes_with_the_cancellation_is_passed_on() -> None:
+    scheduler = EpisodeScheduler(1)
+    async with asyncio.timeout(30):
+        async with scheduler._place((False, 0)):
+            waiting = asyncio.create_task(scheduler._place((False, 1)).__aenter__())
+            await asyncio.sleep(0)
+        waiting.cancel()  # its turn has come, and it does not know yet
+        await asyncio.wait([waiting])
+        async with scheduler._place((False, 2)):
+            pass
+
+
+# ── what is not played twice ────────────────────────────────────────────────────────────────────
+
+
+Pair = tuple[list[Trajectory], list[Trajectory], int]
+
+
+async def paired(player: EpisodeRunner, engine: ScriptedEngine) -> Pair:
+    """Guided episodes, the same without experience, and how many of them were played again."""
+    scheduler, (keys, tasks) = EpisodeScheduler(4), episodes("set", 5)
+    guided = await scheduler.play(player, "guided", keys, tasks)
+    engine.requests.clear()
+    free = await scheduler.play_free(player, keys, guided)
+    return guided, free, len({session for session, _ in engine.requests})
+
+
+async def test_episodes_that_were_shown_nothing_are_the_free_ones() -> None:
+    engine = ScriptedEngine(renderer(), dice)
+    async with house() as home:
+        player = runner(engine, home.host, retriever=Shelf(None))
+        guided, free, again = await paired(player, engine)
+        alone = await EpisodeScheduler(4).play(player, "free", *episodes("set", 5))
+    assert again == 0
+    assert {t.condition for t in guided} == {"guided"}
+    assert free == alone, "as if they had been played"
+
+
+async def test_episodes_that_were_shown_something_are_played_without_it() -> None:
+    class Half(Shelf):
+        async def search(self, requests):
+            return [HIT if request.group % 2 else None for request in requests]
+
+    engine = ScriptedEngine(renderer(), dice)
+    async with house() as home:
+        player = runner(engine, home.host, retriever=Half())
+        guided, free, again = await paired(player, engine)
+        alone = await EpisodeScheduler(4).play(player, "free", *episodes("set", 5))
+    assert [bool(t.shown) for t in guided] == [False, True, False, True, False]
+    assert again == 2
+    assert free == alone
+
+
+async def test_what_failed_is_played_again() -> None:
+    engine = ScriptedEngine(renderer(), dice)
+    async with house(broken={3}) as home:
+        player = runner(engine, home.host, retriever=Shelf(None))
+        guided, free, _ = await paired(player, engine)
+        assert [bool(t.error) for t in guided] == [False, False, False, True, False]
+        home.games[0].broken = ()
+    assert [bool(t.error) for t in free] == [False, False, False, True, False]
+
+
+async def test_where_guided_prompts_offer_a_tool_free_episodes_are_others() -> None:
+    engine = ScriptedEngine(renderer(), dice)
+    async with house() as home:
+        plain = runner(engine, home.host, retriever=Shelf(None))
+        keys, tasks = episodes("set", 5)
+        guided = await EpisodeScheduler(4).play(plain, "guided", keys, tasks)
+        engine.requests.clear()
+        asking = replace(plain, limits={"doors": Limits(3, 32, asks=1)})
+        await EpisodeScheduler(4).play_free(asking, keys, guided)
+    assert len({session for session, _ in engine.requests}) == 5
