@@ -489,7 +489,7 @@ def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path
         )  # fmt: skip
 
     tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
-    compact, full = (4, "credit", "credit", 50, 1024), (None, "fifo", "diverse", 0, 32_768)
+    compact, full = (8, "credit", "credit", 50, 1024), (None, "fifo", "diverse", 0, 32_768)
     assert tables(f"actor.model={model}", f"extractor.model={model}") == (tiny, compact)
     assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
     assert tables(f"actor.model={big}", f"extractor.model={model}") == (tiny, full)
