@@ -21,8 +21,8 @@ class EpisodeScheduler:
 
     in_order: run one part after the other, and play episodes in whole chunks of `limit`, as `Waves`
     needs. Then what shares a forward pass depends neither on timing nor on what else is evaluated.
-    Else all parts run at once. Their sets start in order, so that most of what shares a forward pass
-    is of one task and of like length.
+    Else all parts run at once. Their sets start in order, so that most of what shares a forward
+    pass is of one task and of like length.
     """
 
     def __init__(self, limit: int, *, in_order: bool = False) -> None:
