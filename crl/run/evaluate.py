@@ -148,7 +148,8 @@ class Evaluator:
 
     def __init__(
         self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]],
-        scheduler: EpisodeScheduler, *, bank: Retriever | None = None, online: OnlineBank | None = None,
+        scheduler: EpisodeScheduler, *, bank: Retriever | None = None,
+        online: OnlineBank | None = None,
     ) -> None:  # fmt: skip
         self.runner, self.scheduler, self._sets = runner, scheduler, sets
         self._guided = replace(runner, retriever=bank) if bank else None

@@ -92,7 +92,8 @@ class OnlineBank:
 
     async def _evaluate(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            partial(self._visit, name, task, compare_lessons), partial(self._play_alone, name, task),
+            partial(self._visit, name, task, compare_lessons),
+            partial(self._play_alone, name, task),
         ]  # fmt: skip
         result: OnlineResult
         result, alone = await self._scheduler.gather(parts)
@@ -117,9 +118,10 @@ class OnlineBank:
         return result
 
     async def _play_alone(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
-        settled = [visited(name, task, visit, arm="alone") for visit in range(UNCOUNTED_VISITS, VISITS)]
         play = partial(self._scheduler.play, self._undistilled, "free")
-        return await self._scheduler.gather([partial(play, *episodes) for episodes in settled])
+        settled = range(UNCOUNTED_VISITS, VISITS)
+        parts = [partial(play, *visited(name, task, visit, arm="alone")) for visit in settled]
+        return await self._scheduler.gather(parts)
 
     async def _untrained_lessons(
         self, advisor: Advisor, played: Sequence[Trajectory],

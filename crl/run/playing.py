@@ -21,14 +21,14 @@ class EpisodeScheduler:
 
     in_order: run one part after the other, and play episodes in whole chunks of `limit`, as `Waves`
     needs. Then what shares a forward pass depends neither on timing nor on what else is evaluated.
-    Else all parts run at once, and their sets take turns at free places: no task's environments are
-    all needed at once.
+    Else all parts run at once. Their sets start in order, so that most of what shares a forward
+    pass is of one task and of like length.
     """
 
     def __init__(self, limit: int, *, in_order: bool = False) -> None:
         self._limit, self._in_order = limit, in_order
         self._free = limit
-        self._waiting: list[tuple[tuple[bool, int], int, asyncio.Future[None]]] = []  # a heap
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap
         self._numbers = itertools.count()
 
     async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
@@ -50,7 +50,7 @@ class EpisodeScheduler:
         plan = RolloutPlan(condition)
 
         async def play(i: int) -> Trajectory:
-            async with self._place((not urgent, i)):
+            async with self._place(urgent=urgent):
                 return await runner.play(keys[i], tasks[i], plan)
 
         played: list[Trajectory] = []
@@ -79,13 +79,13 @@ class EpisodeScheduler:
         return [free[i] if i in free else _as_free(t) for i, t in enumerate(guided)]
 
     @asynccontextmanager
-    async def _place(self, rank: tuple[bool, int]) -> AsyncIterator[None]:
-        """Hold one of the places; of those who wait the one of the lowest rank is next."""
+    async def _place(self, *, urgent: bool) -> AsyncIterator[None]:
+        """Hold one of the places. Urgent callers get one first, then those who came first."""
         if self._free:
             self._free -= 1
         else:
             turn = asyncio.get_running_loop().create_future()
-            heappush(self._waiting, (rank, next(self._numbers), turn))
+            heappush(self._waiting, (not urgent, next(self._numbers), turn))
             try:
                 await turn
             except asyncio.CancelledError:

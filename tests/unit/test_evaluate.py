@@ -266,10 +266,15 @@ async def evaluated(engine: Noting, player: EpisodeRunner, rooms: Rooms) -> tupl
 
 @asynccontextmanager
 async def sampled_rooms(
-    tiny_actor: Path, dtype: torch.dtype = torch.float32
+    tiny_actor: Path, *, exact: bool = False
 ) -> AsyncIterator[tuple[Noting, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
-    """The real tiny model, a runner with `Waves` that plays real rooms, and two sets of them."""
-    model = load_model(tiny_actor, torch.device("cpu")).to(dtype)
+    """The real tiny model, a runner with `Waves` that plays real rooms, and two sets of them.
+
+    exact: in float64.
+    """
+    model = load_model(tiny_actor, torch.device("cpu"))
+    if exact:
+        model.double()
     engine = Noting(model, max_batch=64, max_context=512)
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     settings = StreamSettings()
@@ -310,7 +315,7 @@ async def alone_and_together(
 
 async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_actor: Path) -> None:
     """In float64, where rounding does not reach a draw. In deterministic mode, bit for bit."""
-    async with sampled_rooms(tiny_actor, torch.float64) as (engine, player, rooms):
+    async with sampled_rooms(tiny_actor, exact=True) as (engine, player, rooms):
         direct = replace(player, sampler=Direct(engine))
         alone, together, (sampled, noted) = await alone_and_together(engine, direct, rooms)
     assert together == alone

@@ -68,13 +68,13 @@ async def test_sets_play_side_by_side_under_one_bound() -> None:
     assert engine.most == 6
 
 
-async def test_sets_take_turns_at_free_places() -> None:
+async def test_who_comes_first_plays_first() -> None:
     engine, scheduler = Gate(), EpisodeScheduler(1)
     engine.opened.set()
     async with house() as home:
         play = partial(scheduler.play, runner(engine, home.host), "free")
         await scheduler.gather([partial(play, *episodes(name, 3)) for name in "abc"])
-    assert purposes(engine) == ["a", *"bc", *"abc", *"abc"]
+    assert engine.begun == [key.session for name in "abc" for key in episodes(name, 3)[0]]
 
 
 async def test_what_others_wait_for_plays_first() -> None:
@@ -120,12 +120,12 @@ async def test_places_are_given_back_when_a_part_fails() -> None:
 async def test_a_place_that_comes_with_the_cancellation_is_passed_on() -> None:
     scheduler = EpisodeScheduler(1)
     async with asyncio.timeout(30):
-        async with scheduler._place((False, 0)):
-            waiting = asyncio.create_task(scheduler._place((False, 1)).__aenter__())
+        async with scheduler._place(urgent=False):
+            waiting = asyncio.create_task(scheduler._place(urgent=True).__aenter__())
             await asyncio.sleep(0)
         waiting.cancel()  # its turn has come, and it does not know yet
         await asyncio.wait([waiting])
-        async with scheduler._place((False, 2)):
+        async with scheduler._place(urgent=False):
             pass
 
 

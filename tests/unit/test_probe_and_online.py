@@ -96,8 +96,8 @@ async def test_the_advice_is_probed_with_the_same_draws() -> None:
     """Side by side, in sessions of their own."""
     async with rooms(ignores) as run:
         told = {"room": ProbeTask(PROBED[:3], ADVISOR)}
-        probes = [AdviceProbe(run, told, EpisodeScheduler(5, in_order=in_order)) for in_order in (False, True)]
-        first, second = [await probe.measure() for probe in probes]
+        schedulers = [EpisodeScheduler(5), EpisodeScheduler(5, in_order=True)]
+        first, second = [await AdviceProbe(run, told, one).measure() for one in schedulers]
     assert first == second
     keys = [EpisodeKey("probe/room", 0, 1, 0, arm) for arm in ("none", "right", "wrong")]
     assert len({key.session for key in keys}) == 3
@@ -235,7 +235,7 @@ async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(tm
 async def test_tasks_that_are_visited_at_the_same_time_are_as_they_are_alone(
     tmp_path: Path,
 ) -> None:
-    """Two tasks of the same places: both together, and one after the other as in deterministic mode."""
+    """Two tasks of the same places: both together, and one after the other."""
 
     def of(result: OnlineResult) -> list[list[tuple]]:
         visits = [*result.visits, *result.alone]
