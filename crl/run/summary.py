@@ -181,7 +181,7 @@ class Summary:
     generated: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        extractor_tokens = self.experience.stats["total/sampled_tokens/extractor"] if self.experience else 0
+        extractor_tokens = self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
         lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", self.totals.line(extractor_tokens), ""]
         if self.before:
             lines += success_lines(self.temperature, self.before, self.after, generated=self.generated)

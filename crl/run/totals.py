@@ -35,9 +35,10 @@ class Totals:
             "total/sampled_tokens/actor": self.actor_tokens,
         }
 
-    def line(self, extractor_tokens: int) -> str:
-        """Return the budget line of a run's summary."""
+    def line(self, extractor_tokens: int | None = None) -> str:
+        """Return the budget line of a run's summary. extractor_tokens: None without an extractor."""
+        extractor = "" if extractor_tokens is None else f", extractor {extractor_tokens:,}"
         return (
             f"environment turns {self.env_turns:,} (of them overtime {self.overtime_turns:,}), "
-            f"sampled tokens: actor {self.actor_tokens:,}, extractor {extractor_tokens:,}"
+            f"sampled tokens: actor {self.actor_tokens:,}{extractor}"
         )

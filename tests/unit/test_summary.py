@@ -40,7 +40,7 @@ SUMMARY = Summary(
 
 TEXT = """
 80 steps in 172 s
-environment turns 12,345 (of them overtime 678), sampled tokens: actor 98,765, extractor 0
+environment turns 12,345 (of them overtime 678), sampled tokens: actor 98,765
 
 success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
   room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_has_no_after() -> None:
 def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
     assert "0 steps in 172 s\nenvironment turns 12,345" in text
-    assert "extractor 0\n\nstopped before the first evaluation\n\nthe trained models" in text
+    assert "actor 0\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_what_went_wrong_is_said() -> None:
