@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_has_no_after() -> None:
 def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
     assert "0 steps in 172 s\nenvironment turns 12,345" in text
-    assert "actor 0\n\nstopped before the first evaluation\n\nthe trained models" in text
+    assert "actor 98,765\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_what_went_wrong_is_said() -> None:
