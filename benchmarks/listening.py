@@ -87,17 +87,20 @@ class Watch:
     def __init__(self, loop: Any, probes: Mapping[str, Sequence[Any]]) -> None:
         from crl.envs.room import SPEC
 
+        assert SPEC.advisor is not None
         self._loop, self._probes, self._advisor = loop, probes, SPEC.advisor
         self._trainer = loop.learner._trainer
         self._step = 0
         self.rows: list[dict[str, Any]] = []
 
-    def observe(self, batch: Sequence[Any]) -> None:
+    def observe(self, trajectories: Sequence[Any]) -> None:
         if self._step % EVERY == 0:
-            self.rows.append(self._measure([t for t in batch if t.error is None]))
+            self.rows.append(self._measure([t for t in trajectories if t.error is None]))
         self._step += 1
 
     def _measure(self, played: Sequence[Any]) -> dict[str, Any]:
+        import torch
+
         from crl.algo import build_minibatches
         from crl.seeds import generator
 
@@ -113,7 +116,7 @@ class Watch:
             row[f"{term}/episodes"] = terms.count(term)
             if term in terms:
                 row[f"{term}/flat"] = sum(a == 0 for a, of in zip(advantages, terms, strict=True) if of == term) / terms.count(term)
-        whole = sum(gradients.values())
+        whole = torch.stack(list(gradients.values())).sum(0)
         for term, gradient in gradients.items():
             row[f"{term}/projection"] = float(-(gradient @ upwards) / (whole.norm() * upwards.norm()).clamp(min=1e-12))
         return row

@@ -192,7 +192,7 @@ def main() -> None:
     done = {(run["setting"], run["arm"], run["seed"]) for run in finished(arguments.out)}
     wanted = [(setting, arm, seed) for setting in arguments.settings for seed in arguments.seeds for arm in arguments.arms]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda run: run_apart(*run, arguments), [run for run in wanted if run not in done]))
+        list(pool.map(lambda run: run_apart(run[0], run[1], run[2], arguments), [run for run in wanted if run not in done]))
     runs = finished(arguments.out)
     print(tables(runs))
     write_results(arguments.out, {"jobs": arguments.jobs, "runs": runs})
