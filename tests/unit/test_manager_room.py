@@ -187,7 +187,7 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
     order = entries
     if evict == "credit":
         score = {entry.uid: known_score(entry.credited, entry.credit) for entry in entries}
-        best = {entry.uid for entry in sorted(entries, key=lambda entry: -score[entry.uid])[:250]}
+        best = {entry.uid for entry in sorted(reversed(entries), key=lambda entry: -score[entry.uid])[:250]}
         order = sorted(entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid]))
     assert set(texts(made)) & {entry.text for entry in entries} == {entry.text for entry in order[12:]}
     await made.aclose()
