@@ -221,13 +221,17 @@ def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
 # ── free and guided ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_group_has_signal_where_one_of_its_halves_has(either: Path) -> None:
+def test_a_group_has_signal_where_one_of_its_halves_has_or_a_lesson_helped(either: Path) -> None:
     for line in metrics(either, "train"):
         halves: dict[tuple[int, str], set[float]] = {}
+        won: dict[tuple[int, str], list[bool]] = {}
         for t in episodes(either):
             if t["step"] == line["step"]:
                 halves.setdefault((t["group"], t["condition"]), set()).add(t["reward"])
+                if t["used"] or t["condition"] == "free":
+                    won.setdefault((t["group"], t["used"][0]["uid"] if t["used"] else ""), []).append(t["success"])
         expected = {group for (group, _), rewards in halves.items() if len(rewards) > 1}
+        expected |= {group for (group, _), guided in won.items() if fmean(guided) != fmean(won[group, ""])}
         assert line["rollout/groups_with_signal"] == len(expected)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from whole_runs import DETERMINISTIC, SMALL, arguments, crl, metrics, one_line, untimed
 
-LESSONS = [{"task": "room", "goal": "Room: the dusty cabin.", "text": text} for text in ("from the start go west.", "be careful.")]
+# Lessons that claim nothing: the extractor may correct one that names a direction.
+LESSONS = [{"task": "room", "goal": "Room: the dusty cabin.", "text": text} for text in ("every move takes time.", "be careful.")]
 
 
 def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(tmp_path: Path, random_bert: Path):
@@ -23,8 +24,8 @@ def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(tmp_path: Path
     figures = [[untimed(line) for line in metrics(run, "bank")] for run in runs]
     assert figures[0] == figures[1]
     assert figures[0][-1]["bank/size"] > 2
-    found = crl("bank", "search", runs[0], "Room: the dusty cabin.", "--json")
-    assert {"from the start go west.", "be careful."} <= {row["text"] for row in json.loads(found.stdout)}
+    found = crl("bank", "search", runs[0], "Room: the dusty cabin.", "--limit", "0", "--json")
+    assert {lesson["text"] for lesson in LESSONS} <= {row["text"] for row in json.loads(found.stdout)}
     assert json.loads(crl("bank", "stats", runs[0], "--json").stdout)["keys"].startswith("bert-")
 
 
