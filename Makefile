@@ -23,7 +23,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev,alfworld]' --constraint constraints.txt
 	touch $@
 
-## train: set up, then train tiny actor and extractor in rooms, shop and houses (about 14 minutes on 2 cores)
+## train: set up, then train tiny actor and extractor in rooms, shop and houses (about 10 minutes on 2 cores)
 train: setup
 	$(BIN)/crl train --tasks room,webshop,alfworld
 
