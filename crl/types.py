@@ -157,7 +157,7 @@ class Lift:
     """Sum of the squared deviations from the mean."""
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or not abs(self.mean) <= 1 + 1e-9 or not 0 <= self.m2 <= self.groups + 1e-9:
+        if self.groups < 1 or not abs(self.mean) <= 1 + 1e-9 or not 0 <= self.m2 <= self.groups + 1e-6:
             raise ValueError(f"a lift needs a group, a mean in [−1, 1] and an m2 of 0 or more, not {self}")
 
     def __add__(self, other: Lift) -> Lift:

@@ -224,8 +224,8 @@ class RetrievalSection(Section):
     per: Literal["group", "rollout"] = "group"
     """the guided members of a group share one experience, or each has its own"""
     trials: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """with choice = "credit": share of searches in training that return the least retrieved of the similar experiences, instead of the one
-    that is known to have helped most"""
+    """with choice = "credit": share of searches at the start of training episodes that return the
+    least retrieved of the similar experiences, instead of the one that is known to have helped most"""
     candidates: Count = 16
     """nearest experiences that are looked at"""
     margin: Annotated[float, Field(ge=0, le=2)] = 0.05

@@ -110,7 +110,7 @@ class Bank:
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         rng = partial(generator, self._seed, "retrieval", *address)
-        trial = counted and not request.asked and is_trial(request.group if shared else request.member, self._settings.trials)
+        trial = counted and not request.asked and self._is_trial(request, step)
         entry = pick(candidates, step, rng, self._settings, trial=trial)
         how = "ask_unrefined" if request.asked else "start"
         hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal) if entry else None
@@ -122,6 +122,13 @@ class Bank:
             if shared:
                 self._remember(group, hit)
         return hit
+
+    def _is_trial(self, request: SearchRequest, step: int) -> bool:
+        share = self._settings.trials
+        if not share:
+            return False
+        phase = generator(self._seed, "trials", request.task.name, step, request.group).random()
+        return is_trial(0 if self._shared(request) else request.member, share, phase)
 
     def take_counts(self) -> dict[UnitKey, tuple[int, int | None]]:
         """(retrieved, last_returned_step) of the units that were returned since the last call."""

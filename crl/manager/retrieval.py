@@ -85,9 +85,13 @@ def pick(
     return rng().choice(tied) if len(tied) > 1 else tied[0]
 
 
-def is_trial(index: int, share: float) -> bool:
-    """Return whether search number `index` is a trial, when `share` of them are, evenly spread."""
-    return math.floor((index + 1) * share) > math.floor(index * share)
+def is_trial(index: int, share: float, phase: float) -> bool:
+    """Return whether search number `index` of a group is a trial, when `share` of all searches are.
+
+    Trials are spread evenly over a group. phase: drawn from [0, 1) for each group, so that any share
+    is met over many groups.
+    """
+    return math.floor((index + 1) * share + phase) > math.floor(index * share + phase)
 
 
 def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> Iterator[float]:

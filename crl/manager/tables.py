@@ -41,7 +41,7 @@ FIRST_TO_GO: dict[Evict, str] = {
     "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",  # never returned: as if it had been when it was written
     # The best-known half stays. Of the others those go first that were tried: the untried are what may be better.
     "credit": """
-        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written DESC) <= :most / 2,
+        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written DESC) <= (:most + 1) / 2,
         credited = 0, known_score(credited, credit), written
     """,
 }

@@ -442,7 +442,11 @@ async def _bank_parts(
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
         distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
         credit=CreditSettings(
-            extractor.cooldown, extractor.alpha, extractor.malformed_reward if trained else None, centred=extractor.baseline == "batch"
+            extractor.cooldown,
+            extractor.alpha,
+            extractor.malformed_reward if trained else None,
+            # A verdict's score is in the reward whatever became of the episode: the batch's mean takes it out again.
+            centred=extractor.baseline == "batch" or config.critic.enabled,
         ),
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))

@@ -30,7 +30,7 @@ class ExtractorTrainer:
 
     A batch whose update was skipped, because loss or gradient was not finite, spends no rewards: its
     units stay pending until the next actor step (`ExperienceManager.put_off`), while later batches go
-    on. A batch without signal (all its rewards are equal) makes no update either, and is spent all the
+    on. A batch without signal (all its advantages are 0) makes no update either, and is spent all the
     same: its rewards were compared, and there is nothing to learn from them.
 
     answers: the newest that it sampled. Credit comes late, so what a batch holds is of older versions: where trainer and engine differ is

@@ -644,6 +644,8 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
         assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (8, 9, "lru", None, 0.9)
         untrained = (await _bank_parts(resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack)).settings
         assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (-1.0, None), "nothing to train on is kept"
+        judged = (await _bank_parts(resolved(model, "critic.enabled=true"), specs(config), {}, unseen, stack)).settings
+        assert (settings.credit.centred, judged.credit.centred) == (False, True), "a verdict's score is no advantage"
         frozen = (await _bank_parts(resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack)).settings
         assert (frozen.cap, frozen.size) == (None, None), "nothing of a static bank goes"
 
