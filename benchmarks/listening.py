@@ -1,7 +1,11 @@
 """Why does a trained actor stop following advice? Measured in the room, during training.
 
-    python benchmarks/listening.py --seeds 0 1 2 --out benchmarks/results/listening.json
-    python benchmarks/listening.py --seeds 2 --set retrieval.trials=0 --set retrieval.per=group --set bank.cap=4
+    python benchmarks/listening.py --seeds 0 1 2
+    python benchmarks/listening.py --seeds 0 1 2 --steps 80 --set retrieval.per=group \\
+        --set retrieval.trials=0.0 --set bank.cap=4 --set actor.optimizer.warmup_steps=0 \\
+        --set complementary.listening=0.0 --out benchmarks/results/listening_eq5.json
+
+The second is eq. 5 alone, with one lesson for a group.
 
 Before the updates of every EVERY-th step, on the first turn of fixed probe places:
 

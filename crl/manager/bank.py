@@ -110,7 +110,7 @@ class Bank:
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         rng = partial(generator, self._seed, "retrieval", *address)
-        trial = counted and not request.asked and self._is_trial(request, step)
+        trial = counted and not request.asked and self._is_trial(request)
         entry = pick(candidates, step, rng, self._settings, trial=trial)
         how = "ask_unrefined" if request.asked else "start"
         hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal) if entry else None
@@ -123,11 +123,12 @@ class Bank:
                 self._remember(group, hit)
         return hit
 
-    def _is_trial(self, request: SearchRequest, step: int) -> bool:
+    def _is_trial(self, request: SearchRequest) -> bool:
+        """Return whether the search tries an entry. The members of a group share a phase, whenever they search."""
         share = self._settings.trials
         if not share:
             return False
-        phase = generator(self._seed, "trials", request.task.name, step, request.group).random()
+        phase = generator(self._seed, "trials", request.task.name, request.group).random()
         return is_trial(0 if self._shared(request) else request.member, share, phase)
 
     def take_counts(self) -> dict[UnitKey, tuple[int, int | None]]:

@@ -25,6 +25,7 @@ class RetrievalSettings:
     """candidates: N·K nearest entries that are looked at. margin, min_similarity: in cosine; **ours**: only candidates within
     `margin` of the best take part, and below `min_similarity` nothing is returned. lam, recent_steps: λ and the window of
     eq. 6, in rank places per log count and in actor steps. per: members of a group share one pick, or each rollout has its own.
+    trials: with `choice = "credit"`, share of searches that return the least retrieved entry.
 
     batch, max_wait, workers: B, t_max in seconds and W of CRL appendix C.2. exact: large banks too are compared entry by entry, so
     that what is found does not depend on when an index was built.

@@ -156,7 +156,7 @@ def test_any_share_of_trials_is_met_in_every_task(per: Literal["rollout", "group
     bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trials=share), seed=0)
     for task in ("room", "maze"):
         requests = [search("q", name=task, group=2 * group, member=m) for group in range(500) for m in range(4)]
-        met = sum(bank._is_trial(request, 0) for request in requests) / len(requests)
+        met = sum(bank._is_trial(request) for request in requests) / len(requests)
         assert met == pytest.approx(share, abs=0.05)
 
 
