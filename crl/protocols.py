@@ -283,12 +283,17 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One trained model of a method: how its samples come about, and the loss. A method without roles trains nothing."""
+    """One trained model of a method: how its samples come about, and the loss. A method without roles trains nothing.
+
+    distillation: weight of the next-token loss on each trajectory's answers after the prompts of an
+    unguided episode; 0: no such sample. None: of no trajectory.
+    """
 
     name: str
     terms: tuple[AdvantageTerm, ...]
     view: TrainView
     loss: Loss
+    distillation: AdvantageTerm | None = None
 
 
 @dataclass(frozen=True, slots=True)

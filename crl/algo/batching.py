@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Distilled = tuple[float, Sequence["TokenTrace"]]
+"""The advantage of a trajectory's further samples, and their traces."""
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
@@ -79,13 +85,16 @@ def build_minibatches(
     *,
     count: int,
     rng: random.Random,
+    distilled: Mapping[int, Distilled] = MappingProxyType({}),
 ) -> tuple[Minibatch, ...]:
     """The optimizer minibatches of one batch of trajectories.
 
     advantages: one per trajectory, finite; views: the train samples of each trajectory, possibly none (then it takes no part in the
     weights). Whole groups are dealt with `optimizer_minibatches`; `sequence_weights` (CRL eq. 5) and the total of trained
     tokens are computed over all samples of a minibatch, and only then are samples without signal dropped: those whose advantage is
-    exactly 0 or whose mask is all 0. A minibatch with no sample left is omitted. Raises `ValueError` on wrong lengths.
+    exactly 0 or whose mask is all 0. A minibatch with no sample left is omitted.
+    distilled: further samples, by their trajectory's index; together they have its weight.
+    Raises `ValueError` on wrong lengths.
     """
     if not len(trajectories) == len(advantages) == len(views):
         raise ValueError(f"trajectories, advantages and views differ in length: {len(trajectories)}, {len(advantages)}, {len(views)}")
@@ -93,13 +102,14 @@ def build_minibatches(
     if not all(math.isfinite(signal) for signal in signals):
         raise ValueError("advantages must be finite")
     dealt = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
-    minibatches = (_minibatch(members, trajectories, signals, views) for members in dealt)
+    minibatches = (_minibatch(members, trajectories, signals, views, distilled) for members in dealt)
     return tuple(minibatch for minibatch in minibatches if minibatch.samples)
 
 
 def _minibatch(
-    members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float], views: Sequence[Sequence[TokenTrace]]
-) -> Minibatch:
+    members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float],
+    views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, Distilled],
+) -> Minibatch:  # fmt: skip
     """The minibatch of the trajectories at `members`."""
     from crl.algo.advantages import sequence_weights  # here, so that the packing above needs no torch
 
@@ -109,9 +119,16 @@ def _minibatch(
     groups = [trajectories[index].group for index in owners]
     guided = [trajectories[index].condition == "guided" for index in owners]
     weights = sequence_weights(groups, guided, owners, lengths).tolist()
-    samples = tuple(
+    samples = [
         TrainSample(trace, signals[index], weight)
         for (index, trace), length, weight in zip(rows, lengths, weights, strict=True)
         if signals[index] != 0 and length > 0
-    )
-    return Minibatch(samples, sum(lengths))
+    ]
+    whole: defaultdict[int, float] = defaultdict(float)
+    for index, weight in zip(owners, weights, strict=True):
+        whole[index] += weight
+    for index in members:
+        advantage, traces = distilled.get(index, (0.0, ()))
+        samples += [TrainSample(trace, advantage, whole[index] / len(traces)) for trace in traces if whole[index]]
+        lengths += [sum(trace.mask) for trace in traces]
+    return Minibatch(tuple(samples), sum(lengths))

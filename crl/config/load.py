@@ -118,7 +118,7 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
     if key == "retrieval.trials" and config.retrieval.choice == "diverse":
         return 'retrieval.choice is "diverse", which spreads searches itself', "Add --set retrieval.choice=credit, or leave it out"
-    if key == "complementary.listening" and config.complementary.guided == "all":
+    if key in ("complementary.listening", "complementary.self_distillation") and config.complementary.guided == "all":
         return "complementary.guided is all: there is no free member to compare with", "Leave one of the two out"
     if key == "bank.evict" and bank.cap is None and bank.size is None:
         return "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too, or leave it out"

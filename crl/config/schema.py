@@ -322,6 +322,9 @@ class ComplementarySection(Section):
     listening: Annotated[float, Field(ge=0)] = 0.0
     """weight of a second advantage of guided members: success of those that the same experience guided
     less success of the free ones; 0 = eq. 5 alone, as in the paper"""
+    self_distillation: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the next-token loss on guided members that did better than the free ones, without their
+    experience in the prompt; 0 = none, as in the paper's main runs"""
 
 
 class EngineSection(Section):

@@ -93,6 +93,13 @@ class Tensors:
             weights=torch.tensor([s.weight for s in samples], device=device),
         )
 
+    def old_logps(self, logp: torch.Tensor) -> torch.Tensor:
+        """Return the behaviour policy's log-probs [b, t]; `logp` itself where no policy sampled the token.
+
+        There the ratio is 1, and the gradient that of the advantage times the log-likelihood.
+        """
+        return torch.where(self.versions < 0, logp.detach(), self.old_logp)
+
 
 class Figures:
     """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
@@ -217,7 +224,8 @@ class Trainer:
     def _loss(self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None) -> torch.Tensor:
         """A micro-batch's part of its minibatch's loss."""
         logp, entropy, kl = self._tokens(batch)
-        loss, metrics = self.loss(logp, batch.old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=total_tokens)
+        old_logp = batch.old_logps(logp)
+        loss, metrics = self.loss(logp, old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=total_tokens)
         loss = loss + self.settings.kl_coef * kl.sum() / total_tokens
         tokens = int(batch.mask.sum())
         figures.add(metrics, tokens)
@@ -271,7 +279,8 @@ class Trainer:
             self._add_mismatch(figures, logp, batch, version)
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
-                advantage = advantage * truncated_importance_weights(logp, batch.old_logp, batch.mask, cap=self.settings.importance_cap)
+                engine = batch.old_logps(logp)
+                advantage = advantage * truncated_importance_weights(logp, engine, batch.mask, cap=self.settings.importance_cap)
             for sample, own, weighted in zip(samples, logp.tolist(), advantage.tolist(), strict=True):
                 length = len(sample.trace.ids)
                 trace = replace(sample.trace, logprobs=tuple(own[:length]))

@@ -53,6 +53,7 @@ from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
+from crl.rollout.unguided import unguided_traces
 from crl.rollout.waves import Direct, Sampler, Waves
 from crl.run import tasks
 from crl.run.checkpoint import read_state
@@ -116,6 +117,7 @@ async def training(
             environments=pool,
             engine=engine,
             learner=learner,
+            unguided=partial(unguided_traces, renderer=runner.renderer, limits=runner.limits),
             evaluator=evaluator,
             probe=probe,
             experience=experience,

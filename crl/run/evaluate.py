@@ -155,17 +155,18 @@ class Evaluator:
         self._guided = replace(runner, retriever=bank) if bank else None
         self._online = online
 
-    async def evaluate(self, *, compare_lessons: bool = False) -> Evaluation:
-        """The same tasks and the same draws every time: only weights and bank make a difference.
+    async def evaluate(self, *, online: bool = True, compare_lessons: bool = False) -> Evaluation:
+        """Play the same tasks with the same draws every time: only weights and bank make a difference.
 
+        online: also play `new` with a bank that is built online, and those places without it.
         compare_lessons: also let the extractor that the run started with distil what this one distils.
         """
-        parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            self._play_sets, partial(self._play_online, compare_lessons),
-        ]  # fmt: skip
-        played: dict[Setting, list[Trajectory]]
-        found: dict[str, OnlineResult]
-        played, found = await self.scheduler.gather(parts)
+        builder = self._online if online else None
+        parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
+        parts += [partial(builder.evaluate, compare_lessons=compare_lessons)] if builder else []
+        results = await self.scheduler.gather(parts)
+        played: dict[Setting, list[Trajectory]] = results[0]
+        found: dict[str, OnlineResult] = results[1] if builder else {}
         visited: dict[Setting, list[Trajectory]] = {}
         for name, result in found.items():
             visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
@@ -182,9 +183,6 @@ class Evaluator:
             lessons={name: Rate(*result.lessons) for name, result in found.items() if result.lessons},
             untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
         )
-
-    async def _play_online(self, compare_lessons: bool) -> dict[str, OnlineResult]:
-        return await self._online.evaluate(compare_lessons=compare_lessons) if self._online else {}
 
     async def _play_sets(self) -> dict[Setting, list[Trajectory]]:
         parts = [partial(self._play, *item) for item in self._sets.items()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
+from crl.algo.batching import Distilled
 from crl.envs.host import Hosts
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
@@ -34,7 +35,7 @@ from crl.run.probe import AdviceProbe
 from crl.run.sync import sync
 from crl.run.totals import Totals
 from crl.seeds import generator
-from crl.types import Minibatch, StepStats, Trajectory
+from crl.types import Minibatch, StepStats, TokenTrace, Trajectory
 
 T = TypeVar("T")
 
@@ -56,7 +57,9 @@ class Schedule:
 class Loop:
     """One run. `stop` asks it to end after the step that is under way; `completed` says how far it came.
 
-    experience: None in a run without experience; critic: None where the actor does not judge it. companions: see `save_checkpoint`.
+    unguided: the traces of a guided trajectory as if nothing had guided it. experience: None in a
+    run without experience; critic: None where the actor does not judge it. companions: see
+    `save_checkpoint`.
     """
 
     method: Method
@@ -66,6 +69,7 @@ class Loop:
     environments: Hosts
     engine: Engine
     learner: Learner
+    unguided: Callable[[Trajectory], Sequence[TokenTrace]]
     evaluator: Evaluator
     probe: AdviceProbe
     experience: ExperienceSide | None
@@ -135,12 +139,15 @@ class Loop:
         advantages = self._advantages(played)
         figures = rollout_figures(batch, self.engine.version)
         figures["rollout/groups_with_signal"] = len({t.group for t, advantage in zip(played, advantages, strict=True) if advantage})
+        distilled = self._distilled(played)
+        if self.method.actor.distillation:
+            figures["rollout/self_distilled"] = len(distilled)
         self.mid_step = True
         if self.experience:
             with clock("submit"):
                 await self.experience.observe(batch)
         with clock("train"):
-            stats = await self.learner.step(self._minibatches(step, played, advantages))
+            stats = await self.learner.step(self._minibatches(step, played, advantages, distilled))
         with clock("sync"):
             sent = await sync(self.learner, self.engine) if stats.updates else 0
         if self.experience:
@@ -174,11 +181,19 @@ class Loop:
         """The sum of the method's advantage terms, over trajectories without errors."""
         return torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist() if played else []
 
-    def _minibatches(self, step: int, played: Sequence[Trajectory], advantages: Sequence[float]) -> Sequence[Minibatch]:
+    def _minibatches(
+        self, step: int, played: Sequence[Trajectory], advantages: Sequence[float], distilled: Mapping[int, Distilled]
+    ) -> Sequence[Minibatch]:
         """What the actor trains on."""
         views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
-        return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw)
+        return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw, distilled=distilled)
+
+    def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, Distilled]:
+        """Return the samples of self-distillation, by their trajectory's index."""
+        term = self.method.actor.distillation
+        weights = term(played).tolist() if term and played else []
+        return {i: (weight, self.unguided(played[i])) for i, weight in enumerate(weights) if weight}
 
     async def _warm_up(self) -> None:
         """Not of a run that goes on: its rates are in its checkpoint."""
@@ -207,7 +222,8 @@ class Loop:
         clock = Clock()
         with clock("eval"):
             last = step == self.schedule.steps
-            evaluation = await self._unless_stopped(self.evaluator.evaluate(compare_lessons=last))
+            # Untrained models build a bank that nobody asks about, and it takes them longest.
+            evaluation = await self._unless_stopped(self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last))
         if evaluation is not None:
             self.evaluations[step] = evaluation
             self.monitor.log(step, "eval", evaluation.figures() | clock.figures())

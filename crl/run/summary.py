@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 BEST = 5
 """Experiences of the bank that are shown, or a few more so that every task has as many."""
 
+BLANK = f"{'–':<20}"
+"""In the place of a rate with its interval."""
+
 SETTINGS = {
     "free": "without experience",
     "guided": "with the run's bank",
@@ -35,36 +38,42 @@ def success_lines(
 ) -> list[str]:
     """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
-    visited = any(setting == "online" for _, _, setting in before.rates)
+    rates, overall = (after or before).rates, (after or before).overall
+    visited = any(setting == "online" for _, _, setting in rates)
     over = "; where a bank is built online, over their effective number" if visited else ""
     lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{over}]:"]
-    tasks = list(dict.fromkeys(task for task, _, _ in (*before.rates, *before.overall)))
+    tasks = list(dict.fromkeys(task for task, _, _ in (*rates, *overall)))
     width = max(map(len, tasks), default=0)
-    by_task = sorted(before.rates.items(), key=lambda row: tasks.index(row[0][0]))
-    lines += [_row(setting, rate, after.rates if after else None, width) for setting, rate in by_task]
-    lines += [_overall_row(setting, rate, after.overall if after else None, width) for setting, rate in before.overall.items()]
+    by_task = sorted(rates, key=lambda setting: tasks.index(setting[0]))
+    lines += [_row(setting, before.rates, after.rates if after else None, width) for setting in by_task]
+    lines += [_overall_row(setting, before.overall, after.overall if after else None, width) for setting in overall]
     lines += [f"  {task} is {note}" for task, note in generated.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
     return lines
 
 
-def _overall_row(setting: Setting, before: MeanRate, after: Mapping[Setting, MeanRate] | None, width: int) -> str:
+Rates = Mapping[Setting, Rate] | Mapping[Setting, MeanRate]
+
+
+def _overall_row(setting: Setting, before: Mapping[Setting, MeanRate], after: Mapping[Setting, MeanRate] | None, width: int) -> str:
     """With the interval of the difference: it is what a run of several tasks is judged by."""
     row = _row(setting, before, after, width)
-    if after is None:
+    if after is None or setting not in before:
         return row
-    low, high = difference(before, after[setting])
+    low, high = difference(before[setting], after[setting])
     return f"{row} [{low:+.3f}, {high:+.3f}]"
 
 
-def _row(setting: Setting, before: Rate | MeanRate, after: Mapping[Setting, Rate] | Mapping[Setting, MeanRate] | None, width: int) -> str:
-    """width: of the tasks' names."""
+def _row(setting: Setting, before: Rates, after: Rates | None, width: int) -> str:
+    """Return one setting's rates; what was not evaluated before has the later one alone. width: of the tasks' names."""
     task, split, condition = setting
-    row = f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {before.episodes:>4} episodes   {before}"
+    episodes = (after or before)[setting].episodes
+    row = f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {episodes:>4} episodes   {before.get(setting, BLANK)}"
     if after is None:
         return row
-    return f"{row} → {after[setting]}   {after[setting].value - before.value:+.3f}"
+    change = f"   {after[setting].value - before[setting].value:+.3f}" if setting in before else ""
+    return f"{row} → {after[setting]}{change}"
 
 
 @dataclass(frozen=True)

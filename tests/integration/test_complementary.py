@@ -370,7 +370,9 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
         assert f"  room {split:<6} {words:<25} {n:>4} episodes   {rate}\n" in result.stdout
     assert last["eval/room/new/episodes/online"] == 2 * 4 * 3
     assert {"eval/room/lessons/correct", "eval/room/lessons/correct/untrained"} <= last.keys()
-    assert "eval/room/lessons/correct/untrained" not in metrics(done, "eval")[0]
+    first = metrics(done, "eval")[0].keys()
+    assert "eval/room/new/success/free" in first, "the start is evaluated"
+    assert not [name for name in first if "online" in name or "alone" in name or "lessons" in name], "but builds no bank"
 
 
 def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(done: Path, tmp_path: Path) -> None:
@@ -495,6 +497,24 @@ def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
         for use in t["used"]:
             used.setdefault(t["group"], set()).add(use["uid"])
     assert any(len(uids) == 2 for uids in used.values()), "the two guided members of a group were told different things"
+
+
+def test_guided_members_that_did_better_are_trained_without_their_experience(tmp_path: Path) -> None:
+    runs = [tmp_path / "plain", tmp_path / "distilled"]
+    for run, sets in zip(runs, ((), ("complementary.self_distillation=1.0",)), strict=True):
+        train(run, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
+    plain, distilled = (metrics(run, "train") for run in runs)
+    assert not any("rollout/self_distilled" in line for line in plain)
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for t in episodes(runs[1]):
+        groups.setdefault((t["step"], t["group"]), []).append(t)
+    better = Counter[int]()
+    for (step, _), members in groups.items():
+        free = [t["reward"] for t in members if t["condition"] == "free"]
+        better[step] += sum(bool(t["used"]) and t["reward"] > sum(free) / len(free) for t in members)
+    assert [line["rollout/self_distilled"] for line in distilled] == [better[line["step"]] for line in distilled]
+    first = next(i for i, line in enumerate(distilled) if line["rollout/self_distilled"])
+    assert plain[first]["actor/grad_norm"] != distilled[first]["actor/grad_norm"], "they are trained on"
 
 
 def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:

@@ -127,6 +127,19 @@ def test_a_trajectory_without_a_view_takes_no_part():
     assert minibatch.total_tokens == 5
 
 
+def test_further_samples_share_the_weight_of_their_trajectory():
+    # Two groups, 1/2 each; the guided member of the first has 1/4, in two samples of 1 and 3 tokens.
+    # Its two further samples have 1/8 each, and their 5 + 2 tokens are trained too.
+    (minibatch,) = build_minibatches(
+        [trajectory(0, "guided"), trajectory(0), trajectory(1)],
+        [0.0, 1.0, 1.0],
+        [[trace(1), trace(3)], [trace(2)], [trace(3)]],
+        count=1, rng=random.Random(0), distilled={0: (0.5, [trace(5), trace(2)])},
+    )  # fmt: skip
+    assert figures(minibatch) == [(1.0, 1 / 4), (1.0, 1 / 2), (0.5, 1 / 8), (0.5, 1 / 8)]
+    assert minibatch.total_tokens == 1 + 3 + 2 + 3 + 5 + 2
+
+
 def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
     # three groups of two over two minibatches: two groups (¼ each sample) and one (½ each)
     trajectories = [trajectory(group) for group in (0, 1, 2, 0, 1, 2)]

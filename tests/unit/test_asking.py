@@ -30,6 +30,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import prompt
 from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits, Unasked
+from crl.rollout.unguided import UNSAMPLED, unguided_traces
 from crl.rollout.waves import Waves
 from crl.run.figures import rollout_figures
 from crl.run.playing import EpisodeScheduler
@@ -160,6 +161,36 @@ async def test_an_agent_asks_and_goes_on_in_the_same_turn() -> None:
     assert oracle.asked == [SearchRequest(TASK.goal, TASK, 5, 1), SearchRequest("which door", TASK, 5, 1, asked=1)]
     assert oracle.questions == [Question("train/2/5/1/1", TASK, "which door", trajectory.segments[:7])]
     assert prompts(engine)[2].endswith("ask which door<|im_end|>\n<|im_start|>user\nThis one.<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_what_a_guided_agent_did_becomes_a_sample_without_guidance() -> None:
+    """Neither experience, tool nor question is left, and the answers' tokens are those that were sampled."""
+    guided, _, _ = await played("wait", "ask which door", "open", oracle=Oracle())
+    (trace,) = unguided_traces(guided, renderer(), LIMITS)
+    free = "\n".join(
+        [
+            "<|im_start|>user", "Open it.", "A door.<|im_end|>", "<|im_start|>assistant", "wait<|im_end|>",
+            "<|im_start|>user", "Nothing happens.<|im_end|>", "<|im_start|>assistant", "open<|im_end|>",
+        ]
+    )  # fmt: skip
+    assert renderer().decode(trace.ids) == free
+    assert renderer().decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask]) == "wait<|im_end|>open<|im_end|>"
+    assert set(trace.versions) == {UNSAMPLED}, "no policy sampled them after these prompts"
+
+
+async def test_overtime_is_no_sample_without_guidance_either() -> None:
+    guided, _, _ = await played("wait", "open", oracle=Oracle(), limits={"doors": Limits(1, 32, overtime=1)})
+    (trace,) = unguided_traces(guided, renderer(), LIMITS)
+    assert renderer().decode(trace.ids).endswith("<|im_start|>assistant\nwait<|im_end|>")
+
+
+async def test_a_window_is_kept_without_guidance() -> None:
+    limits = {"doors": Limits(3, 32, window=1, asks=1)}
+    guided, _, _ = await played("wait", oracle=Oracle(), limits=limits)
+    traces = unguided_traces(guided, renderer(), limits)
+    said = [[i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask] for trace in traces]
+    assert [renderer().decode(ids) for ids in said] == ["wait<|im_end|>"] * 3
+    assert not any(HIT.text in renderer().decode(trace.ids) for trace in traces)
 
 
 async def test_what_is_searched_by() -> None:

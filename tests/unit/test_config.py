@@ -776,10 +776,11 @@ def test_trials_are_of_the_choice_by_credit(model: Path):
 def test_listening_is_compared_with_free_members(model: Path):
     everybody = ("complementary.guided=all", "extractor.baseline=batch")
     assert resolved(model, *everybody), "the preset's own weight of it waits"
-    assert refusal(model, *everybody, "complementary.listening=0.5") == (
-        "complementary.listening = 0.5: changes nothing, since complementary.guided is all: there is no free member to compare "
-        "with. Leave one of the two out."
-    )
+    for key in ("complementary.listening", "complementary.self_distillation"):
+        assert refusal(model, *everybody, f"{key}=0.5") == (
+            f"{key} = 0.5: changes nothing, since complementary.guided is all: there is no free member to compare "
+            "with. Leave one of the two out."
+        )
 
 
 def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):

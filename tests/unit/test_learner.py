@@ -203,6 +203,20 @@ def test_old_logprobs_and_importance_weights_by_hand(settings: dict[str, Any], a
     assert stats.metrics["ratio_mean"] == stats.metrics["ratio_max"] == pytest.approx(ratio, rel=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"recompute": True, "importance_cap": 1.5}])
+def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str, Any]) -> None:
+    """The ratio is 1 whatever the trace says of log-probs, and the step that of A · log p."""
+    models = [die(), die()]
+    one, other = (of_sample(die_sample(2.0, shift=shift, version=-1)) for shift in (-LOG_2, 3.0))
+    stats = [sgd_step(model, [batch], **settings) for model, batch in zip(models, (one, other), strict=True)]
+    for each in stats:
+        assert each.metrics["ratio_mean"] == each.metrics["ratio_max"] == pytest.approx(1.0)
+        assert each.metrics["grad_norm"] == pytest.approx(stats[0].metrics["grad_norm"])
+        assert each.metrics["grad_norm"] > 0.1
+    before, after = (trace(model, [1, 5, 7, 2], [0, 1, 0, 1]).logprobs for model in (die(), models[0]))
+    assert sum(after) > sum(before) + 0.1
+
+
 def test_recomputed_logprobs_are_those_before_the_first_update() -> None:
     """Two equal minibatches: the second finds the tokens moved by the first update, so its ratio is not 1."""
     batches = [of_sample(die_sample(1.0, shift=-LOG_2))] * 2

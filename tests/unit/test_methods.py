@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
 from crl.methods.parts.rollouts import ChatContext, GuidedShare
-from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SplitAdvantage
+from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SelfDistillation, SplitAdvantage
 from crl.protocols import Hit, Method
 from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
 
@@ -68,6 +69,18 @@ def told(group: int, member: int, lesson: str, success: bool) -> Trajectory:
 
 def alone(group: int, member: int, success: bool) -> Trajectory:
     return Trajectory(TASK, 0, group, member, "free", success=success)
+
+
+def test_what_beat_the_free_members_is_distilled() -> None:
+    batch = [
+        # the free members' mean is 0.25: one guided member is above it, one equals it, and nothing guided the third
+        told(0, 0, "a", True), told(0, 1, "a", False), told(0, 2, "", True), alone(0, 3, False), alone(0, 4, True),
+        # without a free member nothing is known
+        told(1, 0, "a", True),
+    ]  # fmt: skip
+    rewards = [0.5, 0.25, 1.0, 0.0, 0.5, 1.0]
+    rewarded = [replace(t, reward=reward) for t, reward in zip(batch, rewards, strict=True)]
+    assert SelfDistillation(0.5)(rewarded).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
@@ -200,6 +213,11 @@ def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
 def test_listening_is_a_second_term_of_the_advantage(tmp_path: Path) -> None:
     method = built(tmp_path, complementary={"listening": 0.5})
     assert method.actor.terms == (SplitAdvantage("std"), ListeningAdvantage(0.5))
+
+
+def test_self_distillation_is_of_the_actor(tmp_path: Path) -> None:
+    assert built(tmp_path).actor.distillation is None
+    assert built(tmp_path, complementary={"self_distillation": 0.5}).actor.distillation == SelfDistillation(0.5)
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:

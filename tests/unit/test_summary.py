@@ -125,6 +125,14 @@ def test_several_tasks_have_a_row_together() -> None:
     assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
 
 
+def test_what_was_not_evaluated_at_the_start_has_its_later_rate_alone() -> None:
+    after = Evaluation({NEW: Rate(192, 256), ("room", "new", "online"): Rate(64, 256)}, {}, 0)
+    assert success_lines(1.0, Evaluation({NEW: Rate(64, 256)}, {}, 0), after)[1:] == [
+        "  room new    without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500",
+        "  room new    with a bank built online   256 episodes   –                    → 0.250 [0.201, 0.306]",
+    ]
+
+
 def test_rows_stand_together_by_task_and_in_line() -> None:
     maze: Setting = ("maze", "new", "free")
     rates = {NEW: Rate(1, 2), maze: Rate(1, 2), ("room", "new", "online"): Rate(1, 2)}

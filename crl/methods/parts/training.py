@@ -71,6 +71,25 @@ class ListeningAdvantage:
 
 
 @dataclass(frozen=True)
+class SelfDistillation:
+    """`AdvantageTerm` of a role's distillation: guided episodes that did better than free ones (CRL §4.3).
+
+    coef for guided trajectories with an experience whose reward exceeds the mean reward of their
+    group's free members; 0 for all others, and without a free member.
+    """
+
+    coef: float
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        free: defaultdict[int, list[float]] = defaultdict(list)
+        for t in trajectories:
+            if t.condition == "free":
+                free[t.group].append(t.reward)
+        better = [bool(t.used) and t.group in free and t.reward > fmean(free[t.group]) for t in trajectories]
+        return self.coef * torch.tensor(better, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
 class FullView:
     """`TrainView`: every sampled token, as it was sampled. `mask_truncated` leaves truncated trajectories out."""
 
@@ -98,9 +117,10 @@ class SurrogateLoss:
         )  # fmt: skip
 
 
-def actor_role(actor: ActorSection, *terms: AdvantageTerm) -> Role:
+def actor_role(actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None) -> Role:
     """The actor of a method that trains it with the clipped surrogate on every token it sampled. terms: of its advantage."""
-    return Role("actor", terms, FullView(actor.mask_truncated), SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio))
+    loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio)
+    return Role("actor", terms, FullView(actor.mask_truncated), loss, distillation)
 
 
 @dataclass(frozen=True)
