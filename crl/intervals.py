@@ -1,7 +1,8 @@
 """Means with 95 % intervals, of observations that need not be independent of one another.
 
 Observations come in clusters, such as the groups of one place. Those of one cluster may depend on
-each other in any way; clusters are independent. Every interval of a mean in crl is computed here.
+each other in any way; clusters are independent. Every interval of a mean in crl is computed here,
+except that of an experience's lift, which has a prior (`crl.types.Lift`).
 
 The variance is the cluster-robust one of Cameron & Miller (2015, "A Practitioner's Guide to
 Cluster-Robust Inference", Journal of Human Resources 50(2)) for a regression on a constant alone,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from crl.intervals import half_width
+from crl.intervals import t_975
 
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
@@ -145,8 +145,15 @@ class Lift:
     """What an experience adds: success with it minus success without any, in the same groups.
 
     A group gives one difference: the mean success of the members that the experience guided minus
-    that of the group's experience-free members. Groups are the clusters of its interval. The sum of
-    two lifts is that of their groups together.
+    that of the group's experience-free members. The sum of two lifts is that of their groups
+    together.
+
+    The interval of the mean is a credible interval. The sample variance of a few groups says
+    little: differences that happen to be equal have none. The variance of a difference therefore
+    has a scaled inverse-χ² prior with one degree of freedom and scale 1, the largest variance of
+    values in [−1, 1]; the prior of the mean is uniform. The posterior of the mean is Student's t
+    with `groups` degrees of freedom, centre `mean` and squared scale (1 + m2) / groups² (Gelman et
+    al., Bayesian Data Analysis, 3rd ed., sections 3.2 and 3.3). The interval of one group is wide.
     """
 
     groups: int
@@ -171,20 +178,20 @@ class Lift:
 
     @property
     def half(self) -> float:
-        """Half the width of the 95 % interval, by Student's t over groups; NaN with one group."""
-        spread = self.m2 / (self.groups * (self.groups - 1)) if self.groups > 1 else math.nan
-        return half_width(spread, self.groups)
+        """Half the width of the 95 % credible interval, t_975(groups) · √(1 + m2) / groups."""
+        return t_975(self.groups) * math.sqrt(1 + self.m2) / self.groups
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % interval; −1, which no lift is below, where it is unknown."""
-        return -1.0 if self.groups < 2 else max(-1.0, self.mean - self.half)
+        """Lower end of the 95 % credible interval; −1, the least possible lift, if below that."""
+        return max(-1.0, self.mean - self.half)
 
 
 def lift_order(lift: Lift | None) -> tuple[float, float]:
     """Return a sort key: the highest lower end first, then the highest mean; unknown ones last.
 
-    By its mean alone, the luck of a single group would come first.
+    Lifts with a lower end of −1, such as those of one group, are ordered by their means. An order
+    by the mean alone would put the luck of a few groups first.
     """
     return (-lift.low, -lift.mean) if lift else (1.0, math.inf)
 

@@ -357,11 +357,11 @@ def _escape(character: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; a lift with the half width of its interval, null where that is unknown."""
+    """Return a value as JSON has it; a lift with the half width of its interval."""
     if is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, Lift):
-            plain["half_width"] = value.half if value.groups > 1 else None
+            plain["half_width"] = value.half
         return plain
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 

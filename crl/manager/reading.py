@@ -403,7 +403,7 @@ class BankReader:
         ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
 
         lift: of how many active ones the 95 % interval of lift is above 0, below 0 or around 0 (it
-        holds 0), and of how many it is unknown.
+        holds 0), and how many have no group (unknown).
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
@@ -479,7 +479,7 @@ def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
 def _lifts(entries: Sequence[EntryView]) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
     for entry in entries:
-        if entry.lift is None or entry.lift.groups < 2:
+        if entry.lift is None:
             counts["unknown"] += 1
         else:
             mean, half = entry.lift.mean, entry.lift.half

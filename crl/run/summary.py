@@ -120,7 +120,8 @@ class ExperienceReport:
         )
         lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
         if self.best:
-            lines.append("  the best of it, by the lower end of lift (guided − free in the same groups; ± by Student's t over groups):")
+            said = "guided − free in the same groups; ± half a 95 % credible interval"
+            lines.append(f"  the best of it, by the lower end of lift ({said}):")
         lines += [f"    {_lift(e):<34}   won {_won(e)} episodes   {e.goal}  {e.text}" for e in self.best]
         return lines
 

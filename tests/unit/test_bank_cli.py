@@ -30,12 +30,12 @@ from crl.protocols import Hit, Question
 from crl.types import Segment
 
 LS = """\
-uid           lift  won  uses  step  task  goal                                text
-0/0/0#0  +0.50 ± –  1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
-2/0/0#1          –    –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
-2/0/0#0          –    –     0     2  room  Find the exit of the azure cellar.  Go west.
-1/0/1#0          –    –     0     1  room  Find the exit of the azure cellar.  Go southeast.
-0/1/0#0          –    –     0     0  maze  Leave the long hall.                Follow the left wall."""
+uid               lift  won  uses  step  task  goal                                text
+0/0/0#0  +0.50 ± 12.71  1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
+2/0/0#1              –    –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
+2/0/0#0              –    –     0     2  room  Find the exit of the azure cellar.  Go west.
+1/0/1#0              –    –     0     1  room  Find the exit of the azure cellar.  Go southeast.
+0/1/0#0              –    –     0     0  maze  Leave the long hall.                Follow the left wall."""
 
 SHOW = """\
 run/0/0/0#0, version 2, active
@@ -46,7 +46,7 @@ text
 
 retrieved once, for the last time at step 2
 won 1 of 1 credited episodes (of this version)
-lift +0.50 ± – over one group: success of their guided − of their free members (of this version)
+lift +0.50 ± 12.71 over one group: success of their guided − of their free members (of this version)
 
 lineage, the newest first
   step  how     uid        by         text
@@ -58,9 +58,9 @@ what came of it
      1  add  1/0/1#0@1  run/1/0/1  Go southeast.
 
 lift and credit over time (of all versions)
-  when         lift  won
-  step 1  +0.25 ± –  1/2
-  step 2  +0.50 ± –  1/1
+  when             lift  won
+  step 1  +0.25 ± 12.71  1/2
+  step 2  +0.50 ± 12.71  1/1
 
 the episodes that it guided
   step  episode    version  reward
@@ -97,9 +97,9 @@ room       4        1       0      1
 
 active experiences by the 95 % interval of their lift
   above 0   0
-  around 0  0
+  around 0  1
   below 0   0
-  unknown   5
+  unknown   4
 
 active experiences by the share of their credited episodes that were won
     0– 20 %  0
@@ -123,11 +123,11 @@ only in B
      –    –  Leave the long hall.  Go back.
 
 in both: those whose lifts differ most first
-     lift A  won A        lift B  won B  goal                                text
-  +0.50 ± –    1/1  +0.12 ± 4.76    1/3  Find the exit of the azure cellar.  Go southwest.
-          –      –             –    0/1  Leave the long hall.                Follow the left wall.
-          –      –             –      –  Find the exit of the azure cellar.  Go southeast.
-          –      –             –      –  Find the exit of the azure cellar.  Go west."""
+         lift A  won A        lift B  won B  goal                                text
+  +0.50 ± 12.71    1/1  +0.12 ± 2.44    1/3  Find the exit of the azure cellar.  Go southwest.
+              –      –             –    0/1  Leave the long hall.                Follow the left wall.
+              –      –             –      –  Find the exit of the azure cellar.  Go southeast.
+              –      –             –      –  Find the exit of the azure cellar.  Go west."""
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +161,9 @@ def test_ls_filters_sorts_and_limits(run: Path):
 
 GROUPS = {
     "run/0/0/0#0": [(1.0, 0.5)],
-    "run/1/0/1#0": [(1.0, 0.5), (0.5, 0.25), (1.0, 0.5)],  # 5/12 ± t(2) · √(1/24 / 6) = 0.358554: from 0.058
-    "run/2/0/0#0": [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)],
-    "run/2/0/0#1": [(0.25, 1.0), (0.0, 0.5), (0.5, 1.0)],  # −7/12 ± 0.358554: to −0.225
+    "run/1/0/1#0": 4 * [(1.0, 0.5), (0.5, 0.25), (1.0, 0.5)],
+    "run/2/0/0#0": 4 * [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)],
+    "run/2/0/0#1": 4 * [(0.25, 1.0), (0.0, 0.5), (0.5, 1.0)],
 }
 """(guided, free) of every group, by uid. The fixture's lift of the first comes on top, unless the version is another."""
 
@@ -183,36 +183,44 @@ def with_lifts(path: Path) -> Path:
 
 
 def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
-    """Of the first the lifts are 1/2 and 1/2, which do not differ. What is not known comes last, whichever way."""
-    best = ["run/0/0/0#0", "run/1/0/1#0", "run/2/0/0#0", "run/2/0/0#1"]
+    """Half widths are t_975(n) · √(1 + m2) / n, and no end is beyond −1 or 1:
+
+    12 groups, mean 5/12, m2 = 4 / 24: 2.178813 · √(7/6) / 12 = 0.196116, from 0.22 to 0.61.
+    12 groups of 0: 2.178813 / 12 = 0.181568, from −0.18 to 0.18.
+    12 groups, mean −7/12, m2 = 4 / 24: from −0.78 to −0.39.
+    2 groups of 1/2, the fixture's one of them: 4.302653 / 2 = 2.151326, from −1 to 1.
+
+    An experience without a group comes last, in either order.
+    """
+    best = ["run/1/0/1#0", "run/2/0/0#0", "run/2/0/0#1", "run/0/0/0#0"]
     assert [row[:27] for row in lines("ls", with_lifts(copy), "--task", "room")] == [
         "uid              lift  won ",
-        "0/0/0#0  +0.50 ± 0.00  1/1 ",
-        "1/0/1#0  +0.42 ± 0.36    – ",
-        "2/0/0#0  +0.00 ± 0.00    – ",
-        "2/0/0#1  -0.58 ± 0.36    – ",
+        "1/0/1#0  +0.42 ± 0.20    – ",
+        "2/0/0#0  +0.00 ± 0.18    – ",
+        "2/0/0#1  -0.58 ± 0.20    – ",
+        "0/0/0#0  +0.50 ± 2.15  1/1 ",
     ]
     assert uids(copy, "--task", "room") == uids(copy, "--task", "room", "--sort", "lift") == best
-    worst = ["run/2/0/0#1", "run/2/0/0#0", "run/0/0/0#0", "run/1/0/1#0"]  # by the upper end: −0.23, 0, 0.50, 0.78
+    worst = ["run/2/0/0#1", "run/2/0/0#0", "run/1/0/1#0", "run/0/0/0#0"]
     assert uids(copy, "--task", "room", "--reverse") == worst
     assert uids(copy, "--sort", "lift")[-1] == uids(copy, "--reverse")[-1] == "run/0/1/0#0"
     assert uids(copy, "--sort", "credit")[0] == "run/0/0/0#0"
     found = parsed("stats", copy)["lift"]
-    assert found == {"above": 2, "below": 1, "around": 1, "unknown": 1}
+    assert found == {"above": 1, "below": 1, "around": 2, "unknown": 1}
 
 
 def test_a_lift_as_json_has_its_half_width(copy: Path):
-    first, second, *_, last = parsed("ls", with_lifts(copy))
-    assert first["lift"] == {"groups": 2, "mean": 0.5, "m2": 0.0, "half_width": 0.0}
-    assert second["lift"] == {
-        "groups": 3, "mean": pytest.approx(5 / 12), "m2": pytest.approx(1 / 24), "half_width": pytest.approx(0.358554, abs=1e-6),
+    lifts = {entry["uid"]: entry["lift"] for entry in parsed("ls", with_lifts(copy))}
+    assert lifts["run/0/0/0#0"] == {"groups": 2, "mean": 0.5, "m2": 0.0, "half_width": pytest.approx(2.151326, abs=1e-6)}
+    assert lifts["run/1/0/1#0"] == {
+        "groups": 12, "mean": pytest.approx(5 / 12), "m2": pytest.approx(1 / 6), "half_width": pytest.approx(0.196116, abs=1e-6),
     }  # fmt: skip
-    assert last["lift"] is None
-    lifts = parsed("show", copy, "0/0/0#0")["lifts"]
-    assert [(one["version"], one["guided"], one["free"]) for one in lifts] == [(1, 0.5, 0.25), (2, 1.0, 0.5), (2, 1.0, 0.5)]
+    assert lifts["run/0/1/0#0"] is None
+    groups = parsed("show", copy, "0/0/0#0")["lifts"]
+    assert [(one["version"], one["guided"], one["free"]) for one in groups] == [(1, 0.5, 0.25), (2, 1.0, 0.5), (2, 1.0, 0.5)]
     assert lines("show", copy, "2/0/0#1")[7:9] == [
         "never credited",
-        "lift -0.58 ± 0.36 over 3 groups: success of their guided − of their free members (of this version)",
+        "lift -0.58 ± 0.20 over 12 groups: success of their guided − of their free members (of this version)",
     ]
 
 
@@ -225,7 +233,7 @@ def test_credit_without_a_free_member_is_no_lift(copy: Path):
 
 def test_what_is_left_out_is_said_beside_the_rows(run: Path):
     result = bank("ls", run, "--limit", "2", "--task", "room")
-    assert result.stdout.splitlines()[0] == "uid           lift  won  uses  step  goal                                text", (
+    assert result.stdout.splitlines()[0] == "uid               lift  won  uses  step  goal                                text", (
         "one task: no column"
     )
     assert len(result.stdout.splitlines()) == 3
@@ -417,19 +425,20 @@ def test_without_the_extractors_tokenizer_the_rest_is_shown(run: Path, copy: Pat
 def test_a_long_history_is_told_in_few_periods():
     """Two episodes a step, of which those of steps 10 to 19 are won; 20 steps in periods of ⌈20 / 8⌉ = 3.
 
-    Of steps 9 to 11 the lifts are 0, 1/2 and 1: half = 4.302653 · √(1/2 / 6) = 1.242069.
+    Of steps 9 to 11 the lifts are 0, 1/2 and 1: half = 3.182446 · √(1 + 1/2) / 3 = 1.299228.
+    Of step 19 there is one: 12.706205.
     """
     uses = [UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0) for step in range(20) for member in range(2)]
     lifts = [LiftView(step, f"run/{step}/0", 1, (step - 9) / 2, 0.0) for step in (9, 10, 11)] + [LiftView(19, "run/19/0", 1, 0.25, 1.0)]
     assert history(uses, lifts) == [
-        "when                 lift  won",
-        "steps 0–2               –  0/6",
-        "steps 3–5               –  0/6",
-        "steps 6–8               –  0/6",
-        "steps 9–11   +0.50 ± 1.24  4/6",
-        "steps 12–14             –  6/6",
-        "steps 15–17             –  6/6",
-        "steps 18–19     -0.75 ± –  4/4",
+        "when                  lift  won",
+        "steps 0–2                –  0/6",
+        "steps 3–5                –  0/6",
+        "steps 6–8                –  0/6",
+        "steps 9–11    +0.50 ± 1.30  4/6",
+        "steps 12–14              –  6/6",
+        "steps 15–17              –  6/6",
+        "steps 18–19  -0.75 ± 12.71  4/4",
     ]
     assert history(uses[:2]) == ["when    lift  won", "step 0     –  0/2"]
     assert history([]) == []
@@ -481,7 +490,7 @@ def test_stats(run: Path):
     assert figures["entries"] == {
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
     }  # fmt: skip
-    assert figures["lift"] == {"above": 0, "below": 0, "around": 0, "unknown": 5}
+    assert figures["lift"] == {"above": 0, "below": 0, "around": 1, "unknown": 4}
     assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1, "voted": 0})
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
 
@@ -582,7 +591,7 @@ def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_
         "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
     ]
     first = shown.index("lift and credit over time (of all versions)")
-    assert shown[first + 2 : first + 4] == ["  earlier runs  +0.38 ± 1.59  2/3", "  step 1                   –  0/1"]
+    assert shown[first + 2 : first + 4] == ["  earlier runs  +0.38 ± 2.18  2/3", "  step 1                   –  0/1"]
     assert "     –  run/1/0/1          1      -1" in shown
     assert lines("show", path, "0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
 

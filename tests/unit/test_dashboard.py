@@ -234,10 +234,14 @@ def test_every_window_is_kept_to(which, width, height):
 
 
 def test_the_best_lift_is_shown_first():
-    """8 groups: half = 2.364624 · √(0.375 / 56) = 0.193499, which ends above 0; 2: 12.706205 · √(0.125 / 2) = 3.176551."""
+    """8 groups: half = 2.306004 · √1.375 / 8 = 0.338004; 9: 2.262157 / 9 = 0.251351.
+
+    2: 4.302653 · √1.125 / 2 = 2.281826. The lower ends are −0.09, −0.25 and −1. The last
+    experience has no group.
+    """
     rows = picture(complementary(), 140, 60).split("experiences: uses, lift, task, text")[1].splitlines()[1:5]
     assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
-        "41  +0.25 ± 0.19", "9  +0.00 ± 0.00", "7  -0.25 ± 3.18", "0             –",
+        "41  +0.25 ± 0.34", "9  +0.00 ± 0.25", "7  -0.25 ± 2.28", "0             –",
     ]  # fmt: skip
 
 

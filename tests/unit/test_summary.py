@@ -141,7 +141,10 @@ def test_rows_stand_together_by_task_and_in_line() -> None:
 
 
 def test_what_experience_came_to() -> None:
-    """Lift of e1: V = 0.125 / (3 · 2) = 1/48, half = 4.302653 · √(1/48) = 0.621034. The gaps of the three places have one mean."""
+    """Lift of e1: half = 3.182446 · √(1 + 0.125) / 3 = 1.125165; of e2: 12.706205 · √1 / 1.
+
+    The gaps of the three places have one mean.
+    """
     assert REPORT.lines() == [
         "",
         "experience [± half a 95 % interval, by Student's t over places]:",
@@ -152,9 +155,9 @@ def test_what_experience_came_to() -> None:
         "among the 128 of the extractor it started with, of the same episodes: 0.250 [0.183, 0.332]",
         "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
         "  the bank, 31 experiences: runs/one/bank.sqlite",
-        "  the best of it, by the lower end of lift (guided − free in the same groups; ± by Student's t over groups):",
-        "    lift +0.250 ± 0.621 over 3 groups    won  10 of  12 episodes   Room: the dusty hut.  go east.",
-        "    lift +0.000 ± – over 1 group         won   4 of   4 episodes   Room: the wet hut.  go on.",
+        "  the best of it, by the lower end of lift (guided − free in the same groups; ± half a 95 % credible interval):",
+        "    lift +0.250 ± 1.125 over 3 groups    won  10 of  12 episodes   Room: the dusty hut.  go east.",
+        "    lift +0.000 ± 12.706 over 1 group    won   4 of   4 episodes   Room: the wet hut.  go on.",
         "    lift unknown                         won   4 of   4 episodes   Room: the red hut.  go west.",
     ]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import FrozenInstanceError, replace
 from functools import reduce
 from operator import add
 from statistics import fmean, variance
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import erf
 
-from crl.intervals import Mean
 from crl.types import (
     Completion,
     Experience,
@@ -129,17 +129,33 @@ def test_a_per_token_advantage_of_the_right_length_is_taken() -> None:
 
 
 def test_lift_by_hand() -> None:
-    """{1/2, −1/4, 1/2}: mean 1/4, m2 = 1/16 + 1/4 + 1/16 = 3/8, half = 4.302653 · √(3/8 / 6) = 1.075663."""
+    """{1/2, −1/4, 1/2}: mean 1/4, m2 = 1/16 + 1/4 + 1/16 = 3/8.
+
+    half = t_975(3) · √(1 + 3/8) / 3 = 3.182446 · 1.172604 / 3 = 1.243916, from −0.993916.
+    """
     lift = Lift(1, 0.5) + Lift(1, -0.25) + Lift(1, 0.5)
     assert (lift.groups, lift.mean, lift.m2) == (3, 0.25, 0.375)
-    assert lift.half == pytest.approx(1.075663, abs=1e-6)
-    assert lift.low == pytest.approx(0.25 - 1.075663, abs=1e-6)
+    assert lift.half == pytest.approx(1.243916, abs=1e-6)
+    assert lift.low == pytest.approx(-0.993916, abs=1e-6)
 
 
-def test_the_lift_of_one_group_has_no_interval() -> None:
-    assert math.isnan(Lift(1, 0.75).half)
-    assert Lift(1, 0.75).low == -1.0
-    assert Lift(2, 0.0, 0.5).low == -1.0, "no lift is lower"
+def test_the_lift_of_one_group_has_a_wide_interval() -> None:
+    """t_975(1) · √1 / 1 = 12.706205."""
+    assert Lift(1, 0.75).half == pytest.approx(12.706205, abs=1e-6)
+    assert Lift(1, 0.75).low == -1.0, "no lift is lower"
+
+
+@pytest.mark.parametrize("lift", [Lift(1, 0.75), Lift(2, 1.0), Lift(3, 0.25, 0.375), Lift(8, 0.0, 8.0)])
+def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(lift: Lift) -> None:
+    """Sum over the variance v of a difference: prior v^(−3/2) · e^(−1 / 2v) times the likelihood.
+
+    The likelihood integrated over the mean is v^(−n/2) · e^(−m2 / 2v) · √v; dv = v · d log v.
+    Given v, the mean is normal with variance v / n.
+    """
+    v = np.geomspace(1e-4, 1e14, 100_001)
+    mass = v**-1.5 * np.exp(-1 / (2 * v)) * v ** (-lift.groups / 2) * np.exp(-lift.m2 / (2 * v)) * np.sqrt(v) * v
+    inside = erf(lift.half * np.sqrt(lift.groups / (2 * v)))
+    assert (mass * inside).sum() / mass.sum() == pytest.approx(0.95, abs=1e-5)
 
 
 differences = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_size=30)
@@ -148,13 +164,30 @@ differences = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_
 @given(differences, st.integers(1, 29))
 def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(values: list[float], cut: int) -> None:
     one, *more = [reduce(add, [Lift(1, value) for value in part]) for part in (values[:cut], values[cut:]) if part]
-    lift, mean = reduce(add, more, one), Mean.of(values)
-    assert (lift.groups, lift.mean, lift.half) == (mean.n, pytest.approx(mean.value), pytest.approx(mean.half, abs=1e-6))
+    lift = reduce(add, more, one)
+    assert (lift.groups, lift.mean) == (len(values), pytest.approx(fmean(values), abs=1e-9))
     assert lift.m2 == pytest.approx(variance(values) * (len(values) - 1), abs=1e-9)
     assert (-lift).mean == pytest.approx(-fmean(values))
 
 
 def test_the_order_of_lifts() -> None:
-    """The lower ends are 0.23, 0, −0.05, −1 and −1: what two groups say that differ is little, and what one says nothing."""
-    best = [Lift(9, 0.25, 0.005), Lift(5, 0.0), Lift(9, 0.25, 1.1), Lift(1, 1.0), Lift(2, 0.75, 0.1), None]
+    """Half widths are t_975(n) · √(1 + m2) / n, and no lower end is below −1:
+
+    2.262157 · √1.005 / 9 = 0.252, from −0.002; 2.262157 · √2.1 / 9 = 0.364, from −0.114;
+    2.570582 / 5 = 0.514, from −0.514; 12.706 and 4.302653 · √1.1 / 2 = 2.256, both from −1.
+    """
+    best = [Lift(9, 0.25, 0.005), Lift(9, 0.25, 1.1), Lift(5, 0.0), Lift(1, 1.0), Lift(2, 0.75, 0.1), None]
     assert sorted(reversed(best), key=lift_order) == best
+
+
+def test_two_equal_groups_rank_below_many_that_differ_little() -> None:
+    """{1, 1}: 1 ± 4.302653 / 2 = 2.151326, from −1.
+
+    20 of 1/2 and 20 of 7/10: mean 0.6, m2 = 40 · 0.1² = 0.4,
+    half = 2.021075 · √1.4 / 40 = 0.059784.
+    """
+    lucky = Lift(1, 1.0) + Lift(1, 1.0)
+    proven = reduce(add, [Lift(1, value) for value in (0.5, 0.7) * 20])
+    assert (lucky.half, lucky.low) == (pytest.approx(2.151326, abs=1e-6), -1.0)
+    assert (proven.half, proven.low) == (pytest.approx(0.059784, abs=1e-6), pytest.approx(0.540216, abs=1e-6))
+    assert sorted([None, lucky, proven], key=lift_order) == [proven, lucky, None]
