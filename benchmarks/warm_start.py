@@ -20,6 +20,7 @@ import torch
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.envs import alfworld, room, webshop
+from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
 from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
@@ -29,12 +30,13 @@ from crl.envs.webshop.lessons import right_brand, wrong_brands
 from crl.errors import RolloutError
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
+from crl.methods.parts.distilling import Digest
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model, load_tokenizer, stop_ids
 from crl.models.drills import alfworld_chores, drill, grids, webshop_visits
 from crl.models.drills import webshop as webshop_drills
 from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.drill import OFFER
+from crl.models.drills.drill import OFFER, Episode
 from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
 from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
@@ -239,21 +241,51 @@ async def extractor_figures(path: Path, n: int) -> Figures:
 async def shop_lesson_figures(path: Path, n: int) -> Figures:
     extractor = Speaker.of(path)
     episodes = list(webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), n))
-    figures: Figures = defaultdict(list)
+
+    def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+        kind, name = read_shop(text) if text else ("none", None)
+        right = {"buy": name == right_brand(episode.segments), "skip": name in wrong_brands(episode.segments)}
+        told = {"buy": "product right", "skip": "product wrong, as said"}
+        return kind, {told[kind]: right[kind]} if kind in told else {}
+
     try:
-        asked = (extractor.answer(drill.distil_prompt(webshop_digest, e, i), ANSWER_TOKENS, i) for i, e in enumerate(episodes))
-        for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
-            parsed = parse_ops(written or "", 1 if episode.hint else 0)
-            kind, name = read_shop(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
-            figures["shop: lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
-            if kind == "buy":
-                figures["shop: lesson's product right"].append(name == right_brand(episode.segments))
-            if kind == "skip":
-                figures["shop: lesson's product wrong, as said"].append(name in wrong_brands(episode.segments))
-        for op, right in (await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)).items():
-            figures[f"shop: merge right: {op}"] += right
+        figures = await lesson_figures(extractor, "shop", webshop_digest, episodes, claims)
+        merged = await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)
     finally:
         await extractor.engine.aclose()
+    return figures | {f"shop: merge right: {op}": right for op, right in merged.items()}
+
+
+async def house_lesson_figures(path: Path, n: int) -> Figures:
+    extractor = Speaker.of(path)
+    episodes = list(alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n)))
+
+    def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+        chore = house_lessons.chore_of(episode.segments)
+        kind, place = house_lessons.read(text, chore) if text else ("none", "")
+        seen = house_lessons.sights(episode.segments)
+        return kind, {"place right": place == seen.get(chore.thing)} if kind == "where" else {}
+
+    try:
+        return await lesson_figures(extractor, "house", house_lessons.digest, episodes, claims)
+    finally:
+        await extractor.engine.aclose()
+
+
+Claims = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
+"""The kind of a lesson, and whether what it claims is right; None is an answer without a lesson."""
+
+
+async def lesson_figures(extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims) -> Figures:
+    """Return whether answers to episodes can be read, and whether what they claim is what the episode shows."""
+    figures: Figures = defaultdict(list)
+    asked = (extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i) for i, e in enumerate(episodes))
+    for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
+        parsed = parse_ops(written or "", 1 if episode.hint else 0)
+        kind, right = claims(parsed.ops[0].text if parsed.ops else None, episode)
+        figures[f"{task}: lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
+        for what, true in right.items():
+            figures[f"{task}: lesson's {what}"].append(true)
     return figures
 
 
@@ -290,7 +322,7 @@ def main() -> None:
     torch.set_num_threads(1)
     measures = {
         "tiny-actor": (actor_figures, shop_figures, house_figures, grid_figures),
-        "tiny-extractor": (extractor_figures, shop_lesson_figures),
+        "tiny-extractor": (extractor_figures, shop_lesson_figures, house_lesson_figures),
     }
     for name, measured in measures.items():
         path = arguments.models / name if arguments.models else resolve_model(name)

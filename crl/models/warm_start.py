@@ -33,12 +33,17 @@ Demonstration = Sequence[Segment]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 of this size; tied embeddings, float32. vocabulary: at most so many tokens, fewer when the text has no more merges."""
+    """A Qwen2 of this size; tied embeddings, float32.
+
+    vocabulary: at most so many tokens, fewer when the text has no more merges. kv_heads: key and value
+    heads, each shared by heads / kv_heads query heads; fewer make decoding faster.
+    """
 
     vocabulary: int = 768
     hidden: int = 64
     layers: int = 3
     heads: int = 4
+    kv_heads: int = 2
     intermediate: int = 192
     context: int = 1024
 
@@ -85,7 +90,7 @@ def new_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCau
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.intermediate,
         max_position_embeddings=shape.context,
         tie_word_embeddings=True,

@@ -278,11 +278,14 @@ def test_a_verdict_is_short(tiny_actor: Path) -> None:
     assert len(chat.encode(COMPACT_CALL)) + 1 <= 4
 
 
-async def test_the_verdicts_of_the_shipped_actor_can_be_read(tiny_actor: Path) -> None:
+async def test_the_shipped_actor_rejects_where_the_place_is_mastered_and_nowhere_else(tiny_actor: Path) -> None:
     async with speaker(tiny_actor) as actor:
-        asked = [prompt for *prompt, _ in room.verdicts(random.Random(11), 300)]
-        said = await asyncio.gather(*(actor.answer(prompt, 24, i) for i, prompt in enumerate(asked)))
-    assert sum(parse_critique(text or "").malformed for text in said) <= 0.05 * len(said)
+        asked = [(prompt, told.text == "reject") for *prompt, told in room.verdicts(random.Random(11), 300)]
+        said = await asyncio.gather(*(actor.answer(prompt, 24, i) for i, (prompt, _) in enumerate(asked)))
+    verdicts = [parse_critique(text or "") for text in said]
+    assert sum(verdict.malformed for verdict in verdicts) <= 0.05 * len(said)
+    right = sum((verdict.verdict == "reject") == mastered for verdict, (_, mastered) in zip(verdicts, asked, strict=True))
+    assert right >= 0.95 * len(said)
 
 
 async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(tiny_actor: Path) -> None:

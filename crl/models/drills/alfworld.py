@@ -104,12 +104,12 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 ACTOR_DRILLS = (
-    Drill("chores", 7_500, ACTOR_CHORES.make),
+    Drill("chores", 16_000, ACTOR_CHORES.make),
     Drill("chores with questions", 2_500, ASKING_CHORES.make),
     Drill("verdicts on chores", 1_500, verdicts),
 )
 EXTRACTOR_DRILLS = (
-    Drill("chore lessons", 7_000, ChoreLessons(EXTRACTOR_CHORES).make),
+    Drill("chore lessons", 16_000, ChoreLessons(EXTRACTOR_CHORES).make),
     Drill("chore refinements", 2_000, ChoreRefinements(EXTRACTOR_CHORES).make),
     Drill("chore merges", 6_000, merges),
 )

@@ -133,5 +133,5 @@ ACTOR_DRILLS = (
 EXTRACTOR_DRILLS = (
     Drill("room lessons", 20_000, RoomLessons(EXTRACTOR_WALKS).make),
     Drill("refinements", 6_000, Refinements(replace(EXTRACTOR_WALKS, turns=SCORED_TURNS)).make),
-    Drill("merges", 26_000, merges),
+    Drill("merges", 22_000, merges),
 )

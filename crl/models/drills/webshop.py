@@ -86,7 +86,7 @@ ACTOR_DRILLS = (
     Drill("shop verdicts", 2_000, verdicts),
 )
 EXTRACTOR_DRILLS = (
-    Drill("shop lessons", 9_000, lessons),
+    Drill("shop lessons", 12_000, lessons),
     Drill("shop refinements", 1_000, refinements),
     Drill("shop merges", 6_000, merges),
 )
