@@ -369,7 +369,7 @@ the episode that it guided
   step  episode    version  reward
      1  run/1/4/0        1      +1
 
-written by run/train/1/4/0/1: extractor version 0, 32 tokens, finish stop
+written by run/train/1/4/0/1: extractor version 0, 30 tokens, finish stop
 never trained on
 prompt
   <|im_start|>user

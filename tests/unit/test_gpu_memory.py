@@ -64,7 +64,7 @@ def test_known_sizes_are_those_of_the_architecture(name: str):
 def test_sizes_are_read_from_a_directory(tiny_actor: Path):
     shape = model_shape("tiny-actor")
     config = json.loads((tiny_actor / "config.json").read_text())
-    assert (shape.parameters, shape.layers, shape.hidden) == (209_920, config["num_hidden_layers"], config["hidden_size"])
+    assert (shape.parameters, shape.layers, shape.hidden) == (197_440, config["num_hidden_layers"], config["hidden_size"])
     assert shape.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
 
 
