@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Distilled = tuple[float, Sequence["TokenTrace"]]
+Distilled = tuple[float, Sequence[TokenTrace]]
 """The advantage of a trajectory's further samples, and their traces."""
 
 

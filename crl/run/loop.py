@@ -222,7 +222,7 @@ class Loop:
         clock = Clock()
         with clock("eval"):
             last = step == self.schedule.steps
-            # Untrained models build a bank that nobody asks about, and it takes them longest.
+            # At the start nothing was trained yet: banks built then tell least, and take longest.
             evaluation = await self._unless_stopped(self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last))
         if evaluation is not None:
             self.evaluations[step] = evaluation
