@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Distilled = tuple[float, Sequence[TokenTrace]]
+SelfDistilled = tuple[float, Sequence[TokenTrace]]
 """The advantage of a trajectory's further samples, and their traces."""
 
 
@@ -85,7 +85,7 @@ def build_minibatches(
     *,
     count: int,
     rng: random.Random,
-    distilled: Mapping[int, Distilled] = MappingProxyType({}),
+    distilled: Mapping[int, SelfDistilled] = MappingProxyType({}),
 ) -> tuple[Minibatch, ...]:
     """The optimizer minibatches of one batch of trajectories.
 
@@ -108,7 +108,7 @@ def build_minibatches(
 
 def _minibatch(
     members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float],
-    views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, Distilled],
+    views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, SelfDistilled],
 ) -> Minibatch:  # fmt: skip
     """The minibatch of the trajectories at `members`."""
     from crl.algo.advantages import sequence_weights  # here, so that the packing above needs no torch

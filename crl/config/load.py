@@ -116,10 +116,11 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         return "bank.frozen is true: nothing is written", "Leave one of the two out"
     if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
-    if key == "retrieval.trials" and config.retrieval.choice == "diverse":
+    if key == "retrieval.trials" and config.retrieval.trials and config.retrieval.choice == "diverse":
         return 'retrieval.choice is "diverse", which spreads searches itself', "Add --set retrieval.choice=credit, or leave it out"
-    if key in ("complementary.listening", "complementary.self_distillation") and config.complementary.guided == "all":
-        return "complementary.guided is all: there is no free member to compare with", "Leave one of the two out"
+    compared = section == "complementary" and name in ("listening", "self_distillation") and getattr(config.complementary, name) > 0
+    if compared and config.complementary.guided == 1:
+        return "complementary.guided is 1: there is no free member to compare with", "Leave one of the two out"
     if key == "bank.evict" and bank.cap is None and bank.size is None:
         return "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too, or leave it out"
     return None

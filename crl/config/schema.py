@@ -176,8 +176,8 @@ class ExtractorSection(Section):
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
     """reward of an answer without any operation; unset = such answers are not trained on"""
     baseline: Literal["batch", "group"] = "batch"
-    """what a lesson's reward is compared with: the batch's mean (eq. 3), or what its group came to without
-    experience; where none of these episodes ended, the lesson is not trained on"""
+    """what a lesson's reward is compared with: batch = the batch's mean (eq. 3); group = what its group came to without
+    experience (where none of these episodes ended, the lesson is not trained on), and with the critic the batch's mean too"""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
     merge_every: Natural = 5
@@ -203,8 +203,9 @@ class BankSection(Section):
     size: Count | None = None
     """active experiences of the whole bank; when there are more, a hundredth of them goes at once; unset = any number"""
     evict: Literal["fifo", "lru", "credit"] = "fifo"
-    """which goes over cap or size: the oldest, the one that was not returned for the longest time (in actor steps), or the one that helped
-    least; it stays in the history"""
+    """which goes over cap or size: fifo = the oldest; lru = the one that was not returned for the longest time (in actor steps);
+    credit = the half with the best record stays, and of the others tried ones go first, the worst before the better, then the oldest
+    untried one. What goes stays in the history"""
     vote_out: Count | None = None
     """down votes less up votes of the extractor at which an experience goes; unset = it is not asked for votes"""
     duplicate: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -220,12 +221,12 @@ class RetrievalSection(Section):
     """How an experience is chosen for an episode (a method without experience ignores it)."""
 
     choice: Literal["diverse", "credit"] = "diverse"
-    """among equally similar ones: diverse = the paper's eq. 6, credit = the one that helped most so far"""
+    """among equally similar ones: diverse = the paper's eq. 6; credit = the one with the best record, (won + 0.3) / (episodes + 1)"""
     per: Literal["group", "rollout"] = "group"
     """the guided members of a group share one experience, or each has its own"""
     trials: Annotated[float, Field(ge=0, le=1)] = 0.0
     """with choice = "credit": share of searches at the start of training episodes that return the
-    least retrieved of the similar experiences, instead of the one that is known to have helped most"""
+    least retrieved of the similar experiences, instead of the one with the best record"""
     candidates: Count = 16
     """nearest experiences that are looked at"""
     margin: Annotated[float, Field(ge=0, le=2)] = 0.05
@@ -313,18 +314,18 @@ class CriticSection(Section):
 
 
 class ComplementarySection(Section):
-    """Ablations of the method `complementary`; the other switches are extractor.train, bank.frozen and retrieval.per."""
+    """Ablations and extensions of the method `complementary`; other ablations are extractor.train, bank.frozen and retrieval.per."""
 
-    guided: Literal["half", "all"] = "half"
-    """members of a group that are guided by experience"""
+    guided: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """share of a group's members that are guided by experience; 0.5 = half of them, as in the paper"""
     advantages: Literal["split", "cross"] = "split"
     """advantages within the guided and the free members apart (eq. 5), whichever experience guided, or across the whole group"""
     listening: Annotated[float, Field(ge=0)] = 0.0
     """weight of a second advantage of guided members: success of those that the same experience guided
     less success of the free ones; 0 = eq. 5 alone, as in the paper"""
     self_distillation: Annotated[float, Field(ge=0)] = 0.0
-    """weight of the next-token loss on guided members that did better than the free ones, without their
-    experience in the prompt; 0 = none, as in the paper's main runs"""
+    """weight, relative to the policy loss, of the next-token loss on guided members that did better than the free ones, with
+    their experience left out of the prompt (CRL §4.3); 0 = none, as in the paper's main runs"""
 
 
 class EngineSection(Section):
@@ -609,16 +610,10 @@ def _check_experience(config: RunConfig) -> None:
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = f"leaves no room for a prompt in extractor.max_context_tokens, which is {extractor.max_context_tokens}"
         raise ConfigError("extractor.max_response_tokens", extractor.max_response_tokens, reason, "Lower it, or raise the other")
-    split = config.complementary.guided == "half" and config.complementary.advantages == "split"
-    if split and config.rollout.group_size < 4:
-        reason = "leaves a guided or free half of one member, whose advantage within its half is always 0"
-        raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose at least 4, or complementary.advantages=cross")
-    if config.complementary.guided == "half" and config.rollout.group_size % 2:
-        reason = "cannot be halved into guided and free members"
-        raise ConfigError("rollout.group_size", config.rollout.group_size, reason, "Choose an even one, or complementary.guided=all")
+    _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
-    if trained and extractor.baseline == "group" and config.complementary.guided == "all":
-        reason = "compares with a group's members without experience, and with complementary.guided=all there are none"
+    if trained and extractor.baseline == "group" and config.complementary.guided == 1:
+        reason = "compares with a group's members without experience, and with complementary.guided = 1 there are none"
         raise ConfigError("extractor.baseline", "group", reason, "Add --set extractor.baseline=batch")
     reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
@@ -636,13 +631,25 @@ def _check_experience(config: RunConfig) -> None:
         raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
 
 
+def _check_guided_share(switches: ComplementarySection, group_size: int) -> None:
+    guided = round(switches.guided * group_size)
+    free = group_size - guided
+    if not math.isclose(guided, switches.guided * group_size):
+        reason = f"is no whole number of members of a group of {group_size} (rollout.group_size)"
+        raise ConfigError("complementary.guided", switches.guided, reason, f"Choose a multiple of 1/{group_size}, or another group size")
+    if switches.advantages == "split" and 1 in (guided, free):
+        reason = f"leaves one guided or one free member of {group_size}, whose advantage among its like is always 0"
+        remedy = "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
+        raise ConfigError("complementary.guided", switches.guided, reason, remedy)
+
+
 def _check_critic(config: RunConfig) -> None:
     critic, context = config.critic, config.actor.max_context_tokens
     if critic.enabled and not config.with_experience:
         reason = f"method {config.method} has no experience that the actor could judge"
         raise ConfigError("critic.enabled", True, reason, "Leave it out, or use --method complementary")
-    if critic.enabled and not critic.warmup and config.complementary.guided == "all":
-        reason = "leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free"
+    if critic.enabled and not critic.warmup and config.complementary.guided == 1:
+        reason = "leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free"
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
         reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {context}"

@@ -39,7 +39,8 @@ class ExtractorSample:
     """A training sample: a generation with the mask on one op's tokens, on those before its first op, or
     on the token that made it malformed.
 
-    id: what `mark_trained` takes; reward: r̄ ∈ [−2, 2]; weight: w of eq. 7; advantage: w·(r̄ − baseline), see `batch_samples`.
+    id: what `mark_trained` takes; reward: r̄ ∈ [−2, 2], with the critic's scores at most 3;
+    weight: w of eq. 7; advantage: w·(r̄ − baseline), see `batch_samples`.
     """
 
     id: str

@@ -416,7 +416,7 @@ class ExperienceManager:
     async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str, expected: float | None = 0.0) -> None:
         """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3); r̃(m) where it was judged (eq. 8).
 
-        uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record of what helped, and so does
+        uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record (won of credited), and so does
         `expected`: r of such an episode without experience, in [−1, 1]; None = not known, and then what guided is not trained on.
         episode: the id of its request; a second call for it changes nothing. Episodes with an error are not credited.
         """

@@ -16,8 +16,9 @@ from crl.protocols import Hit
 from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
-"""Which entry goes where there is no room: the first written, the least recently returned, or with `credit` the tried
-ones of the lowest `known_score` outside the best-known half, then the oldest."""
+"""Which entry goes where there is no room. fifo: the first written. lru: the least recently returned. credit: the half
+with the highest `known_score` stays; of the others tried ones go first, the lowest score before the higher, then the
+oldest untried one."""
 
 
 class UnitKey(NamedTuple):

@@ -24,7 +24,7 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
     distillation = SelfDistillation(switches.self_distillation) if switches.self_distillation else None
     trained = extractor.train and not config.bank.frozen
     return Method(
-        planner=GuidedShare(1.0 if switches.guided == "all" else 0.5),
+        planner=GuidedShare(switches.guided),
         context=context,
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, *terms, distillation=distillation),

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
-from crl.algo.batching import Distilled
+from crl.algo.batching import SelfDistilled
 from crl.envs.host import Hosts
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
@@ -182,14 +182,14 @@ class Loop:
         return torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist() if played else []
 
     def _minibatches(
-        self, step: int, played: Sequence[Trajectory], advantages: Sequence[float], distilled: Mapping[int, Distilled]
+        self, step: int, played: Sequence[Trajectory], advantages: Sequence[float], distilled: Mapping[int, SelfDistilled]
     ) -> Sequence[Minibatch]:
         """What the actor trains on."""
         views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw, distilled=distilled)
 
-    def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, Distilled]:
+    def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, SelfDistilled]:
         """Return the samples of self-distillation, by their trajectory's index."""
         term = self.method.actor.distillation
         weights = term(played).tolist() if term and played else []

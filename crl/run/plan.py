@@ -120,7 +120,8 @@ def _experience(config: RunConfig) -> str:
     bounds = [f"{most:,} experiences{of}" for of, most in sizes.items() if most is not None]
     shared = ", shared by all tasks" if bank.scope == "shared" else ""
     kept = f"at most {' and '.join(bounds)} (evicts by {bank.evict})" if bounds else "any number of experiences"
-    guided = "all members of a group are" if config.complementary.guided == "all" else "half of a group is"
+    members = config.rollout.group_size
+    guided = f"{round(config.complementary.guided * members)} of {members} members are"
     return "\n".join(
         [
             f"extractor  {training}",

@@ -31,6 +31,7 @@ from crl.modeling import checksum, load_model, load_tokenizer, named_weights, st
 from crl.monitor.plain import SECONDS, PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import Bank, Model, Rollout, _followed
+from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
 from crl.tokens import ChatRenderer
@@ -204,6 +205,28 @@ async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_sta
             assert isinstance(trained, TorchEngine)
             assert checksum(named_weights(asked._decoder.model)) == start
             assert checksum(named_weights(trained._decoder.model)) != start
+
+
+async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
+    config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC, "retrieval.trials=0.5"])
+    async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
+        with decided():
+            await loop.run()
+        assert loop.experience is not None
+        assert loop.evaluator._online is not None
+        bank, online = loop.experience.manager, loop.evaluator._online
+        goals = Counter(entry.goal for entry in bank._bank.entries.values())
+        ((goal, count),) = goals.most_common(1)
+        assert count > 1, "there is something to choose from"
+        place = replace(online._tasks["room"].places[0], goal=goal)
+        requests = [SearchRequest(goal, place, 99, member) for member in range(8)]
+        async with online._scratch(lambda _: None) as scratch:
+            (best, *_) = await scratch.search(requests[:1])
+            assert best is not None
+            await scratch.credit([best.use] * 9, True, episode="made/up/0/0")
+            assert {hit.use.uid for hit in await scratch.search(requests) if hit} == {best.use.uid}
+        await bank.credit([best.use] * 9, True, episode="made/up/0/0")
+        assert len({hit.use.uid for hit in await bank.search(requests) if hit}) > 1, "where training does"
 
 
 def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
@@ -483,7 +506,7 @@ def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
 
 def test_everybody_may_be_guided(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    sets = ("complementary.guided=all", "complementary.advantages=cross", "extractor.baseline=batch")
+    sets = ("complementary.guided=1", "complementary.advantages=cross", "extractor.baseline=batch")
     train(run, *DETERMINISTIC, *sets, steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
     assert not any("rollout/gap" in line for line in metrics(run, "train")), "there is nobody to compare with"

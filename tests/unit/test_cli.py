@@ -198,7 +198,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "eval      2 times × 2,816 episodes = 5,632 episodes at temperature 1",  # 2 · 256 known, 256 new, 64 places · 4 · (5 + 3 visits)
         "extractor  a step for every 32 credit units",
         "bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts empty",
-        "retrieval  half of a group is guided, one experience per rollout, chosen by credit; 50% of searches try what was tried least",
+        "retrieval  4 of 8 members are guided, one experience per rollout, chosen by credit; 50% of searches try what was tried least",
     ):
         assert line in result.output.splitlines()
     assert "\nextractor  " in result.output.split("── models ──")[1].split("──")[0]
@@ -237,11 +237,13 @@ def test_the_plan_follows_the_settings(model: str):
 def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):
     bank = tmp_path / "bank.sqlite"
     asyncio.run(bank_of_one_entry(bank))
-    sets = ["extractor.train=false", "complementary.guided=all", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
+    sets = ["extractor.train=false", "complementary.guided=1", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
     assert f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
-    assert "retrieval  all members of a group are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
+    assert (
+        "retrieval  8 of 8 members are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
+    )
     assert not any(line.startswith("critic ") for line in lines)
     lines = plan(load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])).splitlines()
     assert "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience" in lines

@@ -510,7 +510,7 @@ def test_the_papers_values_for_experience(model: Path):
     assert (config.retrieval.batch, config.retrieval.max_wait, config.retrieval.workers) == (16, 0.001, 4)
     assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (None, None, False, "")
     assert (config.bank.size, config.bank.evict, config.bank.vote_out, config.bank.duplicate) == (None, "fifo", None, None)
-    assert (config.complementary.guided, config.complementary.advantages) == ("half", "split")
+    assert (config.complementary.guided, config.complementary.advantages) == (0.5, "split")
 
 
 def test_a_method_without_experience_asks_for_no_extractor(model: Path):
@@ -536,21 +536,29 @@ def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
     assert 'declares the profile "tiny"' in text
 
 
-def test_a_group_is_halved_evenly(model: Path):
-    text = refusal(model, "rollout.group_size=5")
-    assert text.startswith("rollout.group_size = 5: cannot be halved into guided and free members. Choose an even one")
-    everybody = ("complementary.guided=all", "extractor.baseline=batch")
+def test_a_group_is_shared_evenly(model: Path):
+    assert refusal(model, "rollout.group_size=5") == (
+        "complementary.guided = 0.5: is no whole number of members of a group of 5 (rollout.group_size). "
+        "Choose a multiple of 1/5, or another group size."
+    )
+    assert resolved(model, "rollout.group_size=5", "complementary.guided=0.6").complementary.guided == 0.6
+    alone = ("rollout.group_size=4", "complementary.guided=0.75")
+    assert refusal(model, *alone).startswith(
+        "complementary.guided = 0.75: leaves one guided or one free member of 4, whose advantage among its like is always 0."
+    )
+    assert resolved(model, *alone, "complementary.advantages=cross")
+    everybody = ("complementary.guided=1", "extractor.baseline=batch")
     assert resolved(model, "rollout.group_size=5", *everybody).rollout.group_size == 5
     assert resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
 
 
 def test_a_group_without_free_members_is_no_baseline(model: Path):
-    assert refusal(model, "complementary.guided=all") == (
-        "extractor.baseline = 'group': compares with a group's members without experience, and with complementary.guided=all there are "
+    assert refusal(model, "complementary.guided=1") == (
+        "extractor.baseline = 'group': compares with a group's members without experience, and with complementary.guided = 1 there are "
         "none. Add --set extractor.baseline=batch."
     )
-    assert resolved(model, "complementary.guided=all", "extractor.baseline=batch").extractor.baseline == "batch"
-    assert resolved(model, "complementary.guided=all", "extractor.train=false").extractor.baseline == "group", "nobody is trained"
+    assert resolved(model, "complementary.guided=1", "extractor.baseline=batch").extractor.baseline == "batch"
+    assert resolved(model, "complementary.guided=1", "extractor.train=false").extractor.baseline == "group", "nobody is trained"
 
 
 def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
@@ -564,15 +572,16 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
     assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in refusal(model, "bank.frosen=true")
     assert "Did you mean retrieval.choice?" in refusal(model, "retrieval.choise=credit")
     assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in refusal(model, "retrieval.choice=best")
-    assert "complementary.guided = 'some': should be 'half' or 'all'" in refusal(model, "complementary.guided=some")
+    assert "complementary.guided = 'half': should be a valid number" in refusal(model, "complementary.guided=half")
+    assert "complementary.guided = 1.5: should be less than or equal to 1" in refusal(model, "complementary.guided=1.5")
     assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(model, "extractor.malformed_reward=-2")
 
 
 def test_what_a_critic_cannot_be(model: Path):
     assert not resolved(model).critic.enabled
     assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 24, "a tiny actor's"
-    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=all", "extractor.baseline=batch") == (
-        "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided=all no later episode is free. "
+    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=1", "extractor.baseline=batch") == (
+        "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free. "
         "Choose at least 1."
     )
     assert refusal(model, "critic.max_response_tokens=1024").startswith(
@@ -770,17 +779,19 @@ def test_trials_are_of_the_choice_by_credit(model: Path):
         "Add --set retrieval.choice=credit, or leave it out."
     )
     assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", "the preset's own trials wait"
+    assert resolved(model, "retrieval.choice=diverse", "retrieval.trials=0.0").retrieval.trials == 0.0, "which is what it comes to"
     assert resolved(model, "retrieval.trials=0.25").retrieval.trials == 0.25
 
 
 def test_listening_is_compared_with_free_members(model: Path):
-    everybody = ("complementary.guided=all", "extractor.baseline=batch")
+    everybody = ("complementary.guided=1", "extractor.baseline=batch")
     assert resolved(model, *everybody), "the preset's own weight of it waits"
     for key in ("complementary.listening", "complementary.self_distillation"):
         assert refusal(model, *everybody, f"{key}=0.5") == (
-            f"{key} = 0.5: changes nothing, since complementary.guided is all: there is no free member to compare "
+            f"{key} = 0.5: changes nothing, since complementary.guided is 1: there is no free member to compare "
             "with. Leave one of the two out."
         )
+        assert resolved(model, *everybody, f"{key}=0"), "which is what it comes to"
 
 
 def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):

@@ -24,7 +24,7 @@ from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
 
 
 @pytest.mark.parametrize(
-    ("share", "members", "guided"), [(0.5, 8, 4), (0.5, 7, 3), (0.5, 1, 0), (0.5, 2, 1), (0.0, 8, 0), (1.0, 8, 8), (1.0, 3, 3)]
+    ("share", "members", "guided"), [(0.5, 8, 4), (0.6, 5, 3), (0.29, 100, 29), (0.5, 2, 1), (0.0, 8, 0), (1.0, 8, 8), (1.0, 3, 3)]
 )
 def test_the_first_members_of_a_group_are_guided(share: float, members: int, guided: int) -> None:
     conditions = [plan.condition for plan in GuidedShare(share).plan(TASK, members, step=0)]
@@ -199,7 +199,7 @@ def test_a_frozen_bank_is_searched_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_everybody_may_be_guided(tmp_path: Path) -> None:
-    method = built(tmp_path, complementary={"guided": "all"})
+    method = built(tmp_path, complementary={"guided": 1.0})
     assert (guided_of(method), guided_of(method, 7)) == (8, 7)
     assert method.distiller == EveryEpisode()
 

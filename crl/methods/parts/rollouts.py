@@ -13,7 +13,7 @@ from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Traje
 
 @dataclass(frozen=True)
 class GuidedShare:
-    """`RolloutPlanner`: the first members of every group, `share` of them rounded down, are guided by experience, the others free.
+    """`RolloutPlanner`: the first members of every group, `share` of them, are guided by experience, the others free.
 
     0 is plain RL, 1/2 CRL's K/2 and K/2 (eq. 5).
     """
@@ -21,7 +21,7 @@ class GuidedShare:
     share: float
 
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
-        guided = int(members * self.share)
+        guided = round(members * self.share)
         return [RolloutPlan("guided")] * guided + [RolloutPlan("free")] * (members - guided)
 
 
