@@ -27,6 +27,10 @@ CACHED = "crl_cached"
 PADDING = 1.1
 """Products of queries and keys, padded over real ones, up to which rows whose prompts are read share a call."""
 
+SHORT = 32
+"""New tokens of a row up to which queries that share a key-value head are rows of one product, each with a mask of its own; for more
+of them copies of the keys are smaller than the masks."""
+
 CALL = 1 << 14
 """Products of queries and keys that are computed rather than a call of attention more."""
 
@@ -82,10 +86,12 @@ class Block:
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None) -> torch.Tensor:
         """Attend from the pass's queries [T, heads, d] to cached keys and values [slots, shared heads, capacity, d].
 
-        Queries that share a key-value head become rows of one product, so that no key is copied.
+        Where a row has few new tokens, queries that share a key-value head become rows of one product, so that no key is copied.
         """
         k, v = (x[self.rows, :, : self.longest] for x in (keys, values))
         groups = query.shape[1] // k.shape[1]
+        if self.width > SHORT:
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         q = self.padded(query).unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q.dtype, groups), scale=scaling)
         return self.unpadded(out.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3))

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Received = InProcessWeights | FileWeights
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens of one pass, as if padded to the longest: bounds how long running requests wait for new ones."""
+"""Prompt tokens that one pass reads: bounds how long running requests wait for new ones."""
 
 SLICE = 0.05
 """Seconds that the compute thread decodes before it looks for other work, such as scoring."""
@@ -366,16 +366,22 @@ class TorchEngine:
                 return
 
     def _admitted(self) -> list[Request]:
-        """Return waiting requests that may start now: none while a swap is due, as many as there is room for in one pass."""
+        """Return waiting requests that may start now: none while a swap is due, as many as one pass has room for."""
         batch: list[Request] = []
-        longest = 0
+        read: set[tuple[int, ...]] = set()
+        tokens = 0
         while self._waiting and self._swap is None and len(self._decoder.running) + len(batch) < self._max_batch:
-            longest = max(longest, self._decoder.unread(self._waiting[0]))
-            if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
+            request = self._waiting[0]
+            unread = self._decoder.unread(request)
+            if unread == len(request.ids) and request.ids in read:
+                unread = 0  # an equal prompt is read once
+            if batch and tokens + unread > PREFILL_TOKENS:
                 break
-            request = self._waiting.popleft()
+            self._waiting.popleft()
             if not request.future.cancelled():
                 batch.append(request)
+                read.add(request.ids)
+                tokens += unread
         return batch
 
     def _deliver(self, finished: Sequence[Request]) -> None:

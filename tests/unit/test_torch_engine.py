@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from engines import NEVER, Passes, V, greedy, prompts, qwen2, reference, serving, settled, true_logprobs
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
+from crl.engines.passes import SHORT, Pass
 from crl.engines.torch import PREFILL_TOKENS, Request, sample
 from crl.errors import EngineError, RolloutError
 from crl.modeling import InProcessWeights, load_model
@@ -143,6 +145,27 @@ async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTraine
         assert completion.ids == single.ids
         assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
     assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
+
+
+async def test_equal_prompts_count_once_in_what_one_pass_reads() -> None:
+    model = qwen2()
+    (shared,) = prompts(PREFILL_TOKENS - 100)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        await asyncio.gather(*(engine.generate(shared, greedy(2)) for _ in range(4)))
+    assert passes.read == [(len(shared),), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("width", "mask"), [(SHORT, (1, 1, 2 * SHORT, SHORT)), (SHORT + 1, (1, 1, SHORT + 1, SHORT + 1))])
+def test_masks_of_long_prompts_are_not_repeated_for_queries_that_share_a_key(width: int, mask: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(shape, generator=draw) for shape in ((width, 4, 8), (1, 2, 64, 8), (1, 2, 64, 8)))
+    (block,) = Pass([[1] * width], [0], 0, torch.device("cpu")).blocks
+    out = block.attend(query, keys, values, None)
+    assert [tuple(m.shape) for m in block._masks.values()] == [mask]
+    k, v = (x[0, :, :width].repeat_interleave(2, 0) for x in (keys, values))
+    whole = scaled_dot_product_attention(query.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+    torch.testing.assert_close(out, whole)
 
 
 async def test_prompts_are_read_while_others_decode() -> None:
