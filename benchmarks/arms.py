@@ -114,9 +114,15 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
             **{f"success/{c}": [line.get(f"rollout/success/{c}") for line in recorder.of("train")] for c in ("free", "guided")},
             "lessons/correct": [line.get("lessons/correct") for line in recorder.of("bank")],
         },
-        "totals": {name: value for name, value in recorder.of("train")[-1].items() if name.startswith("total/")},
+        "totals": {
+            name: value
+            for kind in ("train", "bank")
+            for line in recorder.of(kind)[-1:]
+            for name, value in line.items()
+            if name.startswith("total/")
+        },
         "extractor updates": max((line["extractor/updates"] for line in recorder.of("extractor")), default=0),
-        "seconds": trained - begin,
+        "seconds": trained - begin,  # of the start and the evaluations too, and beside other runs
     }
 
 
