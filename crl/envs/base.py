@@ -134,6 +134,7 @@ class EnvSpec:
     digest(segments): an episode in few words, read off its texts alone, for tiny extractors; None: its whole texts.
     extra: the extra of `crl` that it needs, named as the module that it brings; empty: none.
     data(): what it is played on here and now, for an environment with official data. Raises `ConfigError` for what users named in vain.
+    affinity: a worker process plays a task that it has played of late at less cost, so the episodes of a task go to one worker.
     advisor, probe_tasks(n): the truth for diagnostics, and the tasks of the advice probe; None and empty where there is no such truth.
     """
 
@@ -154,6 +155,7 @@ class EnvSpec:
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
     extra: str = ""
     data: Callable[[], Data] | None = None
+    affinity: bool = False
 
     def __post_init__(self) -> None:
         if self.hosting not in get_args(Hosting):

@@ -18,7 +18,7 @@ import pickle
 import shutil
 import signal
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +37,12 @@ _Key = tuple[EnvSpec, Rendering]
 
 STARTING = 60.0
 """Seconds that the making of a game may take, however short the deadline."""
+
+UNEVEN = 16
+"""Games that a worker may lend beyond the least that any lends before tasks that it has played go elsewhere."""
+
+_PLAYED = 1024
+"""Tasks of which it is known who played them."""
 
 _FAREWELL = 5.0
 """Seconds that a dismissed worker has to end by itself."""
@@ -78,17 +84,19 @@ class ProcessHost:
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()
+        self._homes: OrderedDict[str, _Worker] = OrderedDict()  # of environments with affinity: who played a task last
         self._closed = False
 
     async def acquire(self, task: Task) -> ProcessEnvironment:
-        """Lends a game of the task's environment in the worker that lends fewest: one given back there, else a new one.
+        """Lends a game of the task's environment: one given back, else a new one. It is in the worker that lends fewest, or for an
+        environment with affinity in the one that played the task last, while that lends less than `UNEVEN` more.
 
         Raises `RolloutError` when none can be made; a `ConfigError` of the environment passes through.
         """
         if self._closed:
             raise RolloutError("env", "the host is closed")
         spec, rendering = self._tasks[task.name]
-        worker = self._place()
+        worker = self._home(task) if spec.affinity else self._place()
         free = worker.free[spec, rendering]
         environment = ProcessEnvironment(self, worker, spec, rendering, free.pop() if free else None)
         worker.lent += 1
@@ -119,6 +127,18 @@ class ProcessHost:
             environment.game = None
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.dismiss() for worker in workers))
+
+    def _home(self, task: Task) -> _Worker:
+        """Return the worker that played the task last, unless it is gone or too busy."""
+        key = repr(task)
+        worker = self._homes.pop(key, None)
+        least = min((worker.lent for worker in self._workers), default=0)
+        if worker is None or worker not in self._workers or not worker.alive or worker.lent >= least + UNEVEN:
+            worker = self._place()
+        self._homes[key] = worker
+        if len(self._homes) > _PLAYED:
+            self._homes.popitem(last=False)
+        return worker
 
     def _place(self) -> _Worker:
         for worker in [worker for worker in self._workers if not worker.alive]:

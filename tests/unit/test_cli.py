@@ -241,9 +241,7 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
     assert f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
-    assert (
-        "retrieval  8 of 8 members are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
-    )
+    assert "retrieval  8 of 8 members are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
     assert not any(line.startswith("critic ") for line in lines)
     lines = plan(load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])).splitlines()
     assert "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience" in lines

@@ -22,7 +22,7 @@ from toy_games import NUMBERS, SPEC
 
 from crl.envs.base import EnvSpec
 from crl.envs.host import Hosts, ThreadHost
-from crl.envs.processes import ProcessEnvironment, ProcessHost
+from crl.envs.processes import UNEVEN, ProcessEnvironment, ProcessHost
 from crl.errors import ConfigError, RolloutError
 from crl.types import StepResult, Task
 
@@ -97,6 +97,24 @@ async def test_games_are_spread_over_workers_and_stay_where_they_are() -> None:
             await host.release(environment)
         again = [await begun(host) for _ in range(7)]
         assert {environment.game: await process_of(environment) for environment in again} == games, "none was made anew"
+
+
+async def test_with_affinity_a_task_is_played_where_it_was_until_that_worker_is_too_busy() -> None:
+    async with hosting(replace(SPEC, affinity=True), processes=2) as host:
+        first, second = (replace(TASK, seed=seed) for seed in (1, 2))
+        members = [await host.acquire(task) for task in [first] * 4 + [second] * 4]
+        assert [len({e.worker for e in half}) for half in (members[:4], members[4:])] == [1, 1]
+        homes = (members[0].worker, members[4].worker)
+        assert homes[0] is not homes[1], "another task goes to who lends fewer"
+        for environment in members:
+            await host.release(environment)
+        assert (await host.acquire(second)).worker is homes[1]
+        many = [await host.acquire(first) for _ in range(UNEVEN + 2)]
+        assert [e.worker for e in many[: UNEVEN + 1]] == [homes[0]] * (UNEVEN + 1)
+        assert many[-1].worker is homes[1], "it lends so many more"
+        homes[1].retire()
+        await homes[1]._serving
+        assert (await host.acquire(second)).worker.alive
 
 
 async def test_a_lone_surrogate_is_replaced() -> None:

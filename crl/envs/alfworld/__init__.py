@@ -172,6 +172,7 @@ SPEC = EnvSpec(
     scripted_player=AlfworldPlayer,
     extra="alfworld",
     data=data,
+    affinity=True,  # the planner's translation of a game takes most of a reset
 )
 SMALL_SPEC = replace(
     SPEC,

@@ -18,8 +18,8 @@ from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
 
 from crl.envs.alfworld.pddl import GameData
 
-_HANDLED = 8
-"""Games whose translation is kept: the members of a group play one game one after the other."""
+_HANDLED = 64
+"""Games whose translation is kept: members of a group play one game, evaluations play a set several times."""
 
 _take_arguments_and_translate = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
