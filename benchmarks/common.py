@@ -60,12 +60,13 @@ def processor() -> str:
 
 
 def mean_and_interval(values: Sequence[float | None]) -> str:
-    """Return "mean ± half the 95 % interval" over seeds; a dash where nothing is known."""
+    """Return "mean ± half the 95 % interval" over seeds; a dash where nothing is known, and how many are where not all are."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
     interval = half_interval(known)
-    return f"{statistics.fmean(known):.3f}" + (f" ± {interval:.3f}" if interval is not None else "")
+    some = f" (n {len(known)})" if len(known) < len(values) else ""
+    return f"{statistics.fmean(known):.3f}" + (f" ± {interval:.3f}" if interval is not None else "") + some
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -8,15 +8,20 @@ trained), `co-evolved` (the default), `experience only` (the actor is not traine
 `crl train --tasks room,webshop,alfworld`.
 
 Metrics, named before the runs, of the evaluation after the last step, by task, sampled at temperature 1:
-`online`: success in places never trained on, visits 3 to 5, with a bank that is built on the way.
-`alone`: the same episodes without experience. `unseen`, `seen`: success without experience in places
-never trained on, and in places of the train stream. `seen, bank`: there with the run's bank. `lessons`:
-right lessons among the extractor's answers, beside those of the extractor that the run started with, of
-the same episodes. `listening`: what right advice is worth on the advice probe, (right − none) /
-(1 − none), at the end over the start.
+`online`: success in places never trained on, visits 3 to 5, with a bank that is built on the way; in the
+arm `none`, which has no bank, without one, and in `always right` with the truth in its place. `alone`: the
+same episodes without experience. `unseen`, `seen`: success without experience in places never trained on,
+and in places of the train stream. `seen, bank`: there with the run's bank. `lessons`: right lessons among
+the extractor's answers, beside those of the extractor that the run started with, of the same episodes.
+`advice`: what right advice is worth on the advice probe, (right − none) / (1 − none).
 
 Nothing was tuned on seeds 10 to 14. The seed is the unit: mean ± half the 95 % interval by Student's t,
-differences paired by seed. Finished runs are kept in a .jsonl file beside --out and not repeated.
+differences paired by seed. All arms of a seed meet the same tasks with the same draws; places never
+trained on are the same for all seeds. Training is asynchronous, so arms differ by timing too, and two runs
+of one arm and seed are not equal. An aim that is a multiple of another metric is the difference to that
+multiple, which has an interval where a ratio's denominator may be 0.
+
+Finished runs are kept in a .jsonl file beside --out and not repeated; one that was interrupted starts again.
 """
 
 from __future__ import annotations
@@ -29,10 +34,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from arms import ARMS, run_arm
-from common import mean_and_interval, write_results
+from common import commit, mean_and_interval, write_results
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {"room": ("room",), "mixture": ("room", "webshop", "alfworld")}
 SEEDS = (10, 11, 12, 13, 14)
@@ -48,20 +54,24 @@ def recorded(name: str) -> Metric:
     return lambda run, task: run["metrics"].get(name.format(task))
 
 
-def listening(run: Run, task: str) -> float | None:
-    """Return the value of right advice at the end over that at the start, each over 1 − none."""
-    worth = []
-    for end in ("start", "end"):
-        none, right = (run["metrics"][f"{end}/probe/{task}/{advice}"] for advice in ("none", "right"))
-        worth.append((right - none) / (1 - none) if none < 1 else None)
-    start, end = worth
-    return end / start if start and end is not None else None
+def advice(end: str) -> Metric:
+    """Return the metric of what right advice is worth at one end of the run: `start` or `end`."""
+
+    def worth(run: Run, task: str) -> float | None:
+        none, right = (run["metrics"][f"{end}/probe/{task}/{told}"] for told in ("none", "right"))
+        return (right - none) / (1 - none) if none < 1 else None
+
+    return worth
 
 
-def lesson_ratio(run: Run, task: str) -> float | None:
-    """Return the share of right lessons over that of the untrained extractor, of the same episodes."""
-    share, untrained = (run["metrics"].get(f"eval/{task}/lessons/correct{of}") for of in ("", "/untrained"))
-    return share / untrained if share is not None and untrained else None
+def times(factor: float, metric: Metric) -> Metric:
+    """Return the metric's multiple."""
+
+    def product(run: Run, task: str) -> float | None:
+        value = metric(run, task)
+        return None if value is None else factor * value
+
+    return product
 
 
 METRICS: Mapping[str, Metric] = {
@@ -72,25 +82,29 @@ METRICS: Mapping[str, Metric] = {
     "seen, bank": recorded("eval/{}/known/success/guided"),
     "lessons": recorded("eval/{}/lessons/correct"),
     "lessons, untrained": recorded("eval/{}/lessons/correct/untrained"),
-    "lessons ratio": lesson_ratio,
+    "3 × lessons, untrained": times(3, recorded("eval/{}/lessons/correct/untrained")),
     "probe none": recorded("end/probe/{}/none"),
     "probe right": recorded("end/probe/{}/right"),
-    "listening": listening,
+    "advice, start": advice("start"),
+    "advice": advice("end"),
+    "0.9 × advice, start": times(0.9, advice("start")),
 }
 
 PAIRS = (
-    ("online", "co-evolved", "none"),
-    ("online", "co-evolved", "static"),
-    ("online", "co-evolved", "experience only"),
-    ("online", "always right", "co-evolved"),
-    ("alone", "co-evolved", "experience only"),
-    ("alone", "co-evolved", "none"),
-    ("unseen", "co-evolved", "none"),
-    ("seen", "co-evolved", "none"),
-    ("seen, bank", "co-evolved", "none"),
-    ("lessons", "co-evolved", "static"),
+    ("online", "co-evolved", "online", "none"),
+    ("online", "co-evolved", "online", "static"),
+    ("online", "co-evolved", "online", "experience only"),
+    ("online", "always right", "online", "co-evolved"),
+    ("alone", "co-evolved", "alone", "experience only"),
+    ("alone", "co-evolved", "alone", "none"),
+    ("unseen", "co-evolved", "unseen", "none"),
+    ("seen", "co-evolved", "seen", "none"),
+    ("seen, bank", "co-evolved", "seen", "none"),
+    ("lessons", "co-evolved", "lessons", "static"),
+    ("lessons", "co-evolved", "3 × lessons, untrained", "co-evolved"),
+    ("advice", "co-evolved", "0.9 × advice, start", "co-evolved"),
 )
-"""(metric, arm, the arm that it is compared with)."""
+"""(metric, arm, the metric and the arm that it is compared with)."""
 
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────
@@ -103,7 +117,7 @@ def run_apart(setting: str, arm: str, seed: int, arguments: argparse.Namespace) 
     command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = {"setting": setting, "arm": arm, "seed": seed, "set": arguments.set, **json.loads(done.stdout)}
+    result = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit(), **json.loads(done.stdout)}
     with records(arguments.out).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(result) + "\n")
     print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
@@ -114,13 +128,26 @@ def quick_sets(tasks: Sequence[str]) -> list[str]:
     return [*QUICK, *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items())]
 
 
+def shared(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what all runs of a command have in common: runs that differ in it are not compared."""
+    return {"asked steps": arguments.steps, "quick": arguments.quick, "set": arguments.set}
+
+
 def records(out: Path) -> Path:
     return out.with_suffix(".jsonl")
 
 
-def finished(out: Path) -> list[dict[str, Any]]:
-    path = records(out)
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Return the finished runs of the command, by setting, arm and seed."""
+    path, found = records(arguments.out), {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            run = json.loads(line)
+        except json.JSONDecodeError:  # the writing of it was interrupted
+            continue
+        if shared(arguments).items() <= run.items():
+            found[run["setting"], run["arm"], run["seed"]] = run
+    return found
 
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
@@ -149,24 +176,25 @@ def metric_rows(runs: Sequence[Run], task: str) -> list[str]:
 
 def pair_rows(runs: Sequence[Run], task: str) -> list[str]:
     rows = []
-    for name, one, other in PAIRS:
-        by_seed = {arm: {run["seed"]: METRICS[name](run, task) for run in runs if run["arm"] == arm} for arm in (one, other)}
-        pairs = [(by_seed[one][seed], by_seed[other][seed]) for seed in sorted(by_seed[one].keys() & by_seed[other].keys())]
+    for name, arm, other, other_arm in PAIRS:
+        one, two = ({run["seed"]: METRICS[m](run, task) for run in runs if run["arm"] == a} for m, a in ((name, arm), (other, other_arm)))
+        pairs = [(one[seed], two[seed]) for seed in sorted(one.keys() & two.keys())]
         differences = [a - b for a, b in pairs if a is not None and b is not None]
-        if differences:
+        if pairs:
             each = " ".join(f"{difference:+.3f}" for difference in differences)
-            rows.append(f"  {name}: {one} − {other}: {mean_and_interval(differences)}   by seed {each}")
+            compared = f"{name}, {arm} − {other}, {other_arm}" if name != other else f"{name}: {arm} − {other_arm}"
+            rows.append(f"  {compared}: {mean_and_interval(differences)}   by seed {each}")
     return rows
 
 
 def cost_rows(runs: Sequence[Run]) -> list[str]:
-    """Render what each arm took: environment turns, sampled tokens and seconds, means over seeds."""
-    names = sorted({name for run in runs for name in run["totals"]})
+    """Render what the training of each arm took, in environment turns and sampled tokens, means over seeds."""
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
-        own = [run for run in runs if run["arm"] == arm]
-        totals = ", ".join(f"{name.removeprefix('total/')} {sum(r['totals'].get(name, 0) for r in own) / len(own):,.0f}" for name in names)
-        rows.append(f"  {arm}: {totals}; {sum(r['seconds'] for r in own) / len(own):.0f} s")
+        totals = [run["totals"] for run in runs if run["arm"] == arm]
+        names = sorted(set.intersection(*map(set, totals)))
+        means = (f"{name.removeprefix('total/')} {fmean(run[name] for run in totals):,.0f}" for name in names)
+        rows.append(f"  {arm}: {', '.join(means)}")
     return rows
 
 
@@ -189,11 +217,12 @@ def main() -> None:
         print(json.dumps(run_arm(ARMS[arm], tasks, int(seed), arguments.steps, sets)))
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {(run["setting"], run["arm"], run["seed"]) for run in finished(arguments.out)}
+    done = finished(arguments)
     wanted = [(setting, arm, seed) for setting in arguments.settings for seed in arguments.seeds for arm in arguments.arms]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda run: run_apart(run[0], run[1], run[2], arguments), [run for run in wanted if run not in done]))
-    runs = finished(arguments.out)
+    done = finished(arguments)
+    runs = [done[run] for run in wanted]
     print(tables(runs))
     write_results(arguments.out, {"jobs": arguments.jobs, "runs": runs})
 

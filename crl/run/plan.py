@@ -176,16 +176,14 @@ def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
     staleness = f"at most {_count(rollout.max_staleness, 'step')} ahead" if rollout.max_staleness else "synchronous"
-    episodes = sum(_eval_episodes(task, config) for task in config.tasks.values())
-    evals, groups = _evaluations(config), _count(rollout.groups, "group")
+    groups = _count(rollout.groups, "group")
     return "\n".join(
         [
             f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, {staleness}{_shares(config)}",
             f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
             f"{rollouts / config.actor.minibatches:g} rollouts = as many optimizer updates",
             f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, {steps * config.actor.minibatches:,} updates",
-            f"eval      {_count(evals, 'time')} × {_count(episodes, 'episode')} = {evals * episodes:,} episodes at temperature "
-            f"{config.eval.temperature:g}",
+            f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
         ]
     )
 
@@ -197,19 +195,27 @@ def _shares(config: RunConfig) -> str:
     return f"; {shares} of each task" if len(config.tasks) > 1 else ""
 
 
-def _eval_episodes(task: TaskConfig, config: RunConfig) -> int:
-    """Known and new alone; with experience known guided too, and the online places with it and, where they count, without."""
-    free = task.eval.known + task.eval.new
-    if not config.with_experience:
-        return free
-    visits = 0 if config.bank.frozen else VISITS + VISITS - UNCOUNTED_VISITS
-    return free + task.eval.known + task.eval.online * visits * MEMBERS
-
-
-def _evaluations(config: RunConfig) -> int:
-    """Before and after the run, and every `eval_every` steps between."""
+def _evaluations(config: RunConfig) -> str:
+    """Before and after the run, and every `eval_every` steps between. The start of a run builds no banks online."""
     steps, every = config.run.steps, config.run.eval_every
-    return 1 if steps == 0 else 2 + ((steps - 1) // every if every else 0)
+    evals = 1 if steps == 0 else 2 + ((steps - 1) // every if every else 0)
+    sets = sum(_set_episodes(task, config) for task in config.tasks.values())
+    online = sum(_online_episodes(task, config) for task in config.tasks.values())
+    if not online or evals == 1:
+        return f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = {evals * (sets + online):,} episodes"
+    in_all = evals * (sets + online) - online
+    return f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start and {sets + online:,} later = at most {in_all:,} episodes"
+
+
+def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
+    """Known and new alone, and with experience known guided too."""
+    return task.eval.known * (2 if config.with_experience else 1) + task.eval.new
+
+
+def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
+    """The online places with a bank that is built on the way and, where they count, without."""
+    built = config.with_experience and not config.bank.frozen
+    return task.eval.online * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS if built else 0
 
 
 def _count(n: int, one: str, many: str | None = None) -> str:

@@ -125,5 +125,35 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
         assert {"start/probe/room/right", "end/probe/room/right"} <= metrics.keys()
         assert run["totals"]["total/env_turns"] > 0
     assert "online: co-evolved − none" in done.stdout
+    with out.with_suffix(".jsonl").open("a") as torn:
+        torn.write('{"setting": "room", "arm": "none", "se')  # the command was killed as it wrote
     again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert (again.stdout, again.stderr) == (done.stdout, "")
+
+
+FINISHED = """
+import argparse, json
+from pathlib import Path
+from main_command import ARMS, METRICS, PAIRS, finished, shared, tables
+arguments = argparse.Namespace(steps=None, quick=False, set=[], out=Path(OUT))
+def made(arm, seed, **of):
+    names = ("known/success/free", "new/success/free", "new/success/online", "new/success/alone")
+    names += () if arm == "none" else ("known/success/guided", "lessons/correct", "lessons/correct/untrained")
+    metrics = {f"eval/room/{name}": 0.1 * seed for name in names}
+    metrics |= {f"{end}/probe/room/{told}": value for end in ("start", "end") for told, value in (("none", 0.5), ("right", 0.9))}
+    return {"setting": "room", "arm": arm, "seed": seed, **shared(arguments), "metrics": metrics, "totals": {}, **of}
+runs = [made(arm, seed) for seed in (1, 2) for arm in ARMS]
+others = [made("none", 1, quick=True, metrics={}), made("none", 3, set=["run.steps=1"]), made("none", 4, **{"asked steps": 2})]
+arguments.out.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\\n" for run in [*runs, *others]))
+assert list(finished(arguments)) == [("room", run["arm"], run["seed"]) for run in runs], "runs of other settings are not taken for these"
+table = tables(runs)
+assert len([line for line in table.splitlines() if "by seed" in line]) == len(PAIRS), "every comparison is printed"
+assert "lessons, co-evolved − 3 × lessons, untrained, co-evolved: -0.300 ± 1.271   by seed -0.200 -0.400" in table
+assert "advice, co-evolved − 0.9 × advice, start, co-evolved: 0.080 ± 0.000" in table
+assert METRICS["advice"](runs[0], "room") == 0.8
+"""
+
+
+def test_only_runs_of_one_command_are_compared_and_in_all_ways_that_were_named(tmp_path: Path):
+    code = FINISHED.replace("OUT", repr(str(tmp_path / "results.json")))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)

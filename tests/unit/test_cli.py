@@ -195,7 +195,8 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path,
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
         "          2 minibatches of about 64 rollouts = as many optimizer updates",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
-        "eval      2 times × 2,816 episodes = 5,632 episodes at temperature 1",  # 2 · 256 known, 256 new, 64 places · 4 · (5 + 3 visits)
+        "eval      2 times, 768 episodes at the start and 2,816 later = at most 3,584 episodes at temperature 1",
+        # 2 · 256 known, 256 new; later also 64 places · 4 · (5 + 3 visits)
         "extractor  a step for every 32 credit units",
         "bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts empty",
         "retrieval  4 of 8 members are guided, one experience per rollout, chosen by credit; 50% of searches try what was tried least",
