@@ -1,18 +1,33 @@
-"""One training run of an arm, in this process, and what is measured at its end.
+"""Training runs that are compared, and what is measured at their ends.
 
-An arm is `crl train` with a few settings, or with an adviser in the place of the bank. Benchmarks
-that compare arms share this module.
+An arm is `crl train` with a few settings, or with an adviser in the place of the bank. `run_arm` is one
+run, in this process; `run_missing` makes those runs of a benchmark that it has not made yet, each in a
+process of its own. Benchmarks that compare arms share this module.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from common import commit
+
+QUICK = ("run.steps=2", "rollout.groups=3")
+"""Settings of --quick, beside small eval sets: whether it works, not what comes of it."""
+
+Run = Mapping[str, Any]
+"""What `run_arm` returns, with the setting, the arm and the seed that it is of."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +157,76 @@ async def _online_places(evaluator: Any, adviser: AlwaysRight | None, name: str,
         online = await evaluator.scheduler.play(replace(evaluator.runner, retriever=adviser), "guided", keys, tasks)
     played = {"alone": alone, "online": online}
     return {f"eval/{name}/new/success/{setting}": rate_of_visits(ts).value for setting, ts in played.items()}
+
+
+# ── many runs ───────────────────────────────────────────────────────────────────────────────────
+
+
+def sweep_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks of many runs share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs")
+    parser.add_argument("--quick", action="store_true", help="two small steps of each run and small eval sets")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
+    parser.add_argument("--out", type=Path, required="--one" not in sys.argv, help="write the raw numbers here, as JSON")
+    parser.add_argument("--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS)
+    return parser
+
+
+def run_missing(script: str, wanted: Sequence[tuple[str, str, int]], arguments: argparse.Namespace) -> list[Run]:
+    """Make those runs (setting, arm, seed) that the .jsonl file beside --out does not hold; return all of them.
+
+    script: the benchmark, which makes one run when it is asked for `--one SETTING ARM SEED`.
+    """
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    done = finished(arguments)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda run: _run_apart(script, run, arguments), [run for run in wanted if run not in done]))
+    done = finished(arguments)
+    return [done[run] for run in wanted]
+
+
+def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
+    """Make one run and print it as JSON."""
+    sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
+    quick = [*QUICK, *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items())]
+    print(json.dumps(run_arm(arm, tasks, seed, arguments.steps, [*(quick if arguments.quick else ()), *arguments.set])))
+
+
+def shared(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what all runs of a command have in common: runs that differ in it are not compared."""
+    return {"asked steps": arguments.steps, "quick": arguments.quick, "set": arguments.set}
+
+
+def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], Run]:
+    """Return the finished runs of the command, by setting, arm and seed."""
+    path, found = _records(arguments.out), {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            run = json.loads(line)
+        except json.JSONDecodeError:  # the writing of it was interrupted
+            continue
+        if shared(arguments).items() <= run.items():
+            found[run["setting"], run["arm"], run["seed"]] = run
+    return found
+
+
+def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Namespace) -> None:
+    """Train one arm in a process of its own and append the result to the .jsonl file."""
+    setting, arm, seed = run
+    command = [sys.executable, script, "--one", setting, arm, str(seed)]
+    command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
+    command += ["--quick"] if arguments.quick else []
+    command += [word for text in arguments.set for word in ("--set", text)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit(), **json.loads(done.stdout)}
+    with _records(arguments.out).open("a+b") as stream:
+        stream.seek(max(0, stream.tell() - 1))
+        torn = stream.read(1) not in (b"", b"\n")
+        stream.write(b"\n" * torn + json.dumps(result).encode() + b"\n")
+    print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+
+def _records(out: Path) -> Path:
+    return out.with_suffix(".jsonl")

@@ -26,26 +26,14 @@ Finished runs are kept in a .jsonl file beside --out and not repeated; one that 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from arms import ARMS, run_arm
-from common import commit, mean_and_interval, write_results
+from arms import ARMS, Run, run_here, run_missing, sweep_parser
+from common import mean_and_interval, write_results
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {"room": ("room",), "mixture": ("room", "webshop", "alfworld")}
 SEEDS = (10, 11, 12, 13, 14)
-QUICK = ("run.steps=2", "rollout.groups=3")
-"""Settings of --quick, beside small eval sets: whether it works, not what comes of it."""
-
-Run = Mapping[str, Any]
 Metric = Callable[[Run, str], float | None]
 
 
@@ -107,49 +95,6 @@ PAIRS = (
 """(metric, arm, the metric and the arm that it is compared with)."""
 
 
-# ── runs ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def run_apart(setting: str, arm: str, seed: int, arguments: argparse.Namespace) -> None:
-    """Train one arm in a process of its own and append the result to the .jsonl file."""
-    command = [sys.executable, __file__, "--one", setting, arm, str(seed)]
-    command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
-    command += ["--quick"] if arguments.quick else []
-    command += [word for text in arguments.set for word in ("--set", text)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit(), **json.loads(done.stdout)}
-    with records(arguments.out).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(result) + "\n")
-    print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
-
-
-def quick_sets(tasks: Sequence[str]) -> list[str]:
-    sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
-    return [*QUICK, *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items())]
-
-
-def shared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what all runs of a command have in common: runs that differ in it are not compared."""
-    return {"asked steps": arguments.steps, "quick": arguments.quick, "set": arguments.set}
-
-
-def records(out: Path) -> Path:
-    return out.with_suffix(".jsonl")
-
-
-def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Return the finished runs of the command, by setting, arm and seed."""
-    path, found = records(arguments.out), {}
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        try:
-            run = json.loads(line)
-        except json.JSONDecodeError:  # the writing of it was interrupted
-            continue
-        if shared(arguments).items() <= run.items():
-            found[run["setting"], run["arm"], run["seed"]] = run
-    return found
-
-
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -199,30 +144,17 @@ def cost_rows(runs: Sequence[Run]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = sweep_parser(__doc__)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all arms")
-    parser.add_argument("--quick", action="store_true", help="two small steps of each run and small eval sets")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--out", type=Path, required="--one" not in sys.argv, help="write the raw numbers here, as JSON")
-    parser.add_argument("--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         setting, arm, seed = arguments.one
-        tasks = SETTINGS[setting]
-        sets = [*(quick_sets(tasks) if arguments.quick else ()), *arguments.set]
-        print(json.dumps(run_arm(ARMS[arm], tasks, int(seed), arguments.steps, sets)))
+        run_here(ARMS[arm], SETTINGS[setting], int(seed), arguments)
         return
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    done = finished(arguments)
     wanted = [(setting, arm, seed) for setting in arguments.settings for seed in arguments.seeds for arm in arguments.arms]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda run: run_apart(run[0], run[1], run[2], arguments), [run for run in wanted if run not in done]))
-    done = finished(arguments)
-    runs = [done[run] for run in wanted]
+    runs = run_missing(__file__, wanted, arguments)
     print(tables(runs))
     write_results(arguments.out, {"jobs": arguments.jobs, "runs": runs})
 

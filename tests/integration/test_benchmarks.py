@@ -113,6 +113,7 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
     arms = ["none", "co-evolved", "always right"]
     command = [sys.executable, str(ROOT / "benchmarks" / "main_command.py"), "--quick", "--settings", "room", "--out", str(out)]
     command += ["--arms", *arms, "--seeds", "10", "11"]
+    out.with_suffix(".jsonl").write_text('{"setting": "room", "arm": "none", "se')  # the command was killed as it wrote
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     runs = json.loads(out.read_text("utf-8"))["runs"]
     assert [(run["arm"], run["seed"]) for run in runs] == [(arm, seed) for seed in (10, 11) for arm in arms]
@@ -125,8 +126,6 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
         assert {"start/probe/room/right", "end/probe/room/right"} <= metrics.keys()
         assert run["totals"]["total/env_turns"] > 0
     assert "online: co-evolved − none" in done.stdout
-    with out.with_suffix(".jsonl").open("a") as torn:
-        torn.write('{"setting": "room", "arm": "none", "se')  # the command was killed as it wrote
     again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert (again.stdout, again.stderr) == (done.stdout, "")
 
@@ -134,7 +133,8 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
 FINISHED = """
 import argparse, json
 from pathlib import Path
-from main_command import ARMS, METRICS, PAIRS, finished, shared, tables
+from arms import ARMS, finished, shared
+from main_command import METRICS, PAIRS, tables
 arguments = argparse.Namespace(steps=None, quick=False, set=[], out=Path(OUT))
 def made(arm, seed, **of):
     names = ("known/success/free", "new/success/free", "new/success/online", "new/success/alone")
@@ -156,4 +156,14 @@ assert METRICS["advice"](runs[0], "room") == 0.8
 
 def test_only_runs_of_one_command_are_compared_and_in_all_ways_that_were_named(tmp_path: Path):
     code = FINISHED.replace("OUT", repr(str(tmp_path / "results.json")))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+
+
+def test_switches_are_compared_with_the_preset(tmp_path: Path):
+    out = tmp_path / "results.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "switches.py"), "--quick", "--seeds", "0", "--out", str(out)]
+    done = subprocess.run([*command, "--switches", "eq. 5 alone"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert [run["arm"] for run in json.loads(out.read_text("utf-8"))["runs"]] == ["the preset", "eq. 5 alone"]
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == ["the preset", "eq. 5 alone"]
+    code = "from crl.config import load; from switches import SWITCHES; [load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
