@@ -182,6 +182,11 @@ class Lift:
         return t_975(self.groups) * math.sqrt(1 + self.m2) / self.groups
 
     @property
+    def sign(self) -> int:
+        """1 or −1 where the 95 % credible interval is above or below 0, else 0."""
+        return 0 if abs(self.mean) <= self.half else 1 if self.mean > 0 else -1
+
+    @property
     def low(self) -> float:
         """Lower end of the 95 % credible interval; −1, the least possible lift, if below that."""
         return max(-1.0, self.mean - self.half)

@@ -292,7 +292,7 @@ def _experiences(s: Snapshot, width: int) -> list[Text]:
 
 
 def _experience(e: Experience, width: int) -> Text:
-    style = "" if not e.lift or not e.lift.mean else GUIDED if e.lift.mean > 0 else "red"
+    style = ("", GUIDED, "red")[e.lift.sign] if e.lift else ""
     task = Text(one_line(e.task, width), DIM)
     task.truncate(12, overflow="ellipsis")
     return Text.assemble(

@@ -471,19 +471,15 @@ def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
 
 
 def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
-    """Return how far lifts and rates are apart; −1 where one of them is not known yet."""
-    lift = abs(a.lift.mean - b.lift.mean) if a.lift and b.lift else -1.0
+    """Return how far lifts are apart beyond their intervals, and how far rates are; the least where one of them is not known yet."""
+    lift = abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half, b.lift.half) if a.lift and b.lift else -math.inf
     return lift, abs(a.rate - b.rate) if a.credited and b.credited else -1.0
 
 
 def _lifts(entries: Sequence[EntryView]) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
     for entry in entries:
-        if entry.lift is None:
-            counts["unknown"] += 1
-        else:
-            mean, half = entry.lift.mean, entry.lift.half
-            counts["above" if mean > half else "below" if mean < -half else "around"] += 1
+        counts[("around", "above", "below")[entry.lift.sign] if entry.lift else "unknown"] += 1
     return counts
 
 

@@ -116,7 +116,8 @@ class ExperienceReport:
         stats = self.stats
         lines.append(
             f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: {stats.get('ops/add', 0)} added, "
-            f"{stats.get('ops/update', 0)} updated, {stats.get('queue/dead', 0)} could not be"
+            f"{stats.get('ops/update', 0)} updated, {stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
+            f"{_counted(stats.get('queue/dead', 0), 'episode')} could not be distilled"
         )
         lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
         if self.best:

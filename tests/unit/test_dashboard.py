@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from crl.cli.dashboard import Dashboard, Lines, render
-from crl.cli.draw import Section, bar, duration, figure, one_line, printable, share_out, spark
+from crl.cli.dashboard import Dashboard, Lines, _experience, render
+from crl.cli.draw import GUIDED, Section, bar, duration, figure, one_line, printable, share_out, spark
 from crl.cli.main import _is_terminal, _screen
 from crl.config.load import load
 from crl.monitor.plain import PlainMonitor
@@ -243,6 +243,12 @@ def test_the_best_lift_is_shown_first():
     assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
         "41  +0.25 ± 0.34", "9  +0.00 ± 0.25", "7  -0.25 ± 2.28", "0             –",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lift", "style"), [(Lift(1, 0.25), None), (Lift(40, 0.25), GUIDED), (Lift(40, -0.25), "red"), (None, None)])
+def test_a_lift_has_a_colour_once_its_interval_excludes_none(lift: Lift | None, style: str | None):
+    line = _experience(experience("go east.", retrieved=9, lift=lift), 100)
+    assert [span.style for span in line.spans if span.style in (GUIDED, "red")] == ([style] if style else [])
 
 
 def test_the_least_important_goes_first():

@@ -153,7 +153,7 @@ def test_what_experience_came_to() -> None:
         "  room: what a bank built online adds in new places: +0.125 ± 0.050 over 64 places",
         "  room: right lessons among the extractor's 256 answers: 0.750 [0.694, 0.799]; "
         "among the 128 of the extractor it started with, of the same episodes: 0.250 [0.183, 0.332]",
-        "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 2 could not be",
+        "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 0 returned, 0 refused; 2 episodes could not be distilled",
         "  the bank, 31 experiences: runs/one/bank.sqlite",
         "  the best of it, by the lower end of lift (guided − free in the same groups; ± half a 95 % credible interval):",
         "    lift +0.250 ± 1.125 over 3 groups    won  10 of  12 episodes   Room: the dusty hut.  go east.",
@@ -200,7 +200,7 @@ def test_what_is_not_known_is_not_said() -> None:
     stats = {"bank/size": 0}
     bare = ExperienceReport(Path("bank.sqlite"), stats, best=[], gaps=[], gains={}, lift={}, lessons={}, untrained_lessons={}, trained=None)
     assert bare.lines()[2:] == [
-        "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 could not be",
+        "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes could not be distilled",
         "  the bank, 0 experiences: bank.sqlite",
     ]
     one = replace(bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": Rate(1, 2)}).lines()

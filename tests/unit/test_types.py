@@ -170,6 +170,11 @@ def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(value
     assert (-lift).mean == pytest.approx(-fmean(values))
 
 
+def test_the_sign_of_a_lift_is_known_once_its_interval_excludes_none() -> None:
+    one, many = Lift(1, 0.25), Lift(40, 0.25)
+    assert (one.sign, (-one).sign, many.sign, (-many).sign, Lift(40, 0.0).sign) == (0, 0, 1, -1, 0)
+
+
 def test_the_order_of_lifts() -> None:
     """Half widths are t_975(n) · √(1 + m2) / n, and no lower end is below −1:
 
