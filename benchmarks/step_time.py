@@ -1,5 +1,4 @@
-"""Where a training step's time goes, with rollouts that wait for training and with rollouts that run one step ahead; and how fast the
-torch engine decodes, beside transformers' `generate`.
+"""Where a training step's time goes, with rollouts that wait for training and with rollouts that run one step ahead.
 
     python benchmarks/step_time.py --out benchmarks/results/step_time.json
 
@@ -7,21 +6,15 @@ Steps: `crl train --tasks room` (128 rollouts and their distillations a step) wi
 rollout.max_staleness=0 and once with 1; medians over the steps after the fifth. `wait`, `submit`, `train`, `sync` and `bank` follow one
 another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile;
 `episodes waiting` are those that the last step left to distil: only where they do not pile up is a step one with its distillations.
-
-Decoding: 128 prompts of one length at temperature 1, in turn with both; tokens that were asked for per CPU-second (process time, all
-threads), the median of the repetitions, and their ratio. Once all answers have 64 tokens, once 16 to 64: `generate` decodes until the
-longest is done, as it does with answers that stop by themselves, while the engine's batch shrinks.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from common import trained, write_results
@@ -59,66 +52,6 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
     return medians
 
 
-# ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-PROMPT = 40
-EQUAL = [64] * 128
-MIXED = [16 + i * 48 // 127 for i in range(128)]
-
-
-async def decoding(repetitions: int, lengths: Sequence[int]) -> dict[str, float]:
-    """Tokens per CPU-second of the engine and of `generate` on the bundled actor, and the ratio of their medians.
-
-    lengths: tokens of each answer.
-    """
-    import torch
-    from transformers import GenerationConfig
-
-    from crl.config import resolve_model
-    from crl.engines.torch import TorchEngine
-    from crl.modeling import load_model
-    from crl.types import Sampling
-
-    torch.set_num_threads(1)
-    model = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
-    never = (model.config.vocab_size,)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (len(lengths), PROMPT), generator=draw)
-    own = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
-    engine = TorchEngine(own, max_batch=len(lengths), max_context=PROMPT + max(lengths))
-    longest = max(lengths)
-    plain = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=longest,
-        min_new_tokens=longest,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-
-    async def ours() -> None:
-        rows = zip(ids.tolist(), lengths, strict=True)
-        await asyncio.gather(*(engine.generate(row, Sampling(tokens, never), rng=i) for i, (row, tokens) in enumerate(rows)))
-
-    async def theirs() -> None:
-        with torch.inference_mode():
-            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain)  # pyright: ignore[reportCallIssue]
-
-    speeds: dict[str, list[float]] = {"engine": [], "generate": []}
-    for repetition in range(repetitions + 1):
-        for name, work in (("engine", ours), ("generate", theirs)):
-            begin = time.process_time()
-            await work()
-            if repetition:  # the first one warms up
-                speeds[name].append(sum(lengths) / (time.process_time() - begin))
-    await engine.aclose()
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    return {**medians, "ratio": medians["engine"] / medians["generate"]}
-
-
 # ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,19 +67,13 @@ def table(times: Mapping[int, Mapping[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--repetitions", type=int, default=7, help="of the decoding")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    speeds = {name: asyncio.run(decoding(arguments.repetitions, lengths)) for name, lengths in (("equal", EQUAL), ("mixed", MIXED))}
-    for name, speed in speeds.items():
-        engine, generate, ratio = speed.values()
-        print(f"decoding, {name} lengths, tokens per CPU-second: engine {engine:,.0f}, generate {generate:,.0f}, ratio {ratio:.2f}")
-    print()
     times = {staleness: step_times(staleness, arguments.steps) for staleness in (0, 1)}
     print(table(times))
     if arguments.out:
-        write_results(arguments.out, {"decoding": speeds, "steps": times})
+        write_results(arguments.out, {"steps": times})
 
 
 if __name__ == "__main__":

@@ -146,6 +146,8 @@ class Decoder:
         alone = torch.stack([hidden_states(self.model, torch.tensor([part], device=self.model.device))[0, -1] for part in parts])
         try:
             together = self._flat_states(Pass(parts, [0] * len(parts), 0, self.model.device))
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # a model of its own kind fails in its own way
             return False
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
