@@ -30,6 +30,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "advantages across the group, no listening": ("complementary.advantages=cross", "complementary.listening=0.0"),
     "KL of the actor to its start 0.1": ("actor.kl_coef=0.1",),
     "self-distillation 0.5": ("complementary.self_distillation=0.5",),
+    "record in the prompt": ("complementary.show_record=true",),
     "actor's learning rate halved": ("actor.optimizer.learning_rate=1e-4",),
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
     "eq. 6, a search for each member": PAPERS,

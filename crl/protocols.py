@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from crl.types import (
+    NO_RECORD,
     Completion,
     Experience,
     ExperienceUse,
     Minibatch,
     Observation,
+    Record,
     RolloutPlan,
     Sampling,
     Segment,
@@ -146,6 +148,8 @@ class Hit:
     text: str
     use: ExperienceUse
     goal: str = ""
+    record: Record = NO_RECORD
+    """Of the entry, at the time of the search."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,21 @@ def lift_order(lift: Lift | None) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """How the episodes ended that one version of an experience guided."""
+
+    credited: int = 0
+    """Episodes that were counted."""
+    won: int = 0
+    """Those of them that succeeded."""
+    lift: float | None = None
+    """Mean success with the experience minus without any, in [−1, 1]; None where it is not known."""
+
+
+NO_RECORD = Record()
+
+
+@dataclass(frozen=True, slots=True)
 class Experience:
     """A bank entry at one version. `span`: its tokens' range in the generation that wrote it; `goal`: of the episode that taught
     it; `parents`: its lineage."""

@@ -326,6 +326,9 @@ class ComplementarySection(Section):
     self_distillation: Annotated[float, Field(ge=0)] = 0.0
     """weight, relative to the policy loss, of the next-token loss on guided members that did better than the free ones, with
     their experience left out of the prompt (CRL §4.3); 0 = none, as in the paper's main runs"""
+    show_record: bool = False
+    """tell guided agents how many of the episodes that their experience guided before succeeded, and language models its lift too;
+    the bundled actor was not taught to read it"""
 
 
 class EngineSection(Section):

@@ -14,7 +14,7 @@ from crl.manager.records import Entry, UnitKey
 from crl.manager.retrieval import Candidate, RetrievalSettings, is_trial, pick
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
-from crl.types import ExperienceUse, Lift
+from crl.types import ExperienceUse, Lift, UseKind
 
 Scope = Literal["task", "shared"]
 Vector = NDArray[np.float32]
@@ -112,8 +112,7 @@ class Bank:
         rng = partial(generator, self._seed, "retrieval", *address)
         trial = counted and not request.asked and self._is_trial(request)
         entry = pick(candidates, step, rng, self._settings, trial=trial)
-        how = "ask_unrefined" if request.asked else "start"
-        hit = Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal) if entry else None
+        hit = _hit(entry, "ask_unrefined" if request.asked else "start") if entry else None
         if counted:
             if entry:
                 entry.retrieved += 1
@@ -150,3 +149,7 @@ class Bank:
 
     def _room(self, task: str) -> str:
         return task if self._scope == "task" else ""
+
+
+def _hit(entry: Entry, how: UseKind) -> Hit:
+    return Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal, entry.record)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Segment, Task, TokenTrace, Trajectory, Verdict
+from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Record, Segment, Task, TokenTrace, Trajectory, Verdict
 
 Evict = Literal["fifo", "lru", "credit"]
 """Which entry goes where there is no room. fifo: the first written. lru: the least recently returned. credit: the half
@@ -98,9 +98,14 @@ class DistilRequest:
             | {
                 "task": Task(**data["task"]),
                 "segments": tuple(Segment(**segment) for segment in data["segments"]),
-                "shown": tuple(Hit(**hit | {"use": ExperienceUse(**hit["use"])}) for hit in data["shown"]),
+                "shown": tuple(map(_hit, data["shown"])),
             }
         )
+
+
+def _hit(fields: Mapping[str, Any]) -> Hit:
+    """Read a hit. Those of older banks have no record."""
+    return Hit(**{**fields, "use": ExperienceUse(**fields["use"]), "record": Record(**fields.get("record", {}))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,10 @@ class Entry:
     @property
     def unit(self) -> UnitKey:
         return UnitKey(self.uid, self.version)
+
+    @property
+    def record(self) -> Record:
+        return Record(self.credited, round((self.credited + self.credit) / 2), self.lift.mean if self.lift else None)
 
     @property
     def experience(self) -> Experience:

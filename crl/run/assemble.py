@@ -189,8 +189,11 @@ def _extractor(config: RunConfig) -> ModelRole:
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
-    goal_keys = config.bank.key_text_weight is not None
-    return module.build(config, chat_context(config.tasks, specs, config.prompts.files, asks=config.ask.enabled, goal_keys=goal_keys))
+    context = chat_context(
+        config.tasks, specs, config.prompts.files,
+        asks=config.ask.enabled, goal_keys=config.bank.key_text_weight is not None, records=config.complementary.show_record,
+    )  # fmt: skip
+    return module.build(config, context)
 
 
 async def _learner(config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, loss: Loss, stack: AsyncExitStack) -> Learner:

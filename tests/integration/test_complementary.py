@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -27,6 +28,7 @@ from crl.config import load
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.manager.database import SCHEMA_VERSION, Database
+from crl.methods.parts.records import compact_record
 from crl.modeling import checksum, load_model, load_tokenizer, named_weights, stop_ids
 from crl.monitor.plain import SECONDS, PlainMonitor
 from crl.monitor.run_dir import RunDir
@@ -35,7 +37,7 @@ from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
 from crl.tokens import ChatRenderer
-from crl.types import RolloutPlan, Segment, Task, Trajectory
+from crl.types import Record, RolloutPlan, Segment, Task, Trajectory
 
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
@@ -520,6 +522,25 @@ def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
         for use in t["used"]:
             used.setdefault(t["group"], set()).add(use["uid"])
     assert any(len(uids) == 2 for uids in used.values()), "the two guided members of a group were told different things"
+
+
+def test_agents_may_be_told_how_often_their_experience_helped_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, *DETERMINISTIC, "complementary.show_record=true", "eval.probe_every=0", *NO_EVAL)
+    ended: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
+    told = Counter[bool]()
+    for _, step in groupby(episodes(run), key=lambda t: t["step"]):
+        guided = [t for t in step if t["used"]]
+        units = [(t["used"][0]["uid"], t["used"][0]["version"]) for t in guided]
+        for t, unit in zip(guided, units, strict=True):
+            earlier = ended[unit]
+            expected = compact_record(t["shown"][0], Record(len(earlier), sum(earlier)))
+            assert [s["text"] for s in t["segments"] if s["origin"] == "experience"] == [expected]
+            told[expected != t["shown"][0]] += 1
+        for t, unit in zip(guided, units, strict=True):
+            ended[unit].append(t["success"])
+    assert told[True] > 0, "some were tried before"
+    assert told[False] > 0, "and some were not"
 
 
 def test_guided_members_that_did_better_are_trained_without_their_experience(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from crl.manager.records import DistilRequest, Stamp, UnitKey
 from crl.manager.store import Store
 from crl.manager.tables import ENTRIES
 from crl.manager.tally import NEW_OPERATIONS
+from crl.types import Record
 
 AT = Stamp(4, 2)
 
@@ -151,9 +153,12 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=Record(4, 3, 0.25))
+
+
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitted = request(3, 17, 2, note="ünïcode \u2028 🙂", shown=(hit("run/0/0/0#1", 2, goal="Leave."),), success=False, truncated=True)
+    submitted = request(3, 17, 2, note="ünïcode \u2028 🙂", shown=(SHOWN,), success=False, truncated=True)
     assert await store.submit(submitted, AT)
     assert await store.lease() == [submitted]
     assert DistilRequest.from_json(submitted.to_json()) == submitted
@@ -213,9 +218,12 @@ async def test_a_buried_request_keeps_payload_and_reason(tmp_path):
     assert rows == [("dead", "too long", 0)]
 
 
-async def test_a_hit_without_a_goal_is_still_read():
+async def test_a_hit_without_a_goal_and_a_record_is_still_read():
     submitted = request(shown=(hit("run/0/0/0#1"),))
-    assert DistilRequest.from_json(submitted.to_json().replace(', "goal": ""', "")) == submitted
+    written = submitted.to_json()
+    for name, value in (("goal", '""'), ("record", '{"credited": 0, "won": 0, "lift": null}')):
+        assert written != (written := written.replace(f', "{name}": {value}', ""))
+    assert DistilRequest.from_json(written) == submitted
 
 
 # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────────

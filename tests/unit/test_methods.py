@@ -12,13 +12,17 @@ from doors import TASK
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.config.schema import RunConfig
+from crl.envs.base import Rendering
+from crl.envs.room import SPEC
 from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
+from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext, GuidedShare
 from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SelfDistillation, SplitAdvantage
 from crl.protocols import Hit, Method
-from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
+from crl.run.context import chat_context
+from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Task, Trajectory
 
 # ── who is guided ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,6 +156,42 @@ def test_a_compact_prompt_by_hand() -> None:
     assert write(guided) == [Segment("user", "Open it.\nhint 1 Go west.\nA door.\nopen\nIt opens.\nsuccess", "task")]
     free = DistilRequest("run", 0, 0, 0, TASK, segments[:1] + segments[2:], success=False, truncated=True)
     assert write(free) == [Segment("user", "Open it.\nA door.\nopen\nIt opens.\nfailure", "task")]
+
+
+# ── an experience's record ──────────────────────────────────────────────────────────────────────────────────────────
+
+RECORDS = (Record(), Record(4, 3), Record(20, 11, lift=-0.254))
+
+
+def test_records_as_models_are_shown_them() -> None:
+    """A long one is shown to tiny models in ten: 11 of 20 is 5.5 of 10, to the even number."""
+    assert [compact_record("Go west.", record) for record in RECORDS] == ["Go west.", "won 3 of 4 Go west.", "won 6 of 10 Go west."]
+    assert [full_record("Go west.", record) for record in RECORDS] == [
+        "Go west.",
+        "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)",
+        "Go west.\n(It guided 20 earlier episodes, of which 11 succeeded;"
+        " success with it minus success without it: -25 percentage points.)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rendering", "advice"),
+    [("compact", "won 3 of 4 Go west."), ("full", "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)")],
+)
+def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) -> None:
+    tasks = RunConfig.model_validate({"tasks": {"room": task_settings(task_file("room"), rendering)}}).tasks
+    told, silent = (chat_context(tasks, {"room": SPEC}, records=records) for records in (True, False))
+    use = ExperienceUse("e1", 1, "g1", "start")
+    hit = Hit("Go west.", use, record=Record(4, 3))
+
+    def shown(context: ChatContext, hit: Hit) -> str:
+        opening = context.opening(Task("room", 0, "train", "Find it."), Observation("A room."), hit)
+        return next(segment.text for segment in opening if segment.origin == "experience")
+
+    assert advice in shown(told, hit)
+    assert advice not in shown(silent, hit)
+    for other in (replace(use, how="ask"), replace(use, verdict="refine")):
+        assert shown(told, replace(hit, use=other)) == shown(silent, hit), "these words guided nobody before"
 
 
 # ── complementary and its switches ──────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from crl.manager.records import Entry
 from crl.methods.parts.distilling import quoted
+from crl.methods.parts.records import compact_record
 from crl.prompts import fill
 from crl.types import Segment
 
@@ -27,8 +28,7 @@ def _record(entry: Entry) -> str:
     """How the episodes ended that the entry guided."""
     if not entry.credited:
         return ""
-    won = (entry.credited + round(entry.credit)) // 2  # credit sums ±1
-    return f" (guided {entry.credited} episodes, of which {won} succeeded)"
+    return f" (guided {entry.credited} episodes, of which {entry.record.won} succeeded)"
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,5 @@ class CompactMergePrompt:
     """`MergePromptWriter` for tiny extractors: every entry on a line, with how the episodes ended that it guided."""
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
-        lines = [f"hint {number} {_won(entry)}{entry.text}" for number, entry in enumerate(entries, start=1)]
+        lines = [f"hint {number} {compact_record(entry.text, entry.record)}" for number, entry in enumerate(entries, start=1)]
         return [Segment("user", "\n".join(["merge", *lines]), "task")]
-
-
-def _won(entry: Entry) -> str:
-    """Without a record nothing; of a long one its share in ten."""
-    if not entry.credited:
-        return ""
-    shown = min(entry.credited, 10)
-    return f"won {round(shown * (entry.credit / entry.credited + 1) / 2)} of {shown} "

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crl.methods.parts.asking import AskTool
+from crl.methods.parts.records import RecordWriter
 from crl.prompts import fill
 from crl.protocols import Hit, Response
 from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Trajectory
@@ -32,7 +33,8 @@ class ChatContext:
     By task name: `instructions` come first, as the system's message, empty ones are left out; `introductions` are templates
     with an `{experience}`, without one an experience's text stands alone. It is a segment of its own: guided and free prompts
     differ by that one, and by that of the tool where they may ask: `tools`. observed: the tasks whose first observation belongs to the
-    retrieval query; goal_keys: experiences are found by their goal, so a question is too.
+    retrieval query; goal_keys: experiences are found by their goal, so a question is too; records: what adds an experience's record to
+    its text, for tasks whose agents are told it. Words that are not the experience's own have no record.
     """
 
     instructions: Mapping[str, str]
@@ -40,6 +42,7 @@ class ChatContext:
     tools: Mapping[str, AskTool] = field(default_factory=dict)
     observed: frozenset[str] = frozenset()
     goal_keys: bool = False
+    records: Mapping[str, RecordWriter] = field(default_factory=dict)
 
     def query_observes(self, task: Task) -> bool:
         return task.name in self.observed
@@ -64,7 +67,9 @@ class ChatContext:
         ]
 
     def _introduced(self, task: Task, experience: Hit) -> str:
-        return fill(self.introductions.get(task.name, "{experience}"), experience=experience.text)
+        write = self.records.get(task.name)
+        text = write(experience.text, experience.record) if write and not experience.use.reworded else experience.text
+        return fill(self.introductions.get(task.name, "{experience}"), experience=text)
 
     def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
         return [Segment("user", self._introduced(task, found) if found else self.tools[task.name].nothing, "tool_result")]
