@@ -32,7 +32,9 @@ def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
     arguments = parser.parse_args()
@@ -40,13 +42,18 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for arm, extra in arms.items():
-            results[arm] = [run(seed, extra, Path(scratch) / f"{arm.split()[0]}-{seed}") for seed in arguments.seeds]
+            results[arm] = [
+                run(seed, extra, Path(scratch) / f"{arm.split()[0]}-{seed}")
+                for seed in arguments.seeds
+            ]
     for arm, runs in results.items():
         for r in runs:
             print(
                 f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   {r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s"
             )
-        print(f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)")
+        print(
+            f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)"
+        )
     if arguments.out:
         write_results(arguments.out, {"metric": METRIC, "arms": results})
 

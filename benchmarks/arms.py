@@ -51,7 +51,9 @@ ARMS: Mapping[str, Arm] = {
 always right: guided by the truth, the ceiling of what lessons can be worth."""
 
 
-def run_arm(arm: Arm, tasks: Sequence[str], seed: int, steps: int | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:
+def run_arm(
+    arm: Arm, tasks: Sequence[str], seed: int, steps: int | None = None, sets: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train one arm with one seed and return its measurements.
 
     Returns the metrics of the last evaluation (`eval/…`, for all arms in the same episodes), the
@@ -79,7 +81,9 @@ class AlwaysRight:
         use = ExperienceUse("told", 1, "told", "start")
         tasks = [request.task for request in requests]
         # The truth may come from playing the game, which takes its time.
-        texts = await asyncio.to_thread(lambda: [self._specs[t.name].advisor.right(t) for t in tasks])
+        texts = await asyncio.to_thread(
+            lambda: [self._specs[t.name].advisor.right(t) for t in tasks]
+        )
         return [Hit(text, use, task.goal) for text, task in zip(texts, tasks, strict=True)]
 
     async def refine(self, question: Any, hit: Any) -> Any:
@@ -124,9 +128,13 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
     probes = {"start": loop.probes[0], "end": loop.probes[loop.completed]}
     return {
         "steps": loop.completed,
-        "metrics": last | {f"{end}/{name}": v for end, probe in probes.items() for name, v in probe.items()},
+        "metrics": last
+        | {f"{end}/{name}": v for end, probe in probes.items() for name, v in probe.items()},
         "curves": {
-            **{f"success/{c}": [line.get(f"rollout/success/{c}") for line in recorder.of("train")] for c in ("free", "guided")},
+            **{
+                f"success/{c}": [line.get(f"rollout/success/{c}") for line in recorder.of("train")]
+                for c in ("free", "guided")
+            },
             "lessons/correct": [line.get("lessons/correct") for line in recorder.of("bank")],
         },
         "totals": {
@@ -136,12 +144,16 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
             for name, value in line.items()
             if name.startswith("total/")
         },
-        "extractor updates": max((line["extractor/updates"] for line in recorder.of("extractor")), default=0),
+        "extractor updates": max(
+            (line["extractor/updates"] for line in recorder.of("extractor")), default=0
+        ),
         "seconds": trained - begin,  # of the start and the evaluations too, and beside other runs
     }
 
 
-async def _online_places(evaluator: Any, adviser: AlwaysRight | None, name: str, task: Any) -> dict[str, float]:
+async def _online_places(
+    evaluator: Any, adviser: AlwaysRight | None, name: str, task: Any
+) -> dict[str, float]:
     """The online set without a bank: success alone, and with an adviser in the bank's place.
 
     The episodes and their draws are those that the arms with a bank play.
@@ -150,13 +162,21 @@ async def _online_places(evaluator: Any, adviser: AlwaysRight | None, name: str,
     from crl.run.online import UNCOUNTED_VISITS, VISITS, visited
 
     settled = [visited(name, task, visit) for visit in range(UNCOUNTED_VISITS, VISITS)]
-    keys, tasks = [key for keys, _ in settled for key in keys], [task for _, tasks in settled for task in tasks]
+    keys, tasks = (
+        [key for keys, _ in settled for key in keys],
+        [task for _, tasks in settled for task in tasks],
+    )
     alone = await evaluator.scheduler.play(evaluator.runner, "free", keys, tasks)
     online = alone
     if adviser:
-        online = await evaluator.scheduler.play(replace(evaluator.runner, retriever=adviser), "guided", keys, tasks)
+        online = await evaluator.scheduler.play(
+            replace(evaluator.runner, retriever=adviser), "guided", keys, tasks
+        )
     played = {"alone": alone, "online": online}
-    return {f"eval/{name}/new/success/{setting}": rate_of_visits(ts).value for setting, ts in played.items()}
+    return {
+        f"eval/{name}/new/success/{setting}": rate_of_visits(ts).value
+        for setting, ts in played.items()
+    }
 
 
 # ── many runs ───────────────────────────────────────────────────────────────────────────────────
@@ -164,17 +184,32 @@ async def _online_places(evaluator: Any, adviser: AlwaysRight | None, name: str,
 
 def sweep_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options that benchmarks of many runs share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs")
-    parser.add_argument("--quick", action="store_true", help="two small steps of each run and small eval sets")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two small steps of each run and small eval sets"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--out", type=Path, required="--one" not in sys.argv, help="write the raw numbers here, as JSON")
-    parser.add_argument("--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required="--one" not in sys.argv,
+        help="write the raw numbers here, as JSON",
+    )
+    parser.add_argument(
+        "--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS
+    )
     return parser
 
 
-def run_missing(script: str, wanted: Sequence[tuple[str, str, int]], arguments: argparse.Namespace) -> list[Run]:
+def run_missing(
+    script: str, wanted: Sequence[tuple[str, str, int]], arguments: argparse.Namespace
+) -> list[Run]:
     """Make those runs (setting, arm, seed) that the .jsonl file beside --out does not hold; return all of them.
 
     script: the benchmark, which makes one run when it is asked for `--one SETTING ARM SEED`.
@@ -182,7 +217,12 @@ def run_missing(script: str, wanted: Sequence[tuple[str, str, int]], arguments: 
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     done = finished(arguments)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda run: _run_apart(script, run, arguments), [run for run in wanted if run not in done]))
+        list(
+            pool.map(
+                lambda run: _run_apart(script, run, arguments),
+                [run for run in wanted if run not in done],
+            )
+        )
     done = finished(arguments)
     return [done[run] for run in wanted]
 
@@ -190,8 +230,21 @@ def run_missing(script: str, wanted: Sequence[tuple[str, str, int]], arguments: 
 def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
     """Make one run and print it as JSON."""
     sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
-    quick = [*QUICK, *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items())]
-    print(json.dumps(run_arm(arm, tasks, seed, arguments.steps, [*(quick if arguments.quick else ()), *arguments.set])))
+    quick = [
+        *QUICK,
+        *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items()),
+    ]
+    print(
+        json.dumps(
+            run_arm(
+                arm,
+                tasks,
+                seed,
+                arguments.steps,
+                [*(quick if arguments.quick else ()), *arguments.set],
+            )
+        )
+    )
 
 
 def shared(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,8 +272,21 @@ def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Names
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit(), **json.loads(done.stdout)}
+    done = subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    result = {
+        "setting": setting,
+        "arm": arm,
+        "seed": seed,
+        **shared(arguments),
+        "commit": commit(),
+        **json.loads(done.stdout),
+    }
     with _records(arguments.out).open("a+b") as stream:
         stream.seek(max(0, stream.tell() - 1))
         torn = stream.read(1) not in (b"", b"\n")

@@ -37,20 +37,30 @@ AT = Stamp(0, 0)
 
 
 def episodes() -> Iterator[DistilRequest]:
-    task = Task("room", 7, "train", "Room: the azure cellar. Reach the stairs down (>).", {"lgen": 3})
+    task = Task(
+        "room", 7, "train", "Room: the azure cellar. Reach the stairs down (>).", {"lgen": 3}
+    )
     turn = (
-        Segment("user", "you stand at 2 3; a wall lies to the west, a door to the east, and it is dark", "env"),
+        Segment(
+            "user",
+            "you stand at 2 3; a wall lies to the west, a door to the east, and it is dark",
+            "env",
+        ),
         Segment("assistant", "east", "policy"),
     )
     for i in count():
-        yield DistilRequest("run", i // 1024, i // 8, i % 8, task, turn * 8, success=True, truncated=False)
+        yield DistilRequest(
+            "run", i // 1024, i // 8, i % 8, task, turn * 8, success=True, truncated=False
+        )
 
 
 async def submits(store: Store, requests: Sequence[DistilRequest], at_a_time: int) -> float:
     """Per second."""
     begin = time.perf_counter()
     for start in range(0, len(requests), at_a_time):
-        await asyncio.gather(*(store.submit(request, AT) for request in requests[start : start + at_a_time]))
+        await asyncio.gather(
+            *(store.submit(request, AT) for request in requests[start : start + at_a_time])
+        )
     return len(requests) / (time.perf_counter() - begin)
 
 
@@ -67,7 +77,10 @@ def floor(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: 
 
 async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -> dict[str, float]:
     """Medians per second, and their ratios to the floor."""
-    stores = {"submit": await Store.open(folder / "bank.sqlite"), "with a snapshot": await Store.open(folder / "other.sqlite")}
+    stores = {
+        "submit": await Store.open(folder / "bank.sqlite"),
+        "with a snapshot": await Store.open(folder / "other.sqlite"),
+    }
     await stores["with a snapshot"].snapshot(AT)
     source = episodes()
     speeds: dict[str, list[float]] = {name: [] for name in ("floor", *stores)}
@@ -93,20 +106,33 @@ def table(figures: Mapping[int, Mapping[str, float]]) -> str:
     names = list(next(iter(figures.values())))
     lines = [f"{'at a time':>10}" + "".join(f"{name:>24}" for name in names)]
     for at_a_time, speeds in figures.items():
-        lines.append(f"{at_a_time:>10,}" + "".join(f"{speeds[n]:>24.2f}" if "/" in n else f"{speeds[n]:>22,.0f}/s" for n in names))
+        lines.append(
+            f"{at_a_time:>10,}"
+            + "".join(
+                f"{speeds[n]:>24.2f}" if "/" in n else f"{speeds[n]:>22,.0f}/s" for n in names
+            )
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's folder for temporary files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="on the disk to measure; default: the system's folder for temporary files",
+    )
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     figures = {}
     for at_a_time, rounds in GATHERED.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            figures[at_a_time] = asyncio.run(measure(Path(folder), at_a_time, rounds, arguments.repetitions))
+            figures[at_a_time] = asyncio.run(
+                measure(Path(folder), at_a_time, rounds, arguments.repetitions)
+            )
     print(table(figures))
     if arguments.out:
         write_results(arguments.out, {"per_second": figures})

@@ -25,14 +25,29 @@ def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """The raw numbers as JSON, with the machine and the commit that they come from."""
-    machine = {"system": platform.system(), "processor": processor(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    machine = {
+        "system": platform.system(),
+        "processor": processor(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine | accelerator(), "commit": commit(), **results}, indent=1) + "\n", "utf-8")
+    path.write_text(
+        json.dumps({"machine": machine | accelerator(), "commit": commit(), **results}, indent=1)
+        + "\n",
+        "utf-8",
+    )
 
 
 def commit() -> str | None:
     """Of the working tree; None for a copy of it without its history."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 
@@ -41,10 +56,18 @@ def accelerator() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
 
 
-def write_plot(plot: Callable[[Sequence[Mapping[str, Any]], Path], None], rows: Sequence[Mapping[str, Any]], results: Path) -> None:
+def write_plot(
+    plot: Callable[[Sequence[Mapping[str, Any]], Path], None],
+    rows: Sequence[Mapping[str, Any]],
+    results: Path,
+) -> None:
     """Draws the rows beside the results; says so where there is nothing to draw with."""
     try:
         plot(rows, results.with_suffix(".png"))
@@ -56,7 +79,10 @@ def processor() -> str:
     """The processor's name, as Linux tells it; elsewhere its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def mean_and_interval(values: Sequence[float | None]) -> str:
@@ -66,7 +92,11 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
         return "–"
     interval = half_interval(known)
     some = f" (n {len(known)})" if len(known) < len(values) else ""
-    return f"{statistics.fmean(known):.3f}" + (f" ± {interval:.3f}" if interval is not None else "") + some
+    return (
+        f"{statistics.fmean(known):.3f}"
+        + (f" ± {interval:.3f}" if interval is not None else "")
+        + some
+    )
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -71,7 +71,15 @@ def episode(kind: str, group: int, draw: random.Random) -> Session:
     }[kind]
     shared = random.Random(group)
     first = Turn(words(shared.randint(31, 56), shared), draw.randint(*tokens))
-    return Session((first, *(Turn(words(draw.randint(*new), draw), draw.randint(*tokens)) for _ in range(turns - 1))))
+    return Session(
+        (
+            first,
+            *(
+                Turn(words(draw.randint(*new), draw), draw.randint(*tokens))
+                for _ in range(turns - 1)
+            ),
+        )
+    )
 
 
 def mixture(seed: int = 0) -> list[Session]:
@@ -84,14 +92,21 @@ def mixture(seed: int = 0) -> list[Session]:
 
 def distil(count: int, draw: random.Random) -> list[Session]:
     """Return requests like an extractor's."""
-    return [Session((Turn(words(draw.randint(32, 60), draw), draw.randint(6, 20)),)) for _ in range(count)]
+    return [
+        Session((Turn(words(draw.randint(32, 60), draw), draw.randint(6, 20)),))
+        for _ in range(count)
+    ]
 
 
 def long(count: int, draw: random.Random) -> list[Session]:
     return [Session((Turn(words(40, draw), 64),)) for _ in range(count)]
 
 
-PATTERNS = {"mixture": mixture, "distil": lambda: distil(256, random.Random(0)), "long": lambda: long(128, random.Random(0))}
+PATTERNS = {
+    "mixture": mixture,
+    "distil": lambda: distil(256, random.Random(0)),
+    "long": lambda: long(128, random.Random(0)),
+}
 
 
 def sampled(sessions: Sequence[Session]) -> int:
@@ -109,7 +124,9 @@ async def served(engine: TorchEngine, sessions: Sequence[Session], pause: float)
         prompt: list[int] = []
         for i, turn in enumerate(session.turns):
             prompt += turn.new
-            done = await engine.generate(prompt, Sampling(turn.tokens, never), session=str(number), rng=number * 100 + i)
+            done = await engine.generate(
+                prompt, Sampling(turn.tokens, never), session=str(number), rng=number * 100 + i
+            )
             prompt += done.ids
             await asyncio.sleep(pause * draw.random() * 2)
 
@@ -127,9 +144,14 @@ def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
         for batch in (rows[begin : begin + 128] for begin in range(0, len(rows), 128)):
             for i in batch:
                 prompts[i] += sessions[i].turns[turn].new
-            width, tokens = max(len(prompts[i]) for i in batch), max(sessions[i].turns[turn].tokens for i in batch)
+            width, tokens = (
+                max(len(prompts[i]) for i in batch),
+                max(sessions[i].turns[turn].tokens for i in batch),
+            )
             padded = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in batch])
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            mask = torch.tensor(
+                [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
+            )
             config = GenerationConfig(
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens,
                 eos_token_id=None, pad_token_id=0,
@@ -155,7 +177,9 @@ def actor(kv_heads: int | None) -> PreTrainedModel:
     return type(model)(model.config).eval()
 
 
-async def speeds(pattern: str, repetitions: int, pause: float, kv_heads: int | None, plain: bool) -> dict[str, float]:
+async def speeds(
+    pattern: str, repetitions: int, pause: float, kv_heads: int | None, plain: bool
+) -> dict[str, float]:
     """Return sampled tokens per CPU-second of both, and their ratio."""
     import torch
 
@@ -187,20 +211,39 @@ async def speeds(pattern: str, repetitions: int, pause: float, kv_heads: int | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.02, help="mean seconds until an environment answers")
+    parser.add_argument(
+        "--pause", type=float, default=0.02, help="mean seconds until an environment answers"
+    )
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument("--kv-heads", type=int, help="random weights with so many key-value heads in place of the bundled ones")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        help="random weights with so many key-value heads in place of the bundled ones",
+    )
     parser.add_argument("--no-generate", action="store_true", help="measure the engine alone")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     results = {}
     for pattern in arguments.patterns.split(","):
-        found = asyncio.run(speeds(pattern, arguments.repetitions, arguments.pause, arguments.kv_heads, not arguments.no_generate))
+        found = asyncio.run(
+            speeds(
+                pattern,
+                arguments.repetitions,
+                arguments.pause,
+                arguments.kv_heads,
+                not arguments.no_generate,
+            )
+        )
         results[pattern] = found
-        values = "  ".join(f"{name} {value:,.2f}" if name == "ratio" else f"{name} {value:,.0f}" for name, value in found.items())
+        values = "  ".join(
+            f"{name} {value:,.2f}" if name == "ratio" else f"{name} {value:,.0f}"
+            for name, value in found.items()
+        )
         print(f"{pattern:<8} {values}", flush=True)
     if arguments.out:
         write_results(arguments.out, results)

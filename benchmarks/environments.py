@@ -56,7 +56,9 @@ Script = tuple[Task, tuple[str, ...]]
 
 def as_language_models_play(names: Sequence[str]) -> RunConfig:
     """A run of these tasks in their full rendering."""
-    played = {name: TaskConfig.model_validate(task_settings(task_file(name), "full")) for name in names}
+    played = {
+        name: TaskConfig.model_validate(task_settings(task_file(name), "full")) for name in names
+    }
     return load(["room"]).model_copy(update={"tasks": played})
 
 
@@ -68,7 +70,10 @@ def scripts(name: str, n: int) -> list[Script]:
     try:
         drawn = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
         players = (spec.scripted_player(random.Random(i)) for i in range(n))
-        return [(t, play(game, t, player, task.turns).actions) for t, player in zip(drawn, players, strict=True)]
+        return [
+            (t, play(game, t, player, task.turns).actions)
+            for t, player in zip(drawn, players, strict=True)
+        ]
     finally:
         game.close()
 
@@ -78,7 +83,9 @@ def measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int],
     return asyncio.run(_measure(played, episodes, calls))
 
 
-async def _measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int) -> Row:
+async def _measure(
+    played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int
+) -> Row:
     config = as_language_models_play(list(episodes))
     mine = [played[name][i % len(played[name])] for name, n in episodes.items() for i in range(n)]
     async with AsyncExitStack() as stack:
@@ -128,7 +135,11 @@ def memory() -> float:
 
 
 def _tree(pid: int) -> list[int]:
-    children = [int(child) for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]
+    children = [
+        int(child)
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in tasks.read_text().split()
+    ]
     return [pid, *(descendant for child in children for descendant in _tree(child))]
 
 
@@ -143,7 +154,11 @@ def table(rows: Sequence[Row]) -> str:
     ]
     previous: Row | None = None
     for row in rows:
-        more = previous if previous and previous["tasks"].keys() == row["tasks"].keys() else {"memory_mib": 0.0, "episodes": 0}
+        more = (
+            previous
+            if previous and previous["tasks"].keys() == row["tasks"].keys()
+            else {"memory_mib": 0.0, "episodes": 0}
+        )
         each = (row["memory_mib"] - more["memory_mib"]) / (row["episodes"] - more["episodes"])
         name = next(iter(row["tasks"])) if len(row["tasks"]) == 1 else "together"
         lines.append(
@@ -160,14 +175,22 @@ def measured(names: Sequence[str], rows: Sequence[Mapping[str, int]], calls: int
     results = []
     for episodes in rows:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-            results.append(fresh.submit(measure, {name: played[name] for name in episodes}, episodes, calls).result())
+            results.append(
+                fresh.submit(
+                    measure, {name: played[name] for name in episodes}, episodes, calls
+                ).result()
+            )
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tasks", nargs="*", help="default: all")
-    parser.add_argument("--quick", action="store_true", help="2 and 4 episodes, once: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 and 4 episodes, once: shows that it runs"
+    )
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     names = arguments.tasks or [name for name in tasks() if not mixture(task_file(name))]

@@ -50,7 +50,9 @@ class LatencyModel:
     tokens.
     """
 
-    def __init__(self, renderer: ChatRenderer, answers: Callable[[str], Sequence[str]], *, median: int) -> None:
+    def __init__(
+        self, renderer: ChatRenderer, answers: Callable[[str], Sequence[str]], *, median: int
+    ) -> None:
         self.version, self.busy = 0, 0.0
         self._answers = answers
         self._encoded = cache(lambda answer: renderer.encode(f"</think>\n{answer}"))
@@ -58,7 +60,9 @@ class LatencyModel:
         self._median = median
         self._cached: dict[str, int] = {}
         self._blocks: set[int] = set()
-        self._read: deque[tuple[int, int, asyncio.Future[None]]] = deque()  # tokens to read, tokens to decode, who waits
+        self._read: deque[tuple[int, int, asyncio.Future[None]]] = (
+            deque()
+        )  # tokens to read, tokens to decode, who waits
         self._decoding: list[Request] = []
         self._reach = 0.0  # tokens that a request decoded which was always there: one that came at r ends at r + its length
         self._paid = 0.0  # prompt tokens for which there was time
@@ -66,11 +70,20 @@ class LatencyModel:
         self._tick: asyncio.TimerHandle | None = None
         self._then = 0.0
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         draw = random.Random(rng)
         answer = self._encoded(draw.choice(self._answers(session or "")))
         length = max(len(answer), round(draw.lognormvariate(math.log(self._median), SPREAD)))
-        sampled = (*self._thought[: length - len(answer)], *answer, sampling.stop_ids[0])[: sampling.max_tokens]
+        sampled = (*self._thought[: length - len(answer)], *answer, sampling.stop_ids[0])[
+            : sampling.max_tokens
+        ]
         cached = self._cached.get(session or "", 0)
         if not 0 < cached < len(ids):  # a shorter prompt begins anew
             cached = self._shared(ids)
@@ -155,7 +168,9 @@ class LatencyModel:
 
 SIZE = 9
 MOVES = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
-LEGEND = "@ is you, > is the exit, . is the floor; what is further than two steps away lies in the dark."
+LEGEND = (
+    "@ is you, > is the exit, . is the floor; what is further than two steps away lies in the dark."
+)
 
 
 class Walk:
@@ -169,7 +184,10 @@ class Walk:
     async def step(self, text: str) -> StepResult:
         if text not in MOVES:
             return StepResult("Answer with north, south, east or west.", valid=False)
-        self._at = self._bounded(self._at[0] + MOVES[text][0]), self._bounded(self._at[1] + MOVES[text][1])
+        self._at = (
+            self._bounded(self._at[0] + MOVES[text][0]),
+            self._bounded(self._at[1] + MOVES[text][1]),
+        )
         won = self._at == self._exit
         return StepResult(self._seen(), reward=float(won), done=won, success=won)
 

@@ -102,7 +102,12 @@ def episodes(size: Size, vocabulary: int) -> Minibatch:
             mask += [0] * draw.randint(40, 160) + [1] * draw.randint(20, 80)
         mask = [*mask[: length - 8], *[1] * 8]
         ids = tuple(draw.randrange(vocabulary) for _ in mask)
-        trace = TokenTrace(ids, tuple(mask), tuple(-math.log(vocabulary) * m for m in mask), tuple(m - 1 for m in mask))
+        trace = TokenTrace(
+            ids,
+            tuple(mask),
+            tuple(-math.log(vocabulary) * m for m in mask),
+            tuple(m - 1 for m in mask),
+        )
         samples.append(TrainSample(trace, draw.gauss(0, 1), 1 / size.episodes))
     return Minibatch(tuple(samples), sum(sum(s.trace.mask) for s in samples))
 
@@ -115,7 +120,11 @@ def needed_operations(shape: str, batch: Minibatch) -> float:
     layer = 2 * h * h + 2 * h * key_values + 3 * h * s["intermediate_size"]
     lengths = [len(sample.trace.ids) for sample in batch.samples]
     attention = 6 * s["num_hidden_layers"] * h * sum(n * n for n in lengths)
-    return 6 * s["num_hidden_layers"] * layer * sum(lengths) + attention + 6 * h * s["vocab_size"] * batch.total_tokens
+    return (
+        6 * s["num_hidden_layers"] * layer * sum(lengths)
+        + attention
+        + 6 * h * s["vocab_size"] * batch.total_tokens
+    )
 
 
 # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,13 +132,19 @@ def needed_operations(shape: str, batch: Minibatch) -> float:
 
 def optimizer_of(model: PreTrainedModel) -> torch.optim.AdamW:
     masters = None if model.dtype == torch.float32 else MasterWeights(model)
-    adamw = torch.optim.AdamW(masters.parameters if masters else model.parameters(), lr=1e-6, fused=model.device.type == "cuda")
+    adamw = torch.optim.AdamW(
+        masters.parameters if masters else model.parameters(),
+        lr=1e-6,
+        fused=model.device.type == "cuda",
+    )
     if masters:
         masters.follow(adamw)
     return adamw
 
 
-def crl_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool) -> Callable[[], object]:
+def crl_step(
+    model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool
+) -> Callable[[], object]:
     require_packing(model, Path("benchmark"))
     adamw = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: 1.0)
@@ -138,7 +153,9 @@ def crl_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing
     return lambda: trainer.step([batch], version=1)
 
 
-def plain_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool) -> Callable[[], object]:
+def plain_step(
+    model: PreTrainedModel, batch: Minibatch, size: Size, checkpointing: bool
+) -> Callable[[], object]:
     if checkpointing:
         checkpoint_activations(model)
     adamw = optimizer_of(model)
@@ -150,13 +167,30 @@ def plain_step(model: PreTrainedModel, batch: Minibatch, size: Size, checkpointi
             rows = [batch.samples[i].trace for i in indices]
             width = max(len(row.ids) for row in rows)
             pad = [width - len(row.ids) for row in rows]
-            ids = torch.tensor([[*row.ids, *[0] * n] for row, n in zip(rows, pad, strict=True)], device=model.device)
-            read = torch.tensor([[1] * len(row.ids) + [0] * n for row, n in zip(rows, pad, strict=True)], device=model.device)
-            trained = torch.tensor([[*row.mask, *[0] * n] for row, n in zip(rows, pad, strict=True)], device=model.device)
+            ids = torch.tensor(
+                [[*row.ids, *[0] * n] for row, n in zip(rows, pad, strict=True)],
+                device=model.device,
+            )
+            read = torch.tensor(
+                [[1] * len(row.ids) + [0] * n for row, n in zip(rows, pad, strict=True)],
+                device=model.device,
+            )
+            trained = torch.tensor(
+                [[*row.mask, *[0] * n] for row, n in zip(rows, pad, strict=True)],
+                device=model.device,
+            )
             labels = ids.masked_fill(trained == 0, -100)
-            loss = model(input_ids=ids, attention_mask=read, labels=labels, use_cache=False, num_items_in_batch=batch.total_tokens).loss
+            loss = model(
+                input_ids=ids,
+                attention_mask=read,
+                labels=labels,
+                use_cache=False,
+                num_items_in_batch=batch.total_tokens,
+            ).loss
             loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in adamw.param_groups for p in group["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in adamw.param_groups for p in group["params"]], 1.0
+        )
         adamw.step()
 
     return step
@@ -174,7 +208,9 @@ def in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return cut
 
 
-def measured(shape: str, name: str, size: Size, device: torch.device, rate: float) -> dict[str, Any]:
+def measured(
+    shape: str, name: str, size: Size, device: torch.device, rate: float
+) -> dict[str, Any]:
     """One row of the results. A step that does not fit in memory is a row that says so."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     batch = episodes(size, SHAPES[shape]["vocab_size"])
@@ -188,7 +224,12 @@ def measured(shape: str, name: str, size: Size, device: torch.device, rate: floa
         "longest": max(lengths),
     }
     cut = micro_batches(lengths, size.budget) if name == "crl" else in_order(lengths, size.budget)
-    read = sum(sum(lengths[i] for i in part) if name == "crl" else len(part) * max(lengths[i] for i in part) for part in cut)
+    read = sum(
+        sum(lengths[i] for i in part)
+        if name == "crl"
+        else len(part) * max(lengths[i] for i in part)
+        for part in cut
+    )
     row |= {"micro_batches": len(cut), "read_tokens": read}
     try:
         model = made(shape, size, device, dtype)
@@ -201,12 +242,18 @@ def measured(shape: str, name: str, size: Size, device: torch.device, rate: floa
     except torch.OutOfMemoryError:
         return {**row, "seconds": None, "out_of_memory": True}
     median = statistics.median(seconds)
-    row |= {"seconds": seconds, "tokens_per_s": sum(lengths) / median, "mfu": needed_operations(shape, batch) / median / rate}
+    row |= {
+        "seconds": seconds,
+        "tokens_per_s": sum(lengths) / median,
+        "mfu": needed_operations(shape, batch) / median / rate,
+    }
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if name == "crl":
         step = None  # with its optimizer and gradients: a learner of this size publishes to another GPU
         free(device)
-        row["snapshot_s"] = timed(lambda: InProcessWeights.snapshot(model, 1), device)  # with its checksum
+        row["snapshot_s"] = timed(
+            lambda: InProcessWeights.snapshot(model, 1), device
+        )  # with its checksum
     return row
 
 
@@ -248,7 +295,11 @@ def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
     target = torch.empty_like(host)
     copies: dict[str, Callable[[], object]] = {"host to host": lambda: target.copy_(host)}
     if device.type == "cuda":
-        pinned, there, other = host.pin_memory(), host.to(device), torch.empty(count, dtype=torch.uint8, device=device)
+        pinned, there, other = (
+            host.pin_memory(),
+            host.to(device),
+            torch.empty(count, dtype=torch.uint8, device=device),
+        )
         copies |= {
             "host to device": lambda: there.copy_(host),
             "host (pinned) to device": lambda: there.copy_(pinned, non_blocking=True),
@@ -263,7 +314,10 @@ def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
         "read from shared memory": lambda: load_file(file)["x"].clone(),
     }
     try:
-        return {name: count / 1e9 / statistics.median([timed(copy, device) for _ in range(4)][1:]) for name, copy in copies.items()}
+        return {
+            name: count / 1e9 / statistics.median([timed(copy, device) for _ in range(4)][1:])
+            for name, copy in copies.items()
+        }
     finally:
         file.unlink(missing_ok=True)
 
@@ -281,9 +335,15 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B", "7B"])
-    parser.add_argument("--quick", action="store_true", help="a tiny shape and short episodes: only to see that it runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a tiny shape and short episodes: only to see that it runs",
+    )
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
     size, shapes = (QUICK, ["tiny"]) if arguments.quick else (FULL, arguments.shapes)
@@ -294,7 +354,9 @@ def main() -> None:
     print(f"{device.type}: a large matrix product runs at {rate / 1e12:,.2f} TFLOP/s")
     for name, gigabytes in copies.items():
         print(f"{name:<26}{gigabytes:>9.2f} GB/s")
-    print(f"\n{'shape':<6}{'step':<7}{'seconds':>9}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>11}{'padding':>10}")
+    print(
+        f"\n{'shape':<6}{'step':<7}{'seconds':>9}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>11}{'padding':>10}"
+    )
     rows: list[dict[str, Any]] = []
     results = {"product_tflops": rate / 1e12, "copies_gb_per_s": copies, "rows": rows}
     for shape in shapes:

@@ -41,7 +41,10 @@ def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict
     """Train in the room and return one row per measured step."""
     from crl.config import load
 
-    unused = [*(f"tasks.room.eval.{name}=0" for name in ("known", "new", "online")), "eval.probe_every=0"]
+    unused = [
+        *(f"tasks.room.eval.{name}=0" for name in ("known", "new", "online")),
+        "eval.probe_every=0",
+    ]
     options = {"run.seed": seed} | ({"run.steps": steps} if steps is not None else {})
     config = load(["room"], options=options, sets=[*unused, *sets])
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +59,9 @@ async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
     recorder = Recorder()
     async with training(config, RunDir(folder), recorder) as loop:
         loop.evaluations |= {0: Evaluation({}, {}, 0), config.run.steps: Evaluation({}, {}, 0)}
-        watch = Watch(loop, {advice: await advised(loop, config, advice) for advice in ("right", "wrong")})
+        watch = Watch(
+            loop, {advice: await advised(loop, config, advice) for advice in ("right", "wrong")}
+        )
         recorder.trajectories = watch.observe  # called with the batch before it trains
         await loop.run()
     return watch.rows
@@ -81,7 +86,9 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
         trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]
         move = (*runner.renderer.encode(direction), runner.renderer.stop_ids[0])
         prompt = TokenTrace().with_context(trace.ids[: trace.mask.index(1)])
-        traces.append(prompt.with_sampled(Completion(move, (0.0,) * len(move), (0,) * len(move), "stop")))
+        traces.append(
+            prompt.with_sampled(Completion(move, (0.0,) * len(move), (0,) * len(move), "stop"))
+        )
     return traces
 
 
@@ -109,20 +116,31 @@ class Watch:
         from crl.seeds import generator
 
         right, upwards = self._log_probability(self._probes["right"])
-        row: dict[str, Any] = {"step": self._step, "right": right, "wrong": self._log_probability(self._probes["wrong"])[0]}
+        row: dict[str, Any] = {
+            "step": self._step,
+            "right": right,
+            "wrong": self._log_probability(self._probes["wrong"])[0],
+        }
         advantages, terms = self._loop._advantages(played), [self._term(t) for t in played]
         views = [self._loop.method.actor.view(t) for t in played]
         gradients = {}
         for term in TERMS:
-            own = [advantage if of == term else 0.0 for advantage, of in zip(advantages, terms, strict=True)]
+            own = [
+                advantage if of == term else 0.0
+                for advantage, of in zip(advantages, terms, strict=True)
+            ]
             batches = build_minibatches(played, own, views, count=1, rng=generator(0, "listening"))
             gradients[term] = self._gradient(batches[0]) if batches else 0 * upwards
             row[f"{term}/episodes"] = terms.count(term)
             if term in terms:
-                row[f"{term}/flat"] = sum(a == 0 for a, of in zip(advantages, terms, strict=True) if of == term) / terms.count(term)
+                row[f"{term}/flat"] = sum(
+                    a == 0 for a, of in zip(advantages, terms, strict=True) if of == term
+                ) / terms.count(term)
         whole = torch.stack(list(gradients.values())).sum(0)
         for term, gradient in gradients.items():
-            row[f"{term}/projection"] = float(-(gradient @ upwards) / (whole.norm() * upwards.norm()).clamp(min=1e-12))
+            row[f"{term}/projection"] = float(
+                -(gradient @ upwards) / (whole.norm() * upwards.norm()).clamp(min=1e-12)
+            )
         return row
 
     def _term(self, trajectory: Any) -> str:
@@ -131,14 +149,22 @@ class Watch:
         if not trajectory.shown:
             return "nothing found"
         verdict = self._advisor.judge(trajectory.task, trajectory.shown[0])
-        return "right lesson" if verdict.correct else "wrong direction" if verdict.kind == "wrong exit" else "other lesson"
+        return (
+            "right lesson"
+            if verdict.correct
+            else "wrong direction"
+            if verdict.kind == "wrong exit"
+            else "other lesson"
+        )
 
     def _log_probability(self, traces: Sequence[Any]) -> tuple[float, Any]:
         """Mean log-probability of the marked tokens, summed within a trace, and its gradient."""
         from crl.learners.step import Tensors
         from crl.types import TrainSample
 
-        batch = Tensors.of([TrainSample(trace, 1.0, 1.0) for trace in traces], self._trainer.model.device)
+        batch = Tensors.of(
+            [TrainSample(trace, 1.0, 1.0) for trace in traces], self._trainer.model.device
+        )
         mean = self._trainer._tokens(batch).logp.mul(batch.mask).sum() / len(traces)
         self._trainer.optimizer.zero_grad(set_to_none=True)
         mean.backward()
@@ -154,7 +180,12 @@ class Watch:
         """The gradient of all parameters as one vector, which is then cleared."""
         import torch
 
-        flat = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in self._trainer.model.parameters()])
+        flat = torch.cat(
+            [
+                p.grad.flatten() if p.grad is not None else torch.zeros(p.numel())
+                for p in self._trainer.model.parameters()
+            ]
+        )
         self._trainer.optimizer.zero_grad(set_to_none=True)
         return flat
 
@@ -164,21 +195,31 @@ def table(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     length = min(len(rows) for rows in runs.values())
     parts = [range(q * length // 4, (q + 1) * length // 4) for q in range(4)]
     lines = [f"{'':<30}" + "".join(f"{f'quarter {q}':>18}" for q in range(1, 5))]
-    names = ["right", "wrong", *(f"{term}/{what}" for term in TERMS for what in ("episodes", "flat", "projection"))]
+    names = [
+        "right",
+        "wrong",
+        *(f"{term}/{what}" for term in TERMS for what in ("episodes", "flat", "projection")),
+    ]
     for name in names:
         cells = []
         for part in parts:
             seeds = [[rows[i][name] for i in part if name in rows[i]] for rows in runs.values()]
-            cells.append(mean_and_interval([statistics.fmean(values) for values in seeds if values]))
+            cells.append(
+                mean_and_interval([statistics.fmean(values) for values in seeds if values])
+            )
         lines.append(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the runs")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the runs"
+    )
     parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
     arguments = parser.parse_args()
     runs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -186,7 +227,10 @@ def main() -> None:
         runs[seed] = measured_run(seed, arguments.steps, arguments.set)
     print(table(runs))
     if arguments.out:
-        write_results(arguments.out, {"set": arguments.set, "runs": [{"seed": s, "rows": rows} for s, rows in runs.items()]})
+        write_results(
+            arguments.out,
+            {"set": arguments.set, "runs": [{"seed": s, "rows": rows} for s, rows in runs.items()]},
+        )
 
 
 if __name__ == "__main__":

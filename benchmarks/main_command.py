@@ -32,7 +32,10 @@ from statistics import fmean
 from arms import ARMS, Run, run_here, run_missing, sweep_parser
 from common import mean_and_interval, write_results
 
-SETTINGS: Mapping[str, tuple[str, ...]] = {"room": ("room",), "mixture": ("room", "webshop", "alfworld")}
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "room": ("room",),
+    "mixture": ("room", "webshop", "alfworld"),
+}
 SEEDS = (10, 11, 12, 13, 14)
 Metric = Callable[[Run, str], float | None]
 
@@ -104,7 +107,12 @@ def tables(runs: Sequence[Run]) -> str:
     for setting, tasks in SETTINGS.items():
         of_setting = [run for run in runs if run["setting"] == setting]
         for task in tasks if of_setting else ():
-            lines += [f"{setting}: {task}", *metric_rows(of_setting, task), *pair_rows(of_setting, task), ""]
+            lines += [
+                f"{setting}: {task}",
+                *metric_rows(of_setting, task),
+                *pair_rows(of_setting, task),
+                "",
+            ]
         if of_setting:
             lines += [*cost_rows(of_setting), ""]
     return "\n".join(lines)
@@ -114,7 +122,10 @@ def metric_rows(runs: Sequence[Run], task: str) -> list[str]:
     arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
     rows = [f"  {'':<20}" + "".join(f"{arm:>18}" for arm in arms)]
     for name, metric in METRICS.items():
-        cells = (mean_and_interval([metric(run, task) for run in runs if run["arm"] == arm]) for arm in arms)
+        cells = (
+            mean_and_interval([metric(run, task) for run in runs if run["arm"] == arm])
+            for arm in arms
+        )
         rows.append(f"  {name:<20}" + "".join(f"{cell:>18}" for cell in cells))
     return rows
 
@@ -122,12 +133,19 @@ def metric_rows(runs: Sequence[Run], task: str) -> list[str]:
 def pair_rows(runs: Sequence[Run], task: str) -> list[str]:
     rows = []
     for name, arm, other, other_arm in PAIRS:
-        one, two = ({run["seed"]: METRICS[m](run, task) for run in runs if run["arm"] == a} for m, a in ((name, arm), (other, other_arm)))
+        one, two = (
+            {run["seed"]: METRICS[m](run, task) for run in runs if run["arm"] == a}
+            for m, a in ((name, arm), (other, other_arm))
+        )
         pairs = [(one[seed], two[seed]) for seed in sorted(one.keys() & two.keys())]
         differences = [a - b for a, b in pairs if a is not None and b is not None]
         if pairs:
             each = " ".join(f"{difference:+.3f}" for difference in differences)
-            compared = f"{name}, {arm} − {other}, {other_arm}" if name != other else f"{name}: {arm} − {other_arm}"
+            compared = (
+                f"{name}, {arm} − {other}, {other_arm}"
+                if name != other
+                else f"{name}: {arm} − {other_arm}"
+            )
             rows.append(f"  {compared}: {mean_and_interval(differences)}   by seed {each}")
     return rows
 
@@ -138,7 +156,10 @@ def cost_rows(runs: Sequence[Run]) -> list[str]:
     for arm in dict.fromkeys(run["arm"] for run in runs):
         totals = [run["totals"] for run in runs if run["arm"] == arm]
         names = sorted(set.intersection(*map(set, totals)))
-        means = (f"{name.removeprefix('total/')} {fmean(run[name] for run in totals):,.0f}" for name in names)
+        means = (
+            f"{name.removeprefix('total/')} {fmean(run[name] for run in totals):,.0f}"
+            for name in names
+        )
         rows.append(f"  {arm}: {', '.join(means)}")
     return rows
 
@@ -153,7 +174,12 @@ def main() -> None:
         setting, arm, seed = arguments.one
         run_here(ARMS[arm], SETTINGS[setting], int(seed), arguments)
         return
-    wanted = [(setting, arm, seed) for setting in arguments.settings for seed in arguments.seeds for arm in arguments.arms]
+    wanted = [
+        (setting, arm, seed)
+        for setting in arguments.settings
+        for seed in arguments.seeds
+        for arm in arguments.arms
+    ]
     runs = run_missing(__file__, wanted, arguments)
     print(tables(runs))
     write_results(arguments.out, {"jobs": arguments.jobs, "runs": runs})

@@ -77,7 +77,11 @@ ACTION_TOKENS, LESSON_TOKENS = 60, 96
 PROBE = 0.005
 GOAL = "Walk: the {place}. Find the exit."
 QUESTION = "<search_and_ask>I see no exit. Which way is it?</search_and_ask>"
-VERDICTS = ["<answer>accept</answer>", "<answer>reject</answer>", f"<answer>refine: {GOAL}</answer>"]
+VERDICTS = [
+    "<answer>accept</answer>",
+    "<answer>reject</answer>",
+    f"<answer>refine: {GOAL}</answer>",
+]
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,21 @@ class Arm:
     def runner(self, stage: Stage, retriever: Retriever) -> EpisodeRunner:
         runner = stage.runner
         if not self.asks:
-            runner = replace(runner, limits={name: replace(limits, asks=0) for name, limits in runner.limits.items()})
-        return replace(runner, retriever=retriever, judge=runner.judge if self.judged else Unasked())
+            runner = replace(
+                runner,
+                limits={name: replace(limits, asks=0) for name, limits in runner.limits.items()},
+            )
+        return replace(
+            runner, retriever=retriever, judge=runner.judge if self.judged else Unasked()
+        )
 
 
-ARMS = {"off": Arm(0.0), "on": Arm(0.5), "ask": Arm(0.5, asks=True), "critic": Arm(0.5, judged=True)}
+ARMS = {
+    "off": Arm(0.0),
+    "on": Arm(0.5),
+    "ask": Arm(0.5, asks=True),
+    "critic": Arm(0.5, judged=True),
+}
 
 
 class Timed:
@@ -138,7 +152,10 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     monitor, embedder = FileMonitor(run), CachedEmbedder(HashEmbedder(), 65_536)
     tasks = partial(PlaceStream, "walk", GOAL, 0, StreamSettings())
     await fill_bank(run.bank, tasks().draw(ENTRIES))
-    actor, extractor = LatencyModel(renderer, spoken, median=ACTION_TOKENS), LatencyModel(renderer, written, median=LESSON_TOKENS)
+    actor, extractor = (
+        LatencyModel(renderer, spoken, median=ACTION_TOKENS),
+        LatencyModel(renderer, written, median=LESSON_TOKENS),
+    )
     room = 65_536 - 4_096
     manager = await ExperienceManager.open(
         run.bank, extractor, embedder, renderer,
@@ -154,7 +171,11 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     runner = EpisodeRunner(
         sampler=sampler,
         pool=Walks(),
-        context=ChatContext({"walk": instructions}, {"walk": prompt("experience")}, {"walk": full_tool(prompt("ask"))}),
+        context=ChatContext(
+            {"walk": instructions},
+            {"walk": prompt("experience")},
+            {"walk": full_tool(prompt("ask"))},
+        ),
         shaper=OutcomeReward(),
         retriever=Nothing(),
         renderer=renderer,
@@ -163,10 +184,27 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
         temperature=1.0,
         seed=0,
         judge=Critic(
-            sampler, renderer, FullCriticPrompt(prompt("critic")), rates, {"walk": 4_096}, max_context=32_768, temperature=1.0, seed=0
+            sampler,
+            renderer,
+            FullCriticPrompt(prompt("critic")),
+            rates,
+            {"walk": 4_096},
+            max_context=32_768,
+            temperature=1.0,
+            seed=0,
         ),
     )
-    side = ExperienceSide(manager, extractor, EveryEpisode(), None, Diagnostics({}), embedder, monitor, run="bench", background=True)
+    side = ExperienceSide(
+        manager,
+        extractor,
+        EveryEpisode(),
+        None,
+        Diagnostics({}),
+        embedder,
+        monitor,
+        run="bench",
+        background=True,
+    )
     try:
 
         def forget() -> None:
@@ -186,7 +224,9 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     """The parts of `crl train --tasks room`, with an extractor that is not trained. turns: the task's own."""
     unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
     switches = ["ask.enabled=true", "critic.enabled=true", "critic.warmup=0"]
-    config = load(["room"], sets=[*unused, *switches, "eval.probe_every=0", "extractor.train=false"])
+    config = load(
+        ["room"], sets=[*unused, *switches, "eval.probe_every=0", "extractor.train=false"]
+    )
     run = RunDir.create(folder / "run")
     monitor = FileMonitor(run)
     async with training(config, run, monitor) as loop:
@@ -197,14 +237,19 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             loop.source.load_state(start)
             return loop.source
 
-        yield Stage(loop.collector._runner, loop.experience, tasks, forget=lambda: None)  # nothing is shared between episodes
+        yield Stage(
+            loop.collector._runner, loop.experience, tasks, forget=lambda: None
+        )  # nothing is shared between episodes
     monitor.close()
 
 
 async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
     """One lesson for each task; the manager that opens the bank embeds them."""
     store = await Store.open(path)
-    entries = [Entry(f"seed#{i}", 1, f"{t.goal} {walk(i)}", t.name, t.goal, "seed", (0, 1)) for i, t in enumerate(tasks)]
+    entries = [
+        Entry(f"seed#{i}", 1, f"{t.goal} {walk(i)}", t.name, t.goal, "seed", (0, 1))
+        for i, t in enumerate(tasks)
+    ]
     await store.take_in(entries, Stamp(0, 0))
     await store.aclose()
 
@@ -216,7 +261,10 @@ def spoken(session: str) -> list[str]:
 
 def written(session: str) -> list[str]:
     """What the extractor answers: whoever asks reads its own operation."""
-    return [f'[{{"op": "add", "text": "{walk(i)}"}}, {{"op": "refine", "text": "{walk(i)}"}}]' for i in range(LESSONS)]
+    return [
+        f'[{{"op": "add", "text": "{walk(i)}"}}, {{"op": "refine", "text": "{walk(i)}"}}]'
+        for i in range(LESSONS)
+    ]
 
 
 def walk(number: int) -> str:
@@ -257,12 +305,21 @@ async def lags() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
-async def rollout(stage: Stage, arm: Arm, environments: int, step: int, learnt: Sequence[Trajectory], into: Measured) -> list[Trajectory]:
+async def rollout(
+    stage: Stage,
+    arm: Arm,
+    environments: int,
+    step: int,
+    learnt: Sequence[Trajectory],
+    into: Measured,
+) -> list[Trajectory]:
     """The episodes of one step, while an arm with experience learns from those of the step before."""
     timed = Timed(stage.side.retriever)
     gate = StalenessGate(environments // GROUP, 0, step)
     runner = arm.runner(stage, timed if arm.share else Nothing())
-    collector = Collector(runner, stage.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1)
+    collector = Collector(
+        runner, stage.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1
+    )
 
     async def learn() -> None:
         await stage.side.observe(learnt)
@@ -311,7 +368,9 @@ def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured])
         "environments": environments,
         "arm": name,
         "rollout_s": measured.rollout,
-        "ratio": [one / off for one, off in zip(measured.rollout, seen["off"].rollout, strict=True)],
+        "ratio": [
+            one / off for one, off in zip(measured.rollout, seen["off"].rollout, strict=True)
+        ],
         "left_s": measured.left,
         "failed": measured.failed,
         "searches": len(measured.searches),
@@ -323,16 +382,24 @@ def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured])
 def quantiles(seconds: Sequence[float], which: Sequence[int]) -> dict[str, float]:
     """In milliseconds, by name; empty where there is nothing."""
     names = {100: "max"}
-    return {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in which} if seconds else {}
+    return (
+        {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in which}
+        if seconds
+        else {}
+    )
 
 
 def print_head() -> None:
-    columns = "".join(f"{name:>10}" for name in ("search p50", "p95", "max", "lag p50", "p99", "max", "left (s)"))
+    columns = "".join(
+        f"{name:>10}" for name in ("search p50", "p95", "max", "lag p50", "p99", "max", "left (s)")
+    )
     print(f"{'engine':<15}{'envs':>6}  {'arm':<7}{'rollout (s)':>17}{'ratio':>17} {columns}")
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    waits = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(row["lag_ms"].values())
+    waits = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(
+        row["lag_ms"].values()
+    )
     waits.append(float(np.mean(row["left_s"])))
     cells = "".join(f"{'–' if wait is None else f'{wait:.2f}':>10}" for wait in waits)
     ratio = "–" if row["arm"] == "off" else mean_and_interval(row["ratio"])
@@ -347,7 +414,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     engines = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, grid = pyplot.subplots(3, len(engines), figsize=(5 * len(engines), 9), sharex="col", squeeze=False)
+    figure, grid = pyplot.subplots(
+        3, len(engines), figsize=(5 * len(engines), 9), sharex="col", squeeze=False
+    )
     for engine, column in zip(engines, grid.T, strict=True):
         column[0].set_title(engine)
         column[2].set_xlabel("parallel environments")
@@ -355,24 +424,37 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             mine = [row for row in rows if (row["engine"], row["arm"]) == (engine, arm)]
             at = [row["environments"] for row in mine]
             means = [float(np.mean(row["rollout_s"])) for row in mine]
-            column[0].errorbar(at, means, [half_interval(row["rollout_s"]) or 0.0 for row in mine], marker=".", label=arm)
+            column[0].errorbar(
+                at,
+                means,
+                [half_interval(row["rollout_s"]) or 0.0 for row in mine],
+                marker=".",
+                label=arm,
+            )
             column[1].plot(at, [row["search_ms"].get("p95", np.nan) for row in mine], marker=".")
             column[2].plot(at, [row["lag_ms"]["p99"] for row in mine], marker=".")
         for axes in column:
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3)
             axes.set_ylim(bottom=0)
-    for axes, label in zip(grid[:, 0], ("rollout (s)", "search p95 (ms)", "event loop lag p99 (ms)"), strict=True):
+    for axes, label in zip(
+        grid[:, 0], ("rollout (s)", "search p95 (ms)", "event loop lag p99 (ms)"), strict=True
+    ):
         axes.set_ylabel(label)
     grid[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-STAGES: dict[str, Callable[[int, Path], AbstractAsyncContextManager[Stage]]] = {"latency model": latency_model, "tiny model": tiny_model}
+STAGES: dict[str, Callable[[int, Path], AbstractAsyncContextManager[Stage]]] = {
+    "latency model": latency_model,
+    "tiny model": tiny_model,
+}
 
 
-async def rows_of(engine: str, environments: int, turns: int, repetitions: int) -> list[dict[str, Any]]:
+async def rows_of(
+    engine: str, environments: int, turns: int, repetitions: int
+) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         async with STAGES[engine](turns, Path(folder)) as stage:
             seen = await measure(stage, environments, repetitions)
@@ -380,19 +462,29 @@ async def rows_of(engine: str, environments: int, turns: int, repetitions: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few environments, short episodes")
     parser.add_argument("--engines", nargs="+", choices=list(STAGES), default=list(STAGES))
-    parser.add_argument("--environments", type=int, nargs="+", help=f"in parallel; multiples of {GROUP}")
-    parser.add_argument("--repetitions", type=int, help="an even number, so that no arm comes later than another")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON, and a plot beside it")
+    parser.add_argument(
+        "--environments", type=int, nargs="+", help=f"in parallel; multiples of {GROUP}"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, help="an even number, so that no arm comes later than another"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the numbers here, as JSON, and a plot beside it"
+    )
     arguments = parser.parse_args()
     turns, repetitions = (QUICK_TURNS, 2) if arguments.quick else (TURNS, 4)
     repetitions = arguments.repetitions or repetitions
     print_head()
     rows: list[dict[str, Any]] = []
     for engine in arguments.engines:
-        for environments in arguments.environments or (QUICK if arguments.quick else ENVIRONMENTS)[engine]:
+        for environments in (
+            arguments.environments or (QUICK if arguments.quick else ENVIRONMENTS)[engine]
+        ):
             rows += asyncio.run(rows_of(engine, environments, turns, repetitions))
             for one in rows[-len(ARMS) :]:
                 print_row(one)

@@ -40,14 +40,23 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the manager's BLAS has one thread, and so have the floors
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # the manager's BLAS has one thread, and so have the floors
 
 import numpy as np
 from common import write_plot, write_results
 from numpy.typing import NDArray
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
+from crl.manager import (
+    CachedEmbedder,
+    DistilRequest,
+    ExperienceManager,
+    ManagerSettings,
+    Prompts,
+    RetrievalSettings,
+)
 from crl.manager.embed import HashEmbedder
 from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
 from crl.manager.store import Store
@@ -77,15 +86,38 @@ Load = Literal["idle", "writes", "merge", "compute"]
 
 
 def goal(place: int) -> str:
-    colours = ("azure", "crimson", "sandy", "silent", "golden", "narrow", "frozen", "dusty", "hollow", "bright")
-    houses = ("cellar", "attic", "oven", "well", "crypt", "tower", "garden", "library", "kitchen", "chapel")
+    colours = (
+        "azure",
+        "crimson",
+        "sandy",
+        "silent",
+        "golden",
+        "narrow",
+        "frozen",
+        "dusty",
+        "hollow",
+        "bright",
+    )
+    houses = (
+        "cellar",
+        "attic",
+        "oven",
+        "well",
+        "crypt",
+        "tower",
+        "garden",
+        "library",
+        "kitchen",
+        "chapel",
+    )
     a, b, c = place % 10, place // 10 % 10, place // 100 % 10
     return f"Find the stairs of the {colours[a]} {colours[b]} {houses[c]} {place // 1000 or ''}".strip()
 
 
 def lesson(place: int, rng: random.Random) -> str:
     way = [
-        f"{rng.choice(('walk', 'go', 'run'))} {rng.choice(('north', 'south', 'east', 'west'))} {rng.randint(1, 9)} steps" for _ in range(3)
+        f"{rng.choice(('walk', 'go', 'run'))} {rng.choice(('north', 'south', 'east', 'west'))} {rng.randint(1, 9)} steps"
+        for _ in range(3)
     ]
     return f"{goal(place)}: {', then '.join(way)}."
 
@@ -159,7 +191,17 @@ class Characters:
 
 
 def request(step: int, member: int, text: str, *shown: Hit) -> DistilRequest:
-    return DistilRequest("bench", step, 0, member, Task("room", 0, "train", text), (Segment("user", text, "env"),), True, False, shown)
+    return DistilRequest(
+        "bench",
+        step,
+        0,
+        member,
+        Task("room", 0, "train", text),
+        (Segment("user", text, "env"),),
+        True,
+        False,
+        shown,
+    )
 
 
 async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
@@ -172,9 +214,18 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
     for start in range(0, size, 1000):
         one = request(0, start, goal(start // LESSONS))
         await store.submit(one, stamp)
-        writes = tuple(Write(i, texts[start + i], (0, 1), keys[start + i]) for i in range(min(1000, size - start)))
+        writes = tuple(
+            Write(i, texts[start + i], (0, 1), keys[start + i])
+            for i in range(min(1000, size - start))
+        )
         await store.apply(
-            Distilled(one, Generation(one.id, 0, (1,), Completion((1, 0), (0.0,) * 2, (0,) * 2, "stop"), 0), writes, 0, {}),
+            Distilled(
+                one,
+                Generation(one.id, 0, (1,), Completion((1, 0), (0.0,) * 2, (0,) * 2, "stop"), 0),
+                writes,
+                0,
+                {},
+            ),
             stamp,
             ApplyRules(),
         )
@@ -198,7 +249,14 @@ class Scribe(ScriptedEngine):
         last = len(texts)  # those that no chunk before had
         return json.dumps([{"op": "merge", "targets": [last - 1, last], "text": texts[-2]}])
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         if "".join(map(chr, ids[:6])) == "merge\n":
             await asyncio.sleep(MERGE_SECONDS)
         return await super().generate(ids, sampling, session=session, rng=rng)
@@ -216,7 +274,9 @@ def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
 async def opened(path: Path, embeddings: Embeddings):
     renderer: Any = Characters()
     prompts = Prompts(distil_prompt, merge_prompt)
-    manager = await ExperienceManager.open(path, Scribe(renderer), embeddings, renderer, prompts, SETTINGS, seed=0)
+    manager = await ExperienceManager.open(
+        path, Scribe(renderer), embeddings, renderer, prompts, SETTINGS, seed=0
+    )
     try:
         yield manager
     finally:
@@ -263,7 +323,9 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
     try:
         before = await applied()
         while tasks and await applied() == before:
-            ended, _ = await asyncio.wait(tasks, timeout=MERGE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                tasks, timeout=MERGE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
             if ended:  # by an error, which is raised below
                 break
         yield
@@ -297,7 +359,12 @@ async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
 def figures(bursts: Sequence[Waits]) -> dict[str, float]:
     """Over all waits of the bursts but the first, which warms up. Milliseconds."""
     p50, p95, most = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
-    return {"p50": p50, "p95": p95, "max": most, "searches/s": sum(map(len, bursts[1:])) / sum(burst.max() for burst in bursts[1:])}
+    return {
+        "p50": p50,
+        "p95": p95,
+        "max": most,
+        "searches/s": sum(map(len, bursts[1:])) / sum(burst.max() for burst in bursts[1:]),
+    }
 
 
 class Futures:
@@ -350,13 +417,24 @@ class Episodes:
         for member in range(waiting):
             if member % GROUP == 0:
                 self._group += 1
-                task = Task(TASKS[self._group % len(TASKS)], 0, "train", goal(self._rng.randrange(self._places)))
+                task = Task(
+                    TASKS[self._group % len(TASKS)],
+                    0,
+                    "train",
+                    goal(self._rng.randrange(self._places)),
+                )
             requests.append(SearchRequest(task.goal, task, self._group, member % GROUP))
         return requests
 
 
 async def measure(
-    manager: ExperienceManager, embeddings: Embeddings, keys: Vectors, episodes: Episodes, waiting: int, load: Load, seconds: float
+    manager: ExperienceManager,
+    embeddings: Embeddings,
+    keys: Vectors,
+    episodes: Episodes,
+    waiting: int,
+    load: Load,
+    seconds: float,
 ) -> dict[str, dict[str, float]]:
     """By what ran: the floors, known, and when idle encoder; for at least `seconds` and five bursts."""
     seen: dict[str, list[Waits]] = {"asyncio": [], "numpy": [], "known": [], "encoder": []}
@@ -372,7 +450,9 @@ async def measure(
             await asyncio.sleep(0.01)
             await burst(requests, Futures().search)  # the sleep is over, and the processor awake
             seen["asyncio"].append(await burst(requests, Futures().search))
-            seen["numpy"].append(numpy_floor(keys, [embeddings.known[one.query] for one in requests[::GROUP]]))
+            seen["numpy"].append(
+                numpy_floor(keys, [embeddings.known[one.query] for one in requests[::GROUP]])
+            )
             seen["known"].append(await burst(requests, search))
             if load == "idle":
                 embeddings.forget()
@@ -380,9 +460,13 @@ async def measure(
                 embeddings.remember()
         after, took = await manager.stats(), time.monotonic() - begin
     measured = {name: figures(bursts) for name, bursts in seen.items() if bursts}
-    measured["known"]["ratio"] = measured["known"]["p95"] / (measured["asyncio"]["p95"] + measured["numpy"]["p95"])
+    measured["known"]["ratio"] = measured["known"]["p95"] / (
+        measured["asyncio"]["p95"] + measured["numpy"]["p95"]
+    )
     if kind:
-        measured["known"][f"{kind}s/s"] = (after.get(f"ops/{kind}", 0) - before.get(f"ops/{kind}", 0)) / took
+        measured["known"][f"{kind}s/s"] = (
+            after.get(f"ops/{kind}", 0) - before.get(f"ops/{kind}", 0)
+        ) / took
     return measured
 
 
@@ -396,8 +480,13 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
             await asyncio.gather(*manager._searcher._builds)
             for waiting, load in itertools.product(waitings, get_args(Load)):
                 with frozen_heap():  # as in a run
-                    measured = await measure(manager, embeddings, keys, episodes, waiting, load, seconds)
-                rows += [{"bank": size, "waiting": waiting, "load": load, "what": what, **row} for what, row in measured.items()]
+                    measured = await measure(
+                        manager, embeddings, keys, episodes, waiting, load, seconds
+                    )
+                rows += [
+                    {"bank": size, "waiting": waiting, "load": load, "what": what, **row}
+                    for what, row in measured.items()
+                ]
                 print_rows(rows[-len(measured) :])
         rows += await ray_latency(keys, embeddings, waitings, seconds)
     return rows
@@ -422,7 +511,9 @@ class PlainManager:
         return self._picks[group]
 
 
-async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+async def ray_latency(
+    keys: Vectors, embeddings: Embeddings, waitings: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
     """The same bursts, each request a call of one actor; nothing where Ray is not installed."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
@@ -430,7 +521,10 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
         return []
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    queries = {goal(place): embeddings.known[goal(place)] for place in range(math.ceil(len(keys) / LESSONS))}
+    queries = {
+        goal(place): embeddings.known[goal(place)]
+        for place in range(math.ceil(len(keys) / LESSONS))
+    }
     actor = ray.remote(PlainManager).remote(keys, queries)
 
     async def search(request: SearchRequest) -> None:
@@ -441,7 +535,9 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
         begin, seen = time.monotonic(), []
         while time.monotonic() - begin < seconds or len(seen) < 6:
             seen.append(await burst(episodes.start(waiting), search))
-        rows.append({"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **figures(seen)})
+        rows.append(
+            {"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **figures(seen)}
+        )
     ray.shutdown()
     print_rows(rows)
     return rows
@@ -451,22 +547,39 @@ async def ray_latency(keys: Vectors, embeddings: Embeddings, waitings: Sequence[
 
 
 def print_head() -> None:
-    print(f"{'bank':>8}{'waiting':>9}  {'load':<8}{'what':<9}" + "".join(f"{name:>12}" for name in (*COLUMNS, *SOME)))
+    print(
+        f"{'bank':>8}{'waiting':>9}  {'load':<8}{'what':<9}"
+        + "".join(f"{name:>12}" for name in (*COLUMNS, *SOME))
+    )
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-        cells = "".join(f"{row[name]:>12,.2f}" if name in row else " " * 12 for name in (*COLUMNS, *SOME))
-        print(f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}{row['what']:<9}{cells}".rstrip(), flush=True)
+        cells = "".join(
+            f"{row[name]:>12,.2f}" if name in row else " " * 12 for name in (*COLUMNS, *SOME)
+        )
+        print(
+            f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}{row['what']:<9}{cells}".rstrip(),
+            flush=True,
+        )
 
 
 def under_load(rows: Sequence[Mapping[str, Any]]) -> str:
     """p95 under each load over p95 when idle; the known embedder."""
-    p95 = {(row["bank"], row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
-    banks, waitings = sorted({bank for bank, _, _ in p95}), sorted({waiting for _, waiting, _ in p95})
+    p95 = {
+        (row["bank"], row["waiting"], row["load"]): row["p95"]
+        for row in rows
+        if row["what"] == "known"
+    }
+    banks, waitings = (
+        sorted({bank for bank, _, _ in p95}),
+        sorted({waiting for _, waiting, _ in p95}),
+    )
     lines = []
     for load in get_args(Load)[1:]:
-        lines.append(f"{f'p95 {load} / idle':>17}" + "".join(f"{waiting:>9,}" for waiting in waitings))
+        lines.append(
+            f"{f'p95 {load} / idle':>17}" + "".join(f"{waiting:>9,}" for waiting in waitings)
+        )
         for bank in banks:
             ratios = [p95[bank, waiting, load] / p95[bank, waiting, "idle"] for waiting in waitings]
             lines.append(f"{bank:>17,}" + "".join(f"{ratio:>9.2f}" for ratio in ratios))
@@ -480,7 +593,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     banks = sorted({row["bank"] for row in rows})
-    figure, grid = pyplot.subplots(1, len(banks), figsize=(4 * len(banks), 4), sharey=True, squeeze=False)
+    figure, grid = pyplot.subplots(
+        1, len(banks), figsize=(4 * len(banks), 4), sharey=True, squeeze=False
+    )
     for axes, bank in zip(grid[0], banks, strict=True):
         for what, load in (
             ("known", "idle"),
@@ -492,11 +607,25 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("asyncio", "idle"),
             ("numpy", "idle"),
         ):
-            line = [(row["waiting"], row["p95"]) for row in rows if (row["bank"], row["what"], row["load"]) == (bank, what, load)]
+            line = [
+                (row["waiting"], row["p95"])
+                for row in rows
+                if (row["bank"], row["what"], row["load"]) == (bank, what, load)
+            ]
             if line:
                 style = "--" if what in ("asyncio", "numpy") else "-"
-                axes.plot(*zip(*line, strict=True), style, marker=".", label=what if load == "idle" else f"{what}, {load}")
-        axes.set(xscale="log", yscale="log", xlabel="episodes that start at once", title=f"bank of {bank:,}")
+                axes.plot(
+                    *zip(*line, strict=True),
+                    style,
+                    marker=".",
+                    label=what if load == "idle" else f"{what}, {load}",
+                )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="episodes that start at once",
+            title=f"bank of {bank:,}",
+        )
         axes.grid(alpha=0.3)
     grid[0][0].set_ylabel("p95 of the wait (ms)")
     grid[0][0].legend()
@@ -505,12 +634,16 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two banks, five bursts of each")
     parser.add_argument("--banks", type=int, nargs="+", help="entries")
     parser.add_argument("--waiting", type=int, nargs="+", help="episodes that start at once")
     parser.add_argument("--seconds", type=float, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON, and a plot beside it")
+    parser.add_argument(
+        "--out", type=Path, help="write the numbers here, as JSON, and a plot beside it"
+    )
     arguments = parser.parse_args(words)
     banks = arguments.banks or (QUICK_BANKS if arguments.quick else BANKS)
     waitings = arguments.waiting or (QUICK_WAITING if arguments.quick else WAITING)

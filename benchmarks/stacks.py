@@ -45,12 +45,30 @@ AFTER = {
 def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """What a run comes to: `figures` by metric, the success `curve` of its steps, seconds from the first step's end to the last's."""
     options = [word for setting in STACKS[stack] for word in ("--set", setting)]
-    lines = trained(["--tasks", "room", "--preset", "cpu", "--seed", str(seed), "--steps", str(steps), "--plain", *options], folder)
+    lines = trained(
+        [
+            "--tasks",
+            "room",
+            "--preset",
+            "cpu",
+            "--seed",
+            str(seed),
+            "--steps",
+            str(steps),
+            "--plain",
+            *options,
+        ],
+        folder,
+    )
     steps_done = [line for line in lines if line["kind"] == "train"]
     last = [line for line in lines if line["kind"] == "eval"][-1]
-    curves = {arm: [line[f"rollout/success/{arm}"] for line in steps_done] for arm in ("free", "guided")}
+    curves = {
+        arm: [line[f"rollout/success/{arm}"] for line in steps_done] for arm in ("free", "guided")
+    }
     figures = {
-        f"train, {arm}, {part + 1}/{PARTS}": statistics.fmean(curve[part * steps // PARTS : (part + 1) * steps // PARTS])
+        f"train, {arm}, {part + 1}/{PARTS}": statistics.fmean(
+            curve[part * steps // PARTS : (part + 1) * steps // PARTS]
+        )
         for arm, curve in curves.items()
         for part in range(PARTS)
     }
@@ -79,7 +97,9 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         width = half_width(a, b)
         difference = statistics.fmean(b) - statistics.fmean(a)
         verdict = "" if abs(difference) <= width else "  outside"
-        lines.append(f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}")
+        lines.append(
+            f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}"
+        )
     for name, form in (("seconds_per_step", ".2f"), ("mismatch_kl", ".1e")):
         cells = [f"{max(run[name] for run in runs):>20{form}}" for runs in (here, there)]
         lines.append(f"{name.replace('_', ' ') + ', most':<20}{''.join(cells)}")
@@ -87,7 +107,9 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
@@ -96,7 +118,10 @@ def main() -> None:
         parser.error(f"noise is told from two seeds on, a curve from {PARTS} steps on")
     with tempfile.TemporaryDirectory() as scratch:
         results = {
-            stack: [run(stack, seed, arguments.steps, Path(scratch) / f"{i}-{seed}") for seed in arguments.seeds]
+            stack: [
+                run(stack, seed, arguments.steps, Path(scratch) / f"{i}-{seed}")
+                for seed in arguments.seeds
+            ]
             for i, stack in enumerate(STACKS)
         }
     print(table(results))

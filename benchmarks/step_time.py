@@ -41,12 +41,22 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
         sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
         sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
         options = [word for setting in sets for word in ("--set", setting)]
-        lines = trained(["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run")
+        lines = trained(
+            ["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run"
+        )
     last = [line for line in lines if line["kind"] == "bank"][-1]
     ends = [line["time"] for line in lines if line["kind"] == "train"]
-    medians = {"step": statistics.median(b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))}
+    medians = {
+        "step": statistics.median(
+            b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
+        )
+    }
     for part, (kind, name) in PARTS.items():
-        values = [line[name] for line in lines if line["kind"] == kind and line["step"] > WARM_UP and name in line]
+        values = [
+            line[name]
+            for line in lines
+            if line["kind"] == kind and line["step"] > WARM_UP and name in line
+        ]
         medians[part] = statistics.median(values) if values else float("nan")
     medians["episodes waiting"] = last["queue/pending"] + last["queue/leased"]
     return medians
@@ -56,7 +66,11 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
 
 
 def table(times: Mapping[int, Mapping[str, float]]) -> str:
-    lines = [f"{'seconds a step':<18}" + "".join(f"{f'max_staleness {s}':>18}" for s in times) + f"{'ratio 1 / 0':>14}"]
+    lines = [
+        f"{'seconds a step':<18}"
+        + "".join(f"{f'max_staleness {s}':>18}" for s in times)
+        + f"{'ratio 1 / 0':>14}"
+    ]
     for part in next(iter(times.values())):
         first, second = (times[s][part] for s in (0, 1))
         ratio = f"{second / first:.2f}" if first else "–"
@@ -65,7 +79,9 @@ def table(times: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()

@@ -27,7 +27,10 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "listening 0.5": ("complementary.listening=0.5",),
     "listening 2": ("complementary.listening=2.0",),
     "advantages across the group": ("complementary.advantages=cross",),
-    "advantages across the group, no listening": ("complementary.advantages=cross", "complementary.listening=0.0"),
+    "advantages across the group, no listening": (
+        "complementary.advantages=cross",
+        "complementary.listening=0.0",
+    ),
     "KL of the actor to its start 0.1": ("actor.kl_coef=0.1",),
     "self-distillation 0.5": ("complementary.self_distillation=0.5",),
     "record in the prompt": ("complementary.show_record=true",),
@@ -35,7 +38,11 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
     "eq. 6, a search for each member": PAPERS,
     "eq. 6, one search for a group": (*PAPERS, "retrieval.per=group"),
-    "eq. 6, one search for a group, eq. 5 alone": (*PAPERS, "retrieval.per=group", "complementary.listening=0.0"),
+    "eq. 6, one search for a group, eq. 5 alone": (
+        *PAPERS,
+        "retrieval.per=group",
+        "complementary.listening=0.0",
+    ),
     "no trials": ("retrieval.trials=0.0",),
     "trials 0.25": ("retrieval.trials=0.25",),
     "trials 0.75": ("retrieval.trials=0.75",),
@@ -58,10 +65,16 @@ def table(runs: Sequence[Run], switches: Sequence[str]) -> str:
     for switch in switches:
         cells = []
         for name in SHOWN:
-            own, preset = ({run["seed"]: METRICS[name](run, "room") for run in runs if run["arm"] == arm} for arm in (switch, PRESET))
+            own, preset = (
+                {run["seed"]: METRICS[name](run, "room") for run in runs if run["arm"] == arm}
+                for arm in (switch, PRESET)
+            )
             pairs = [(own[seed], preset[seed]) for seed in sorted(own.keys() & preset.keys())]
             differences = [a - b for a, b in pairs if a is not None and b is not None]
-            cells += [mean_and_interval(list(own.values())), "" if switch == PRESET else mean_and_interval(differences)]
+            cells += [
+                mean_and_interval(list(own.values())),
+                "" if switch == PRESET else mean_and_interval(differences),
+            ]
         lines.append(f"{switch:<50}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
 
@@ -76,7 +89,11 @@ def main() -> None:
         run_here(Arm(SWITCHES[switch]), ("room",), int(seed), arguments)
         return
     switches = list(dict.fromkeys((PRESET, *arguments.switches)))
-    runs = run_missing(__file__, [("room", switch, seed) for seed in arguments.seeds for switch in switches], arguments)
+    runs = run_missing(
+        __file__,
+        [("room", switch, seed) for seed in arguments.seeds for switch in switches],
+        arguments,
+    )
     print(table(runs, switches))
     write_results(arguments.out, {"switches": SWITCHES, "runs": runs})
 

@@ -23,7 +23,14 @@ from crl.envs import alfworld, room, webshop
 from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
-from crl.envs.room.lessons import RoomAdvisor, from_here, places, read, stairs_direction, true_bearing
+from crl.envs.room.lessons import (
+    RoomAdvisor,
+    from_here,
+    places,
+    read,
+    stairs_direction,
+    true_bearing,
+)
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
 from crl.envs.webshop.lessons import right_brand, wrong_brands
@@ -37,7 +44,15 @@ from crl.models.drills import alfworld_chores, drill, grids, webshop_visits
 from crl.models.drills import webshop as webshop_drills
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.drill import OFFER, Episode
-from crl.models.drills.room import distil_prompt, found, merges, refine_prompt, refinement, until_asked, verdicts
+from crl.models.drills.room import (
+    distil_prompt,
+    found,
+    merges,
+    refine_prompt,
+    refinement,
+    until_asked,
+    verdicts,
+)
 from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
@@ -62,7 +77,11 @@ class Course:
 
 
 ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
-HOUSE = Course(replace(alfworld.SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse()), alfworld_chores.TURNS, 16)
+HOUSE = Course(
+    replace(alfworld.SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse()),
+    alfworld_chores.TURNS,
+    16,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,10 @@ class Speaker:
     def of(cls, path: Path) -> Speaker:
         tokenizer = load_tokenizer(path)
         model = load_model(path, torch.device("cpu"))
-        return cls(TorchEngine(model, max_batch=128, max_context=1024, threads=1), ChatRenderer(tokenizer, stop_ids(path, tokenizer)))
+        return cls(
+            TorchEngine(model, max_batch=128, max_context=1024, threads=1),
+            ChatRenderer(tokenizer, stop_ids(path, tokenizer)),
+        )
 
     async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
         """None: it did not end."""
@@ -111,7 +133,10 @@ async def play(
         *head, seen = context.opening(task, await env.reset(task), shown)
         segments, said = [*head, *([OFFER] if offer else []), seen], list[str | None]()
         if reply:
-            segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+            segments += [
+                Segment("assistant", COMPACT_CALL, "tool_call"),
+                Segment("user", reply, "tool_result"),
+            ]
         for turn in range(course.turns):
             try:
                 said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
@@ -133,11 +158,17 @@ async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequenc
     advisor, rng, figures = course.spec.advisor, random.Random(0), Figures()
     told: dict[str, list[str | None]] = {"nothing": [None] * len(tasks)}
     if advisor:
-        told |= {"the truth": [*map(advisor.right, tasks)], "what is wrong": [advisor.wrong(task, rng) for task in tasks]}
+        told |= {
+            "the truth": [*map(advisor.right, tasks)],
+            "what is wrong": [advisor.wrong(task, rng) for task in tasks],
+        }
     host = ThreadHost({course.spec.name: (course.spec, "compact")}, threads=2)
     try:
         for what, hints in told.items():
-            episodes = (play(actor, host, course, i, task, hint=hint) for i, (task, hint) in enumerate(zip(tasks, hints, strict=True)))
+            episodes = (
+                play(actor, host, course, i, task, hint=hint)
+                for i, (task, hint) in enumerate(zip(tasks, hints, strict=True))
+            )
             played = await asyncio.gather(*episodes)
             figures[f"{name}: success, told {what}"] = [p.success for p in played]
             figures[f"{name}: answers cut, told {what}"] = [None in p.said for p in played]
@@ -181,16 +212,28 @@ async def actor_figures(path: Path, n: int) -> Figures:
     wrong = [advisor.wrong(task, rng) for task in tasks]
     here = [from_here(true_bearing(int(task.params["lgen"])) or "") for task in tasks]
 
-    async def played(hints: Iterable[str | None], *, offer: bool = False, replies: Iterable[str | None] = ()) -> list[Played]:
+    async def played(
+        hints: Iterable[str | None], *, offer: bool = False, replies: Iterable[str | None] = ()
+    ) -> list[Played]:
         told = zip(range(n), tasks, hints, replies or [None] * n, strict=True)
         return await asyncio.gather(
-            *(play(actor, host, ROOM, i, task, hint=hint, offer=offer, reply=reply) for i, task, hint, reply in told)
+            *(
+                play(actor, host, ROOM, i, task, hint=hint, offer=offer, reply=reply)
+                for i, task, hint, reply in told
+            )
         )
 
     nothing = [None] * n
     try:
-        free, right, bad = await played(nothing), await played(map(advisor.right, tasks)), await played(wrong)
-        offered, advised = await played(nothing, offer=True), await played(map(advisor.right, tasks), offer=True)
+        free, right, bad = (
+            await played(nothing),
+            await played(map(advisor.right, tasks)),
+            await played(wrong),
+        )
+        offered, advised = (
+            await played(nothing, offer=True),
+            await played(map(advisor.right, tasks), offer=True),
+        )
         helped = await played(nothing, offer=True, replies=here)
         judged = await verdict_figures(actor, verdicts)
     finally:
@@ -205,7 +248,11 @@ async def actor_figures(path: Path, n: int) -> Figures:
         "asks, offered, told the truth": [p.asked for p in advised],
         "success, asked and was answered": [p.success for p in helped],
         "asks again": [p.asked for p in helped],
-        "goes as it was answered": [from_here(p.said[0] or "") == told for p, told in zip(helped, here, strict=True) if "dark" in p.seen],
+        "goes as it was answered": [
+            from_here(p.said[0] or "") == told
+            for p, told in zip(helped, here, strict=True)
+            if "dark" in p.seen
+        ],
     } | judged
 
 
@@ -217,19 +264,39 @@ async def extractor_figures(path: Path, n: int) -> Figures:
     episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), room.probe_tasks(n)))
     figures: Figures = defaultdict(list)
     try:
-        lessons = [extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i) for i, episode in enumerate(episodes)]
+        lessons = [
+            extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i)
+            for i, episode in enumerate(episodes)
+        ]
         for episode, written in zip(episodes, await asyncio.gather(*lessons), strict=True):
             parsed = parse_ops(written or "", 1 if episode.hint else 0)
-            kind, direction = read(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
-            figures["lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
+            kind, direction = (
+                read(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
+            )
+            figures["lesson malformed"].append(
+                len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other"
+            )
             if kind == "exit":
-                figures["lesson's direction right"].append(direction == stairs_direction(episode.segments))
+                figures["lesson's direction right"].append(
+                    direction == stairs_direction(episode.segments)
+                )
         rng = random.Random(6)
         stopped = [(episode.task, until_asked(episode, rng)) for episode in episodes]
         asked = [(task, segments, found(segments, rng)) for task, segments in stopped]
-        refined = await asyncio.gather(*(extractor.answer(refine_prompt(*each), ANSWER_TOKENS, i) for i, each in enumerate(asked)))
+        refined = await asyncio.gather(
+            *(
+                extractor.answer(refine_prompt(*each), ANSWER_TOKENS, i)
+                for i, each in enumerate(asked)
+            )
+        )
         for (_, segments, text), written in zip(asked, refined, strict=True):
-            kind = "nothing to fit" if read(text)[0] != "exit" else "at the start" if len(list(places(segments))) == 1 else "on the way"
+            kind = (
+                "nothing to fit"
+                if read(text)[0] != "exit"
+                else "at the start"
+                if len(list(places(segments))) == 1
+                else "on the way"
+            )
             figures[f"refinement right: {kind}"].append(written == refinement(segments, text))
         for op, right in (await right_answers(extractor, merges, ANSWER_TOKENS)).items():
             figures[f"merge right: {op}"] += right
@@ -244,7 +311,10 @@ async def shop_lesson_figures(path: Path, n: int) -> Figures:
 
     def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         kind, name = read_shop(text) if text else ("none", None)
-        right = {"buy": name == right_brand(episode.segments), "skip": name in wrong_brands(episode.segments)}
+        right = {
+            "buy": name == right_brand(episode.segments),
+            "skip": name in wrong_brands(episode.segments),
+        }
         told = {"buy": "product right", "skip": "product wrong, as said"}
         return kind, {told[kind]: right[kind]} if kind in told else {}
 
@@ -258,7 +328,9 @@ async def shop_lesson_figures(path: Path, n: int) -> Figures:
 
 async def house_lesson_figures(path: Path, n: int) -> Figures:
     extractor = Speaker.of(path)
-    episodes = list(alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n)))
+    episodes = list(
+        alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n))
+    )
 
     def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         chore = house_lessons.chore_of(episode.segments)
@@ -276,37 +348,58 @@ Claims = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
 """The kind of a lesson, and whether what it claims is right; None is an answer without a lesson."""
 
 
-async def lesson_figures(extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims) -> Figures:
+async def lesson_figures(
+    extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims
+) -> Figures:
     """Return whether answers to episodes can be read, and whether what they claim is what the episode shows."""
     figures: Figures = defaultdict(list)
-    asked = (extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i) for i, e in enumerate(episodes))
+    asked = (
+        extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i)
+        for i, e in enumerate(episodes)
+    )
     for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
         parsed = parse_ops(written or "", 1 if episode.hint else 0)
         kind, right = claims(parsed.ops[0].text if parsed.ops else None, episode)
-        figures[f"{task}: lesson malformed"].append(len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other")
+        figures[f"{task}: lesson malformed"].append(
+            len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other"
+        )
         for what, true in right.items():
             figures[f"{task}: lesson's {what}"].append(true)
     return figures
 
 
-async def verdict_figures(speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000) -> Figures:
+async def verdict_figures(
+    speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
+) -> Figures:
     """Return whether the verdicts can be read, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
-    answers = await asyncio.gather(*(speaker.answer(prompt, VERDICT_TOKENS, i) for i, (*prompt, _) in enumerate(demonstrations)))
+    answers = await asyncio.gather(
+        *(
+            speaker.answer(prompt, VERDICT_TOKENS, i)
+            for i, (*prompt, _) in enumerate(demonstrations)
+        )
+    )
     figures: Figures = defaultdict(list)
     for (*_, said), answer in zip(demonstrations, answers, strict=True):
         critique, mastered = parse_critique(answer or ""), said.text == "reject"
         figures["verdict readable"].append(not critique.malformed)
-        figures[f"rejects, place {'' if mastered else 'not '}mastered"].append(critique.verdict == "reject")
+        figures[f"rejects, place {'' if mastered else 'not '}mastered"].append(
+            critique.verdict == "reject"
+        )
     return figures
 
 
 async def right_answers(
-    speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], tokens: int, n: int = 1000
+    speaker: Speaker,
+    drill: Callable[[random.Random, int], Iterator[Demonstration]],
+    tokens: int,
+    n: int = 1000,
 ) -> dict[str, list[bool]]:
     """Whether the speaker says what the drill does, by the first word of that."""
     demonstrations = list(drill(random.Random(7), n))
-    answers = await asyncio.gather(*(speaker.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations)))
+    answers = await asyncio.gather(
+        *(speaker.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
+    )
     right: defaultdict[str, list[bool]] = defaultdict(list)
     for (*_, said), answer in zip(demonstrations, answers, strict=True):
         word = said.text.split('"')[3] if '"op"' in said.text else said.text.split()[0]
@@ -315,8 +408,12 @@ async def right_answers(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, help="a directory with tiny-actor and tiny-extractor")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=Path, help="a directory with tiny-actor and tiny-extractor"
+    )
     parser.add_argument("--places", type=int, default=512, help="of each task")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -329,7 +426,9 @@ def main() -> None:
         print(name)
         for measure in measured:
             for figure, found_true in asyncio.run(measure(path, arguments.places)).items():
-                print(f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}")
+                print(
+                    f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}"
+                )
 
 
 if __name__ == "__main__":

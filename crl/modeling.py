@@ -45,9 +45,19 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
         reason = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
-        raise ConfigError(key, str(path), "its tokenizer has no chat template", "use a chat model, or add a chat_template")
+        raise ConfigError(
+            key,
+            str(path),
+            "its tokenizer has no chat template",
+            "use a chat model, or add a chat_template",
+        )
     if tokenizer.eos_token_id is None:
-        raise ConfigError(key, str(path), "its tokenizer has no eos_token", "set eos_token to the end-of-turn token")
+        raise ConfigError(
+            key,
+            str(path),
+            "its tokenizer has no eos_token",
+            "set eos_token to the end-of-turn token",
+        )
     _require_chat(tokenizer, path, key)
     return tokenizer
 
@@ -55,12 +65,23 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
 def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> None:
     """Without its files transformers makes an empty tokenizer, and a template's mistakes show when it is rendered."""
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:
-        reason = f"its chat template cannot be rendered ({type(error).__name__}: {first_line(error)})"
+        reason = (
+            f"its chat template cannot be rendered ({type(error).__name__}: {first_line(error)})"
+        )
         raise ConfigError(key, str(path), reason, "mend the chat_template") from error
-    if "Go north?" not in str(text) or "north" not in str(tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))):
-        raise ConfigError(key, str(path), "its tokenizer does not encode a chat", "put the tokenizer's files there")
+    if "Go north?" not in str(text) or "north" not in str(
+        tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))
+    ):
+        raise ConfigError(
+            key,
+            str(path),
+            "its tokenizer does not encode a chat",
+            "put the tokenizer's files there",
+        )
 
 
 def silence_transformers() -> None:
@@ -70,7 +91,13 @@ def silence_transformers() -> None:
     set_verbosity_error()  # its reports of bad checkpoints too: they become one line here
 
 
-def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32, *, key: str = "actor.model") -> PreTrainedModel:
+def load_model(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    key: str = "actor.model",
+) -> PreTrainedModel:
     """A causal LM for sampling and training; `key`: the setting that named it.
 
     Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the
@@ -81,16 +108,27 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
     silence_transformers()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # a broken file fails in many ways
         reason = f"it cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "give a directory with a causal LM") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+    if missing := sorted(
+        report["missing_keys"]
+    ):  # transformers would go on with random numbers in their place
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
         raise ConfigError(key, str(path), reason, "download or make the model again")
     if kinds := _other_attention(model.config):
-        raise ConfigError(key, str(path), f"it has layers of {kinds}", "the torch engine serves full attention only")
+        raise ConfigError(
+            key,
+            str(path),
+            f"it has layers of {kinds}",
+            "the torch engine serves full attention only",
+        )
     model = model.to(device).eval()
     _require_plain_head(model, path, key)
     return model
@@ -99,7 +137,9 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
 def _other_attention(config: PreTrainedConfig) -> str:
     """The kinds of the model's layers that are not full attention, for people; empty if all are."""
     declared = getattr(config, "layer_types", None)
-    if declared is None and getattr(config, "sliding_window", None) is not None:  # Mistral, Phi-3: every layer, undeclared
+    if (
+        declared is None and getattr(config, "sliding_window", None) is not None
+    ):  # Mistral, Phi-3: every layer, undeclared
         declared = ["sliding_attention"]
     return ", ".join(sorted(set(declared or ()) - {"full_attention"}))
 
@@ -111,13 +151,20 @@ def first_line(error: Exception) -> str:
 
 def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
-        raise ConfigError(key, str(path), "its output head is no linear layer", "use a model with a plain head")
+        raise ConfigError(
+            key, str(path), "its output head is no linear layer", "use a model with a plain head"
+        )
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     with torch.no_grad():
         plain = head_logits(model, hidden_states(model, ids))
         full = model(input_ids=ids, use_cache=False).logits
     if not torch.equal(plain, full):
-        raise ConfigError(key, str(path), "it post-processes the logits of its output head", "use a model with a plain head")
+        raise ConfigError(
+            key,
+            str(path),
+            "it post-processes the logits of its output head",
+            "use a model with a plain head",
+        )
 
 
 def precision(name: str, path: Path, device: torch.device) -> torch.dtype:
@@ -143,13 +190,25 @@ def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model"
     try:
         together = _packed_states(model, ids, Packing((9, 7), model.device))
     except Exception as error:  # a model of its own kind fails in its own way
-        raise ConfigError(key, str(path), f"it cannot be trained ({first_line(error)})", "use a model with plain attention") from error
+        raise ConfigError(
+            key,
+            str(path),
+            f"it cannot be trained ({first_line(error)})",
+            "use a model with plain attention",
+        ) from error
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
     if not bool((together - alone).norm() <= tolerance * alone.norm()):
-        raise ConfigError(key, str(path), "it does not keep packed sequences apart", "use a model with plain attention")
+        raise ConfigError(
+            key,
+            str(path),
+            "it does not keep packed sequences apart",
+            "use a model with plain attention",
+        )
 
 
-def checkpoint_activations(model: PreTrainedModel, key: str = "learner.activation_checkpointing") -> None:
+def checkpoint_activations(
+    model: PreTrainedModel, key: str = "learner.activation_checkpointing"
+) -> None:
     """From now on the gradient computes a layer's activations again instead of keeping them.
 
     Raises `ConfigError` for a model that cannot, or that has dropout: transformers couples both to its training mode, and with
@@ -157,25 +216,38 @@ def checkpoint_activations(model: PreTrainedModel, key: str = "learner.activatio
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
-        raise ConfigError(key, True, f"{type(model).__name__} has no layers that could do so", "leave it out")
+        raise ConfigError(
+            key, True, f"{type(model).__name__} has no layers that could do so", "leave it out"
+        )
     for name, value in model.config.to_dict().items():
         if "drop" in name and isinstance(value, float) and value > 0:
-            raise ConfigError(key, True, f"the model's {name} is {value:g}, which would act too", f"set {name} to 0 in its config.json")
+            raise ConfigError(
+                key,
+                True,
+                f"the model's {name} is {value:g}, which would act too",
+                f"set {name} to 0 in its config.json",
+            )
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for layer in layers:
         layer.training = True  # of itself, not of what it holds
 
 
-def stop_ids(model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model") -> tuple[int, ...]:
+def stop_ids(
+    model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model"
+) -> tuple[int, ...]:
     """Every token that ends a turn: the tokenizer's and those of the model's generation config."""
     from transformers import GenerationConfig
 
     ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
         try:
-            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+            listed = GenerationConfig.from_pretrained(
+                model_path, local_files_only=True
+            ).eos_token_id
         except Exception as error:
             reason = f"its generation_config.json cannot be read ({first_line(error)})"
             raise ConfigError(key, str(model_path), reason, "mend or remove that file") from error
@@ -223,12 +295,22 @@ def token_logprobs(
         with torch.no_grad():
             states, other = predicting_states(reference, ids, mask), _output_head(reference)
         held_to = Softmax(states, other.weight, other.bias, temperature)
-    with _calling(head, lambda x: _HeadFigures.apply(x, head.weight, head.bias, ids[mask], temperature, held_to)):
+    with _calling(
+        head,
+        lambda x: _HeadFigures.apply(x, head.weight, head.bias, ids[mask], temperature, held_to),
+    ):
         figures = head(hidden)
-    return TokenFigures(*(torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, values) for values in figures))
+    return TokenFigures(
+        *(
+            torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, values)
+            for values in figures
+        )
+    )
 
 
-def predicting_states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def predicting_states(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """Hidden states [n, h] that the n selected tokens are predicted from: those of the tokens before them."""
     before = mask[:, 1:]
     if not reads_packed(model):
@@ -243,7 +325,9 @@ def predicting_states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Ten
 def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
     """Last hidden states [T, h] of packed ids [T]."""
     positions = packing.positions[None]
-    return model.base_model(input_ids=ids[None], position_ids=positions, use_cache=False, packing=packing).last_hidden_state[0]
+    return model.base_model(
+        input_ids=ids[None], position_ids=positions, use_cache=False, packing=packing
+    ).last_hidden_state[0]
 
 
 @contextmanager
@@ -285,7 +369,9 @@ class _HeadFigures(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, temperature: float,
         held_to: Softmax | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        logp, entropy, kl = (torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3))
+        logp, entropy, kl = (
+            torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3)
+        )
         parts, log_p = _parts(len(x), len(weight)), None
         for part in parts:
             log_p = Softmax(x, weight, bias, temperature).log(part)
@@ -300,17 +386,27 @@ class _HeadFigures(torch.autograd.Function):
         return logp, entropy, kl
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: torch.Tensor, _: Any, grad_kl: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(
+        ctx: Any, grad_logp: torch.Tensor, _: Any, grad_kl: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, tokens, kl, kept = ctx.saved_tensors
         wanted = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
-        grad_x, grad_weight, grad_bias = (torch.zeros_like(tensor) if needed else None for tensor, needed in wanted)
+        grad_x, grad_weight, grad_bias = (
+            torch.zeros_like(tensor) if needed else None for tensor, needed in wanted
+        )
         for part in _parts(len(x), len(weight)):
             log_p = Softmax(x, weight, bias, ctx.temperature).log(part) if kept is None else kept
             grad = log_p.exp()
             if ctx.held_to is None:
                 grad.mul_(-grad_logp[part, None])
             else:
-                slope = ctx.held_to.log(part).neg_().add_(log_p).sub_(kl[part, None]).mul_(grad_kl[part, None])
+                slope = (
+                    ctx.held_to.log(part)
+                    .neg_()
+                    .add_(log_p)
+                    .sub_(kl[part, None])
+                    .mul_(grad_kl[part, None])
+                )
                 grad.mul_(slope.sub_(grad_logp[part, None]))
             grad[torch.arange(len(grad), device=grad.device), tokens[part]] += grad_logp[part]
             grad = grad.div_(ctx.temperature).to(weight.dtype)
@@ -349,8 +445,13 @@ def checksum(weights: Mapping[str, torch.Tensor], crc: int = 0) -> int:
 def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Both sums of each row, int64 [rows, 2], a block of rows at a time."""
     data, size, device = tensor_bytes(tensor), 4 * ROW, tensor.device
-    rows = 32 if device.type == "cpu" else 1024  # of a block: half a MiB, which caches hold, or 16 MiB, in few launches
-    places, room = torch.arange(1, ROW + 1, device=device), torch.empty(rows, ROW, dtype=torch.int64, device=device)
+    rows = (
+        32 if device.type == "cpu" else 1024
+    )  # of a block: half a MiB, which caches hold, or 16 MiB, in few launches
+    places, room = (
+        torch.arange(1, ROW + 1, device=device),
+        torch.empty(rows, ROW, dtype=torch.int64, device=device),
+    )
     sums = torch.empty(-(-len(data) // size), 2, dtype=torch.int64, device=device)
     for block, out in zip(data.split(rows * size), sums.split(rows), strict=True):
         if len(block) % size:
@@ -365,7 +466,9 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Those of its values in order, uint8 [n]; without a copy where they lie so."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # the stride of one value alone may be any
+    return (
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    )  # the stride of one value alone may be any
 
 
 @dataclass(frozen=True)
@@ -385,7 +488,11 @@ class InProcessWeights:
     @property
     def manifest(self) -> WeightManifest:
         named = self.tensors.items()
-        return WeightManifest(tuple(self.tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
+        return WeightManifest(
+            tuple(self.tensors),
+            tuple(str(t.dtype) for _, t in named),
+            tuple(tuple(t.shape) for _, t in named),
+        )
 
     def discard(self) -> None:
         """It goes with its last user."""

@@ -29,7 +29,9 @@ OTHER_ATTENTION = ("softcap", "s_aux", "sliding_window", "position_bias")
 """Options by which transformers' models ask for more than plain causal attention."""
 
 # Before 2.12 the kernel shares key-value heads without being asked to.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Packing:
     def rows(self) -> torch.Tensor:
         """[T]: each token's sequence."""
         counts = torch.tensor(self.lengths, device=self.device)
-        return torch.arange(len(self.lengths), device=self.device).repeat_interleave(counts, output_size=sum(self.lengths))
+        return torch.arange(len(self.lengths), device=self.device).repeat_interleave(
+            counts, output_size=sum(self.lengths)
+        )
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -80,7 +84,11 @@ class Run:
         longest = max(self.lengths)
         if longest == min(self.lengths):
             return None
-        places = [row * longest + position for row, length in enumerate(self.lengths) for position in range(length)]
+        places = [
+            row * longest + position
+            for row, length in enumerate(self.lengths)
+            for position in range(length)
+        ]
         return torch.tensor(places, device=self.device)
 
 
@@ -110,21 +118,39 @@ def attend(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         offsets, longest = packing.offsets, max(packing.lengths)
-        attended = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=(-1, 0), **_GROUPED)
+        attended = varlen_attn(
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0),
+            **_GROUPED,
+        )
         assert isinstance(attended, torch.Tensor)
         return attended[None], None
-    pieces = [_attend_run(run, q[run.tokens], k[run.tokens], v[run.tokens], scaling) for run in packing.runs]
+    pieces = [
+        _attend_run(run, q[run.tokens], k[run.tokens], v[run.tokens], scaling)
+        for run in packing.runs
+    ]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None], None
 
 
-def _attend_run(run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _attend_run(
+    run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     n, padded = len(run.lengths), run.padded
     size = n * max(run.lengths)
     if padded is not None:
         q, k, v = (Scatter.apply(x, padded, size) for x in (q, k, v))
     # A token sees those before it, and padding stands behind: none of them sees it.
     q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    out = scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if padded is None else Gather.apply(out, padded)
 
@@ -153,7 +179,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad.contiguous()), None
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(
+            0, ctx.saved_tensors[0], grad.contiguous()
+        ), None
 
 
 def pack_sequences(model: PreTrainedModel) -> None:

@@ -71,7 +71,14 @@ class Engine(Protocol):
         """Seconds of compute so far."""
         ...
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.
 
         Raises `RolloutError` when this request cannot be served, `TransientError` when it may be another time, `EngineError` when
@@ -232,7 +239,9 @@ class ContextProvider(Protocol):
         """What an experience for this episode is searched by. observation: the first one; may be None where the query does not observe."""
         ...
 
-    def opening(self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0) -> Sequence[Segment]:
+    def opening(
+        self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0
+    ) -> Sequence[Segment]:
         """asks: questions that the agent may ask; with 0 it is told of no tool."""
         ...
 
@@ -327,7 +336,9 @@ class Method:
 class Monitor(Protocol):
     """Where figures and trajectories go. Every line is flushed when the call returns."""
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None: ...
+    def log(
+        self, step: int, kind: str, figures: Mapping[str, float | int | str | None]
+    ) -> None: ...
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
     def experiences(self, experiences: Sequence[Experience]) -> None:
         """Entries of the bank with their counters, those that guided an episode last first; called once a step."""

@@ -80,15 +80,27 @@ class NcclWeights:
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     named = tensors.items()
-    return WeightManifest(tuple(tensors), tuple(str(t.dtype) for _, t in named), tuple(tuple(t.shape) for _, t in named))
+    return WeightManifest(
+        tuple(tensors),
+        tuple(str(t.dtype) for _, t in named),
+        tuple(tuple(t.shape) for _, t in named),
+    )
 
 
 def weight_bytes(manifest: WeightManifest) -> int:
     sizes = zip(manifest.shapes, manifest.dtypes, strict=True)
-    return sum(math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize for shape, dtype in sizes)
+    return sum(
+        math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
+        for shape, dtype in sizes
+    )
 
 
-def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None) -> int:
+def write_tensors(
+    path: Path,
+    manifest: WeightManifest,
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> int:
     """A safetensors file of `tensors`, which come one at a time in the manifest's order and need not exist together.
 
     Returns their `crl.modeling.checksum`. Raises `ValueError` for a tensor that is not as the manifest says, and `OSError`;
@@ -106,9 +118,13 @@ def write_tensors(path: Path, manifest: WeightManifest, tensors: Iterable[torch.
     try:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name, dtype, shape, tensor in zip(manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True):
+            for name, dtype, shape, tensor in zip(
+                manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True
+            ):
                 if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
-                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+                    raise ValueError(
+                        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
+                    )
                 crc = checksum({name: tensor}, crc)
                 file.write(tensor_bytes(tensor.detach()).cpu().numpy().data)
     except BaseException:

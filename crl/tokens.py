@@ -34,14 +34,20 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         # `all_special_tokens` has only those that a role was given (eos, pad, …); Llama's turn headers are not among them.
-        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._control = tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
+        added = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        self._control = tuple(
+            sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        )
 
     def messages(self, segments: Iterable[Segment]) -> list[dict[str, str]]:
         """Chat messages: neighbouring segments of one role are joined by a newline."""
         messages: list[dict[str, str]] = []
         for segment in segments:
-            text = segment.text if segment.origin in SAMPLED_ORIGINS else self._defused(segment.text)
+            text = (
+                segment.text if segment.origin in SAMPLED_ORIGINS else self._defused(segment.text)
+            )
             if messages and messages[-1]["role"] == segment.role:
                 messages[-1]["content"] += "\n" + text
             else:
@@ -50,7 +56,9 @@ class ChatRenderer:
 
     def text(self, segments: Iterable[Segment]) -> str:
         """The prompt as text, ending where the assistant is to speak."""
-        rendered = self.tokenizer.apply_chat_template(self.messages(segments), tokenize=False, add_generation_prompt=True)
+        rendered = self.tokenizer.apply_chat_template(
+            self.messages(segments), tokenize=False, add_generation_prompt=True
+        )
         assert isinstance(rendered, str)
         return rendered
 
@@ -58,7 +66,9 @@ class ChatRenderer:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
@@ -110,7 +120,11 @@ class Conversation:
 
     def sampled(self, completion: Completion, *, trained: bool = True) -> str:
         """Records what the engine sampled; returns its text without the stop token. trained = False: it is nobody's sample."""
-        self._trace = self._trace.with_sampled(completion) if trained else self._trace.with_context(completion.ids)
+        self._trace = (
+            self._trace.with_sampled(completion)
+            if trained
+            else self._trace.with_context(completion.ids)
+        )
         stopped = completion.finish == "stop"
         text = self._renderer.decode(completion.ids[:-1] if stopped else completion.ids)
         self._text += text + (self._renderer.decode(completion.ids[-1:]) if stopped else "")

@@ -123,7 +123,12 @@ class TokenTrace:
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
         """This trace and then `ids`, which nobody sampled."""
         n = len(ids)
-        return TokenTrace(self.ids + ids, self.mask + (0,) * n, self.logprobs + (0.0,) * n, self.versions + (-1,) * n)
+        return TokenTrace(
+            self.ids + ids,
+            self.mask + (0,) * n,
+            self.logprobs + (0.0,) * n,
+            self.versions + (-1,) * n,
+        )
 
     def with_sampled(self, completion: Completion) -> TokenTrace:
         """This trace and then what the policy sampled."""
@@ -164,14 +169,22 @@ class Lift:
     """Sum of the squared deviations from the mean."""
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or not abs(self.mean) <= 1 + 1e-9 or not 0 <= self.m2 <= self.groups + 1e-6:
-            raise ValueError(f"a lift needs a group, a mean in [−1, 1] and an m2 of 0 or more, not {self}")
+        if (
+            self.groups < 1
+            or not abs(self.mean) <= 1 + 1e-9
+            or not 0 <= self.m2 <= self.groups + 1e-6
+        ):
+            raise ValueError(
+                f"a lift needs a group, a mean in [−1, 1] and an m2 of 0 or more, not {self}"
+            )
 
     def __add__(self, other: Lift) -> Lift:
         """Pool the groups of both (Chan, Golub & LeVeque 1983)."""
         groups, apart = self.groups + other.groups, other.mean - self.mean
         mean = self.mean + apart * other.groups / groups
-        return Lift(groups, mean, self.m2 + other.m2 + apart**2 * self.groups * other.groups / groups)
+        return Lift(
+            groups, mean, self.m2 + other.m2 + apart**2 * self.groups * other.groups / groups
+        )
 
     def __neg__(self) -> Lift:
         return Lift(self.groups, -self.mean, self.m2)
@@ -337,10 +350,18 @@ class Trajectory:
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
         _same_length(used=self.used, shown=self.shown)
-        if self.condition == "free" and (self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)):
-            raise ValueError("an experience-free trajectory must not have seen an experience, nor a tool to ask for one")
-        if any(use.verdict == "reject" for use in self.used) or any(use.verdict != "reject" for use in self.rejected):
-            raise ValueError("what was rejected guides no trajectory, and what was not is not among the rejected")
+        if self.condition == "free" and (
+            self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)
+        ):
+            raise ValueError(
+                "an experience-free trajectory must not have seen an experience, nor a tool to ask for one"
+            )
+        if any(use.verdict == "reject" for use in self.used) or any(
+            use.verdict != "reject" for use in self.rejected
+        ):
+            raise ValueError(
+                "what was rejected guides no trajectory, and what was not is not among the rejected"
+            )
         object.__setattr__(self, "rewards", dict(self.rewards))
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:

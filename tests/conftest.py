@@ -16,7 +16,9 @@ if find_spec("hypothesis"):  # tests/gpu run on machines without it
     from hypothesis import HealthCheck, settings
 
     # The same examples everywhere, and none of them fails for want of time.
-    settings.register_profile("crl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "crl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("crl")
 
 

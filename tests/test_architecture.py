@@ -15,7 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals"], 0),
     **dict.fromkeys(["crl.protocols", "crl.config", "crl.packing", "crl.extras", "crl.scratch"], 1),
-    **dict.fromkeys(["crl.tokens", "crl.modeling", "crl.sync", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
+    **dict.fromkeys(
+        [
+            "crl.tokens",
+            "crl.modeling",
+            "crl.sync",
+            "crl.algo",
+            "crl.envs",
+            "crl.monitor",
+            "crl.prompts",
+        ],
+        2,
+    ),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     "crl.methods": 5,
@@ -34,7 +45,9 @@ SHARED = {
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset[str](),
-    "crl.envs": frozenset({"actions", "base", "host", "mixture", "processes", "registry", "seeded"}),
+    "crl.envs": frozenset(
+        {"actions", "base", "host", "mixture", "processes", "registry", "seeded"}
+    ),
 }
 """Rooms of concrete classes, and their modules that others may import all the same."""
 
@@ -132,7 +145,10 @@ def test_every_room_has_a_rank():
         ("crl.tokens", "from crl import modeling"),
         ("crl.types", "from crl.errors import CrlError"),
         ("crl.protocols", "import crl.types"),
-        ("crl.cli.main", "import crl\nfrom crl import __version__\nfrom . import dashboard\nimport torch"),
+        (
+            "crl.cli.main",
+            "import crl\nfrom crl import __version__\nfrom . import dashboard\nimport torch",
+        ),
     ],
 )
 def test_the_rule_allows(module, source):
@@ -142,18 +158,66 @@ def test_the_rule_allows(module, source):
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
-        ("crl.types", "from crl.protocols import Engine", "crl.types (rank 0) may not import crl.protocols (rank 1)"),
-        ("crl.config.schema", "from crl.protocols import Engine", "crl.config (rank 1) may not import crl.protocols (rank 1)"),
-        ("crl.modeling", "from crl.tokens import Conversation", "crl.modeling (rank 2) may not import crl.tokens (rank 2)"),
-        ("crl.envs.host", "def late():\n    import crl.algo.losses", "crl.envs (rank 2) may not import crl.algo (rank 2)"),
-        ("crl.manager.store", "import crl.engines.torch", "crl.manager (rank 3) may not import crl.engines (rank 3)"),
-        ("crl.algo.losses", "if TYPE_CHECKING:\n    from crl import run", "crl.algo (rank 2) may not import crl.run (rank 6)"),
-        ("crl.algo", "from ..engines import torch", "crl.algo (rank 2) may not import crl.engines (rank 3)"),
-        ("crl.algo.losses", "from ..rollout.gate import Gate", "crl.algo (rank 2) may not import crl.rollout (rank 4)"),
-        ("crl.run.loop", "from crl.cli import main", "crl.run (rank 6) may not import crl.cli (rank 8)"),
-        ("crl.run.loop", "from crl.learners.local import LocalLearner", "only crl.run.assemble names concrete classes"),
-        ("crl.cli.main", "from crl.methods.grpo import build", "only crl.run.assemble names concrete classes"),
-        ("crl.rollout.episode", "from crl.envs.room import Room", "only crl.run.assemble names concrete classes"),
+        (
+            "crl.types",
+            "from crl.protocols import Engine",
+            "crl.types (rank 0) may not import crl.protocols (rank 1)",
+        ),
+        (
+            "crl.config.schema",
+            "from crl.protocols import Engine",
+            "crl.config (rank 1) may not import crl.protocols (rank 1)",
+        ),
+        (
+            "crl.modeling",
+            "from crl.tokens import Conversation",
+            "crl.modeling (rank 2) may not import crl.tokens (rank 2)",
+        ),
+        (
+            "crl.envs.host",
+            "def late():\n    import crl.algo.losses",
+            "crl.envs (rank 2) may not import crl.algo (rank 2)",
+        ),
+        (
+            "crl.manager.store",
+            "import crl.engines.torch",
+            "crl.manager (rank 3) may not import crl.engines (rank 3)",
+        ),
+        (
+            "crl.algo.losses",
+            "if TYPE_CHECKING:\n    from crl import run",
+            "crl.algo (rank 2) may not import crl.run (rank 6)",
+        ),
+        (
+            "crl.algo",
+            "from ..engines import torch",
+            "crl.algo (rank 2) may not import crl.engines (rank 3)",
+        ),
+        (
+            "crl.algo.losses",
+            "from ..rollout.gate import Gate",
+            "crl.algo (rank 2) may not import crl.rollout (rank 4)",
+        ),
+        (
+            "crl.run.loop",
+            "from crl.cli import main",
+            "crl.run (rank 6) may not import crl.cli (rank 8)",
+        ),
+        (
+            "crl.run.loop",
+            "from crl.learners.local import LocalLearner",
+            "only crl.run.assemble names concrete classes",
+        ),
+        (
+            "crl.cli.main",
+            "from crl.methods.grpo import build",
+            "only crl.run.assemble names concrete classes",
+        ),
+        (
+            "crl.rollout.episode",
+            "from crl.envs.room import Room",
+            "only crl.run.assemble names concrete classes",
+        ),
         ("crl.attic.box", "import crl.types", "crl.attic has no rank"),
         ("crl.cli.main", "import crl.attic", "crl.attic has no rank"),
     ],
@@ -190,7 +254,14 @@ def test_it_imports_without_torch(statement):
     if "crl.manager" in statement and "crl.manager" not in PACKAGES:
         pytest.skip("crl.manager is not there yet")
     report = f"import sys\n{statement}\nprint(*sorted(set(sys.modules) & {set(HEAVY)!r}))"
-    done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
@@ -201,6 +272,10 @@ def test_a_bare_machine_can_train_and_sample():
     hidden = "\n".join(f"sys.modules[{name!r}] = None" for name in missing)
     modules = "crl.learners.local, crl.engines.torch, crl.methods.parts.training"
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{hidden}\nimport {modules}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"import sys\n{hidden}\nimport {modules}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,18 @@ if TYPE_CHECKING:
         split_group_advantages,
         step_advantages,
     )
-    from crl.algo.batching import build_minibatches, micro_batches, optimizer_minibatches, rank_shares
-    from crl.algo.experience import critic_reward, diversity_score, experience_reward, training_weight
+    from crl.algo.batching import (
+        build_minibatches,
+        micro_batches,
+        optimizer_minibatches,
+        rank_shares,
+    )
+    from crl.algo.experience import (
+        critic_reward,
+        diversity_score,
+        experience_reward,
+        training_weight,
+    )
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
 
 __all__ = [

@@ -19,7 +19,9 @@ Keys = Tensor | Sequence[Hashable]
 # ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def group_advantages(rewards: Values, groups: Keys, *, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
+def group_advantages(
+    rewards: Values, groups: Keys, *, scale: Scale = "std", eps: float = 1e-6
+) -> Tensor:
     """Â_i = (r_i − mean_g) / (std_g + eps) over i's group g: CRL eq. 4 (GRPO).
 
     rewards: [n], finite; groups: [n], one label per reward. `scale="none"` leaves the division out. std is the sample's
@@ -31,7 +33,12 @@ def group_advantages(rewards: Values, groups: Keys, *, scale: Scale = "std", eps
 
 
 def split_group_advantages(
-    rewards: Values, groups: Keys, guided: Tensor | Sequence[bool], *, scale: Scale = "std", eps: float = 1e-6
+    rewards: Values,
+    groups: Keys,
+    guided: Tensor | Sequence[bool],
+    *,
+    scale: Scale = "std",
+    eps: float = 1e-6,
 ) -> Tensor:
     """Â_c = (r(τ_c) − mean_c) / (std_c + eps) within each subgroup c ∈ {guided, free} of a group: CRL eq. 5.
 
@@ -47,7 +54,14 @@ def batch_advantages(rewards: Values) -> Tensor:
     return _normalise(values, torch.zeros_like(values, dtype=torch.long), scale="none", eps=0.0)
 
 
-def step_advantages(returns: Values, groups: Keys, anchors: Sequence[Hashable], *, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
+def step_advantages(
+    returns: Values,
+    groups: Keys,
+    anchors: Sequence[Hashable],
+    *,
+    scale: Scale = "std",
+    eps: float = 1e-6,
+) -> Tensor:
     """Â_j = (R_j − mean_c) / (std_c + eps) over the cell c = (group, anchor) of step j: the step term of GiGPO (arXiv 2505.10978).
 
     returns: [m], the discounted return of every step of every trajectory; groups: [m]; anchors: [m] hashable, the state in
@@ -74,7 +88,10 @@ def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
 
 
 def sequence_weights(
-    groups: Keys, guided: Tensor | Sequence[bool], trajectories: Keys | None = None, lengths: Tensor | Sequence[int] | None = None
+    groups: Keys,
+    guided: Tensor | Sequence[bool],
+    trajectories: Keys | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """The weight of every sample in its optimizer minibatch: the ½ Σ_c 1/K_c of CRL eq. 5, averaged over groups.
 
@@ -86,13 +103,21 @@ def sequence_weights(
     Returns float32 [n] that sums to 1; raises `ValueError` on wrong shapes or a negative length.
     """
     n = len(groups)
-    ones = torch.ones(n, dtype=torch.float64, device=groups.device if isinstance(groups, Tensor) else None)
+    ones = torch.ones(
+        n, dtype=torch.float64, device=groups.device if isinstance(groups, Tensor) else None
+    )
     trajectories = range(n) if trajectories is None else trajectories
     group = _cells(ones, groups=groups)
     condition = _cells(ones, groups=groups, guided=guided)
     trajectory = _cells(ones, groups=groups, guided=guided, trajectories=trajectories)
-    share = _length_shares(trajectory, ones if lengths is None else _vector("lengths", lengths).to(ones))
-    rivals = _children(torch.zeros_like(group), group) * _children(group, condition) * _children(condition, trajectory)
+    share = _length_shares(
+        trajectory, ones if lengths is None else _vector("lengths", lengths).to(ones)
+    )
+    rivals = (
+        _children(torch.zeros_like(group), group)
+        * _children(group, condition)
+        * _children(condition, trajectory)
+    )
     return (share / rivals).to(torch.float32)
 
 
@@ -105,7 +130,9 @@ def _children(parent: Tensor, child: Tensor) -> Tensor:
 def _length_shares(trajectory: Tensor, lengths: Tensor) -> Tensor:
     """[n]: each sample's part of its trajectory, by length."""
     if lengths.shape != trajectory.shape:
-        raise ValueError(f"lengths must be [{len(trajectory)}] like groups, not {list(lengths.shape)}")
+        raise ValueError(
+            f"lengths must be [{len(trajectory)}] like groups, not {list(lengths.shape)}"
+        )
     if bool((lengths < 0).any()):
         raise ValueError("lengths must not be negative")
     empty = _sums(trajectory, lengths)[trajectory] == 0
@@ -132,7 +159,9 @@ def _cells(values: Tensor, **keys: Keys) -> Tensor:
     columns = {name: _labels(name, column) for name, column in keys.items()}
     for name, column in columns.items():
         if len(column) != len(values):
-            raise ValueError(f"{name} must have one entry per sample: {len(values)}, not {len(column)}")
+            raise ValueError(
+                f"{name} must have one entry per sample: {len(values)}, not {len(column)}"
+            )
     numbers: dict[tuple[Hashable, ...], int] = {}
     cells = [numbers.setdefault(key, len(numbers)) for key in zip(*columns.values(), strict=True)]
     return torch.tensor(cells, dtype=torch.long, device=values.device)
@@ -163,7 +192,9 @@ def _normalise(values: Tensor, cells: Tensor, *, scale: Scale, eps: float) -> Te
         variance = _sums(cells, deviations.square()) / (counts - 1).clamp(min=1)
         deviations = deviations / (variance.sqrt() + eps)[cells]
     # The mean of equal numbers can be off by a rounding error, which the division would blow up.
-    return torch.where(_constant(cells, exact), torch.zeros_like(exact), deviations).to(values.dtype)
+    return torch.where(_constant(cells, exact), torch.zeros_like(exact), deviations).to(
+        values.dtype
+    )
 
 
 def _constant(cells: Tensor, values: Tensor) -> Tensor:

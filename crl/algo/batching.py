@@ -97,12 +97,16 @@ def build_minibatches(
     Raises `ValueError` on wrong lengths.
     """
     if not len(trajectories) == len(advantages) == len(views):
-        raise ValueError(f"trajectories, advantages and views differ in length: {len(trajectories)}, {len(advantages)}, {len(views)}")
+        raise ValueError(
+            f"trajectories, advantages and views differ in length: {len(trajectories)}, {len(advantages)}, {len(views)}"
+        )
     signals = [float(advantage) for advantage in advantages]
     if not all(math.isfinite(signal) for signal in signals):
         raise ValueError("advantages must be finite")
     dealt = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
-    minibatches = (_minibatch(members, trajectories, signals, views, distilled) for members in dealt)
+    minibatches = (
+        _minibatch(members, trajectories, signals, views, distilled) for members in dealt
+    )
     return tuple(minibatch for minibatch in minibatches if minibatch.samples)
 
 
@@ -111,7 +115,9 @@ def _minibatch(
     views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, SelfDistilled],
 ) -> Minibatch:  # fmt: skip
     """The minibatch of the trajectories at `members`."""
-    from crl.algo.advantages import sequence_weights  # here, so that the packing above needs no torch
+    from crl.algo.advantages import (
+        sequence_weights,
+    )  # here, so that the packing above needs no torch
 
     rows = [(index, trace) for index in members for trace in views[index]]
     owners = [index for index, _ in rows]
@@ -129,6 +135,10 @@ def _minibatch(
         whole[index] += weight
     for index in members:
         advantage, traces = distilled.get(index, (0.0, ()))
-        samples += [TrainSample(trace, advantage, whole[index] / len(traces)) for trace in traces if whole[index]]
+        samples += [
+            TrainSample(trace, advantage, whole[index] / len(traces))
+            for trace in traces
+            if whole[index]
+        ]
         lengths += [sum(trace.mask) for trace in traces]
     return Minibatch(tuple(samples), sum(lengths))

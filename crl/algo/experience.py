@@ -8,7 +8,9 @@ from types import MappingProxyType
 
 from crl.types import Verdict
 
-CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType({"accept": 1.0, "refine": 0.5, "reject": 0.0})
+CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType(
+    {"accept": 1.0, "refine": 0.5, "reject": 0.0}
+)
 """s_c(m) of CRL appendix B.1."""
 
 
@@ -23,7 +25,9 @@ def diversity_score(rank_score: float, count: int, recent: bool, *, lam: float) 
     return rank_score - lam * math.log1p(count) - float(recent)
 
 
-def training_weight(step: int, last_step: int | None, count: int, *, cooldown: int, alpha: float) -> float:
+def training_weight(
+    step: int, last_step: int | None, count: int, *, cooldown: int, alpha: float
+) -> float:
     """w(m) = 0 if t − t_last < δ else (1 + c_train(m))^−α: CRL eq. 7, which multiplies the experience's advantage.
 
     step: t, completed actor steps; last_step: t_last, the step that last trained on m, None if none did (no cooldown then);

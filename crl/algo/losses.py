@@ -51,7 +51,11 @@ def clipped_surrogate(
     keep = _kept(mask, logp=logp, old_logp=old_logp)
     advantage = _advantage(adv, keep)
     log_ratio = _select(logp, keep) - _select(old_logp, keep).detach()
-    used = _bounded(log_ratio if ratio == "token" else _mean(log_ratio, keep, dim=1)[:, None].expand_as(log_ratio)).exp()
+    used = _bounded(
+        log_ratio
+        if ratio == "token"
+        else _mean(log_ratio, keep, dim=1)[:, None].expand_as(log_ratio)
+    ).exp()
     free, clipped = used * advantage, used.clamp(1 - clip_low, 1 + clip_high) * advantage
     loss = -(_weights(weights, logp) * _mean(torch.minimum(free, clipped), keep, dim=1)).sum()
     return loss, _ratio_metrics(log_ratio, used, clipped < free, keep)
@@ -97,10 +101,15 @@ def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tens
     keep = _kept(mask, logp=logp)
     kept_logp = _select(logp, keep)
     loss = -(_weights(weights, logp) * _mean(kept_logp, keep, dim=1)).sum()
-    return loss, {"nll": -_mean(kept_logp.detach(), keep), "masked_fraction": _masked_fraction(keep)}
+    return loss, {
+        "nll": -_mean(kept_logp.detach(), keep),
+        "masked_fraction": _masked_fraction(keep),
+    }
 
 
-def truncated_importance_weights(trainer_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+def truncated_importance_weights(
+    trainer_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float
+) -> Tensor:
     """min(exp(trainer_logp − engine_logp), cap) at unmasked tokens, 0 elsewhere: truncated importance sampling (Ionides 2008).
 
     Corrects for an engine whose log-probs differ from the trainer's at the same weights; multiplies a per-token advantage, and is
@@ -128,7 +137,9 @@ def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
         raise ValueError(f"mask must be [b, t] with b, t ≥ 1, not {list(mask.shape)}")
     for name, column in columns.items():
         if column.shape != mask.shape:
-            raise ValueError(f"{name} must be {list(mask.shape)} like the mask, not {list(column.shape)}")
+            raise ValueError(
+                f"{name} must be {list(mask.shape)} like the mask, not {list(column.shape)}"
+            )
     return mask != 0
 
 
@@ -137,14 +148,18 @@ def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
     if adv.shape == keep.shape[:1]:
         adv = adv[:, None].expand(keep.shape)
     if adv.shape != keep.shape:
-        raise ValueError(f"adv must be [{keep.shape[0]}] or {list(keep.shape)}, not {list(adv.shape)}")
+        raise ValueError(
+            f"adv must be [{keep.shape[0]}] or {list(keep.shape)}, not {list(adv.shape)}"
+        )
     return _select(adv, keep).detach()
 
 
 def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
     """`weights`, [b], or 1/b for each sequence."""
     if weights is None:
-        return logp.new_full(logp.shape[:1], 1 / len(logp), dtype=torch.promote_types(logp.dtype, torch.float32))
+        return logp.new_full(
+            logp.shape[:1], 1 / len(logp), dtype=torch.promote_types(logp.dtype, torch.float32)
+        )
     if weights.shape != logp.shape[:1]:
         raise ValueError(f"weights must be [{len(logp)}], not {list(weights.shape)}")
     return weights.detach()

@@ -25,13 +25,22 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-app = typer.Typer(help="Look into the bank of a run, finished or under way, and keep it.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look into the bank of a run, finished or under way, and keep it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", readable=False, help="A run directory, or a bank.sqlite file.")]
+Run = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", readable=False, help="A run directory, or a bank.sqlite file."),
+]
 """Whether it can be read is for the command to say, in its own words."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
-TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")]
+TaskName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")
+]
 
 
 SHOWN = 10
@@ -55,11 +64,18 @@ def list_entries(
     run: Run,
     sort: Annotated[
         Sort,
-        typer.Option(help="Best lift (the lower end of its 95 % interval), best credit (won − lost episodes), most uses, or newest first."),
+        typer.Option(
+            help="Best lift (the lower end of its 95 % interval), best credit (won − lost episodes), most uses, or newest first."
+        ),
     ] = Sort.lift,
-    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round; by lift, its upper end.")] = False,
+    reverse: Annotated[
+        bool, typer.Option("--reverse", help="The other way round; by lift, its upper end.")
+    ] = False,
     task: TaskName = None,
-    goal: Annotated[str | None, typer.Option(metavar="TEXT", help="Only those whose goal holds this, in any case.")] = None,
+    goal: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Only those whose goal holds this, in any case."),
+    ] = None,
     status: Annotated[Status, typer.Option(help="Which experiences.")] = Status.active,
     limit: Limit = 20,
     as_json: AsJson = False,
@@ -73,7 +89,9 @@ def list_entries(
     fits = [
         entry
         for entry in reversed(entries)
-        if status in (Status.all, entry.status) and task in (None, entry.task) and (goal or "").lower() in entry.goal.lower()
+        if status in (Status.all, entry.status)
+        and task in (None, entry.task)
+        and (goal or "").lower() in entry.goal.lower()
     ]
     keys = {
         Sort.lift: lambda entry: (lift_order(entry.lift), -entry.credit),
@@ -94,7 +112,11 @@ def list_entries(
 def show(
     run: Run,
     uid: Annotated[
-        str, typer.Argument(metavar="UID", help="As ls prints it, or what alone begins with it; or the id of an answer to a question.")
+        str,
+        typer.Argument(
+            metavar="UID",
+            help="As ls prints it, or what alone begins with it; or the id of an answer to a question.",
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -121,7 +143,9 @@ def show(
 @command
 def search(
     run: Run,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for, such as a task's goal.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="What to look for, such as a task's goal.")
+    ],
     task: TaskName = None,
     limit: Limit = 10,
     as_json: AsJson = False,
@@ -136,7 +160,10 @@ def search(
     _require_unicode("text", text)
     file = _file(run)
     with reading(file) as bank:
-        keys, entries = bank.keys(), [entry for entry in bank.entries() if task in (None, entry.task)]
+        keys, entries = (
+            bank.keys(),
+            [entry for entry in bank.entries() if task in (None, entry.task)],
+        )
         short = short_uids(bank.uids())
     similarities = asyncio.run(_similarities(text, entries, keys, _embedder(file)))
     found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
@@ -178,9 +205,16 @@ def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
 @command
 def dead(
     run: Run,
-    episodes: Annotated[list[str] | None, typer.Argument(metavar="EPISODE", help="Those that --retry queues; default: all.")] = None,
+    episodes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="EPISODE", help="Those that --retry queues; default: all."),
+    ] = None,
     retry: Annotated[
-        bool, typer.Option("--retry", help="Queue them again. They wait until the run goes on. Not while it is running.")
+        bool,
+        typer.Option(
+            "--retry",
+            help="Queue them again. They wait until the run goes on. Not while it is running.",
+        ),
     ] = False,
     limit: Limit = 20,
     as_json: AsJson = False,
@@ -188,7 +222,12 @@ def dead(
     """List episodes that could not be distilled."""
     if not retry:
         if episodes:
-            raise ConfigError("dead", " ".join(episodes), "episodes are named for --retry alone", "Add --retry, or leave them out")
+            raise ConfigError(
+                "dead",
+                " ".join(episodes),
+                "episodes are named for --retry alone",
+                "Add --retry, or leave them out",
+            )
         _print_requests(run, ("dead",), limit, as_json)
         return
     from crl.manager.upkeep import retry_dead
@@ -198,13 +237,24 @@ def dead(
         _print_json({"retried": retried})
     else:
         wait = ("episode is", "it waits") if retried == 1 else ("episodes are", "they wait")
-        _print([f"{retried:,} dead {wait[0]} queued again; {wait[1]} until the run goes on" if retried else "no episode is dead"])
+        _print(
+            [
+                f"{retried:,} dead {wait[0]} queued again; {wait[1]} until the run goes on"
+                if retried
+                else "no episode is dead"
+            ]
+        )
 
 
 @app.command()
 @command
 def diff(
-    run: Annotated[Path, typer.Argument(metavar="RUN_A", readable=False, help="A run directory, or a bank.sqlite file.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_A", readable=False, help="A run directory, or a bank.sqlite file."
+        ),
+    ],
     other: Annotated[Path, typer.Argument(metavar="RUN_B", readable=False, help="Another one.")],
     limit: Limit = 10,
     as_json: AsJson = False,
@@ -270,10 +320,16 @@ def import_entries(
 @command
 def prune(
     run: Run,
-    max_entries: Annotated[int | None, typer.Option(metavar="N", min=1, help="Keep the N of the best credit.")] = None,
+    max_entries: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Keep the N of the best credit.")
+    ] = None,
     unused_since: Annotated[
         int | None,
-        typer.Option(metavar="STEP", min=0, help="Evict what was written before this step, or in an earlier run, and not retrieved since."),
+        typer.Option(
+            metavar="STEP",
+            min=0,
+            help="Evict what was written before this step, or in an earlier run, and not retrieved since.",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
@@ -287,14 +343,25 @@ def prune(
     from crl.manager.upkeep import evict, lowest_credit, not_used_since, require_closed
 
     if (max_entries is None) == (unused_since is None):
-        raise ConfigError("prune", None, "it needs one criterion, and only one", "Give --max-entries or --unused-since")
+        raise ConfigError(
+            "prune",
+            None,
+            "it needs one criterion, and only one",
+            "Give --max-entries or --unused-since",
+        )
     if as_json and not yes:
-        raise ConfigError("prune", "--json", "it does not ask, for an answer would be no JSON", "Add --yes")
+        raise ConfigError(
+            "prune", "--json", "it does not ask, for an answer would be no JSON", "Add --yes"
+        )
     file = _file(run)
     with reading(file) as bank:
         entries, short = bank.entries(), short_uids(bank.uids())
     require_closed(file)
-    going = not_used_since(entries, unused_since) if unused_since is not None else lowest_credit(entries, max_entries or 0)
+    going = (
+        not_used_since(entries, unused_since)
+        if unused_since is not None
+        else lowest_credit(entries, max_entries or 0)
+    )
     if going and not yes:
         _print(entry_table(going[:SHOWN], short, _width()))
         _print([f"… and {len(going) - SHOWN:,} more"] if len(going) > SHOWN else [])
@@ -314,7 +381,9 @@ def prune(
 def _file(run: Path) -> Path:
     from crl.monitor.run_dir import RunDir
 
-    return RunDir(run).bank if os.path.isdir(run) else run  # Path.is_dir raises where it may not look
+    return (
+        RunDir(run).bank if os.path.isdir(run) else run
+    )  # Path.is_dir raises where it may not look
 
 
 def _require_unicode(name: str, text: str) -> None:
@@ -348,7 +417,9 @@ def _say_how_many(shown: int, of: int) -> None:
 def _print_json(value: Any) -> None:
     """In one line, with an escape for whatever a terminal would obey."""
     text = json.dumps(_plain(value), ensure_ascii=False)
-    typer.echo(text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text))
+    typer.echo(
+        text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
+    )
 
 
 def _escape(character: str) -> str:
@@ -376,7 +447,9 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
     _print_rows(requests, limit, as_json, lambda rows: request_table(rows, short, _width()))
 
 
-def _print_rows(found: list[Row], limit: int, as_json: bool, table: Callable[[list[Row]], list[str]]) -> None:
+def _print_rows(
+    found: list[Row], limit: int, as_json: bool, table: Callable[[list[Row]], list[str]]
+) -> None:
     """The first `limit` (0: all) of what was found, as JSON or as a table; how many there are goes to stderr."""
     rows = found[: limit or None]
     if as_json:
@@ -391,10 +464,16 @@ def _embedder(file: Path) -> EmbedderSection:
     from crl.config.load import load_saved
     from crl.config.schema import EmbedderSection
 
-    return load_saved(file.parent).config.embedder if (file.parent / "config.json").is_file() else EmbedderSection()
+    return (
+        load_saved(file.parent).config.embedder
+        if (file.parent / "config.json").is_file()
+        else EmbedderSection()
+    )
 
 
-async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, section: EmbedderSection) -> list[float]:
+async def _similarities(
+    text: str, entries: Sequence[EntryView], keys: Keys, section: EmbedderSection
+) -> list[float]:
     """The cosine of the query and of what each entry is found by; where that is not made yet, of the entry's text."""
     from crl.embedders import open_embedder
 
@@ -406,7 +485,10 @@ async def _similarities(text: str, entries: Sequence[EntryView], keys: Keys, sec
         else:
             reason = "the bank's vectors are not of the embedder that search has"
             raise ConfigError(
-                "embedder", keys.made_by, reason, f"It has {embedder.name}, of the config.json beside the bank, or the default"
+                "embedder",
+                keys.made_by,
+                reason,
+                f"It has {embedder.name}, of the config.json beside the bank, or the default",
             )
         (query,) = await embedder.embed([text])
     return [float(vector @ query) for vector in vectors]
@@ -416,7 +498,9 @@ def _story(bank: BankReader, name: str) -> Story | Told:
     from crl.cli.bank_text import Story, Told
 
     if refinement := bank.refinement(name):
-        return Told(refinement, bank.uses(refinement.id), generation=bank.generation(refinement.unit))
+        return Told(
+            refinement, bank.uses(refinement.id), generation=bank.generation(refinement.unit)
+        )
     entry = bank.find(name)
     return Story(
         entry,
@@ -450,9 +534,16 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
     model = resolve_model(load_saved(file.parent).config.extractor.model, "extractor.model")
     path = model / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError("extractor.model", str(model), "it holds no tokenizer.json", "Put the tokenizer's files there")
+        raise ConfigError(
+            "extractor.model",
+            str(model),
+            "it holds no tokenizer.json",
+            "Put the tokenizer's files there",
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library's own errors have no other type
-        raise ConfigError("extractor.model", str(path), f"it cannot be read ({error})", "Restore the file") from error
+        raise ConfigError(
+            "extractor.model", str(path), f"it cannot be read ({error})", "Restore the file"
+        ) from error
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

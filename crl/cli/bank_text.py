@@ -35,7 +35,22 @@ PERIODS = 8
 """Parts of an entry's history that `show` tells apart at most."""
 
 LEFT = frozenset(
-    {"uid", "task", "status", "goal", "text", "state", "episode", "guided by", "outcome", "reason", "how", "by", "answer", "when"}
+    {
+        "uid",
+        "task",
+        "status",
+        "goal",
+        "text",
+        "state",
+        "episode",
+        "guided by",
+        "outcome",
+        "reason",
+        "how",
+        "by",
+        "answer",
+        "when",
+    }
 )
 """Columns of words; the others hold numbers."""
 
@@ -47,14 +62,19 @@ Short = Mapping[str, str]
 
 def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
     """Cells by column under a header, in at most `width` where the last two columns can give way. None: nothing is cut."""
-    cells = [[name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()]
+    cells = [
+        [name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()
+    ]
     widths = [max(map(cell_len, column)) for column in cells]
     if width is not None:
         *fixed, second, last = widths
         room = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
         second = min(second, max(room - last, room * 2 // 5))
         widths = [*fixed, second, min(last, room - second)]
-    padded = [[_fitted(cell, width, name in LEFT) for cell in column] for name, column, width in zip(columns, cells, widths, strict=True)]
+    padded = [
+        [_fitted(cell, width, name in LEFT) for cell in column]
+        for name, column, width in zip(columns, cells, widths, strict=True)
+    ]
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
@@ -84,7 +104,9 @@ def _when(step: int | None) -> str:
     return "in an earlier run" if step is None else f"at step {step}"
 
 
-def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]) -> list[str]:
+def entry_table(
+    entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]
+) -> list[str]:
     """more: columns in front. Task and status are told where they differ, votes where there are any."""
     columns = {
         **more,
@@ -98,7 +120,11 @@ def entry_table(entries: Sequence[EntryView], short: Short, width: int | None, *
         columns["votes"] = [f"{entry.votes:+d}" if entry.votes else "0" for entry in entries]
     differing = {name: [getattr(entry, name) for entry in entries] for name in ("task", "status")}
     columns |= {name: values for name, values in differing.items() if len(set(values)) > 1}
-    return table(columns | {"goal": [entry.goal for entry in entries], "text": [entry.text for entry in entries]}, width)
+    return table(
+        columns
+        | {"goal": [entry.goal for entry in entries], "text": [entry.text for entry in entries]},
+        width,
+    )
 
 
 def request_table(requests: Sequence[RequestView], short: Short, width: int | None) -> list[str]:
@@ -107,7 +133,9 @@ def request_table(requests: Sequence[RequestView], short: Short, width: int | No
         "episode": [request.id for request in requests],
         "state": [request.state for request in requests],
         "outcome": ["won" if request.success else "lost" for request in requests],
-        "guided by": [", ".join(short.get(uid, uid) for uid in request.guided) or "–" for request in requests],
+        "guided by": [
+            ", ".join(short.get(uid, uid) for uid in request.guided) or "–" for request in requests
+        ],
         "task": [request.task for request in requests],
         "goal": [request.goal for request in requests],
     }
@@ -179,7 +207,11 @@ class Story(Written):
         yield ""
         last = f", for the last time {_when(entry.last_returned_step)}" if entry.retrieved else ""
         yield f"{_often('retrieved', entry.retrieved)}{last}"
-        yield f"won {entry.won} of {entry.credited} credited episodes (of this version)" if entry.credited else "never credited"
+        yield (
+            f"won {entry.won} of {entry.credited} credited episodes (of this version)"
+            if entry.credited
+            else "never credited"
+        )
         if entry.lift:
             groups = f"{entry.lift.groups:,} groups" if entry.lift.groups > 1 else "one group"
             yield f"lift {lift_text(entry.lift)} over {groups}: success of their guided − of their free members (of this version)"
@@ -191,11 +223,22 @@ class Story(Written):
         yield from _titled(title, _versions(self.lineage[:LAST], short))
         if self.absent:
             yield f"  came from what is not in this bank: {', '.join(map(line, self.absent))}"
-        title = f"{_last('versions', len(self.offspring))} that came of it" if len(self.offspring) > LAST else "what came of it"
+        title = (
+            f"{_last('versions', len(self.offspring))} that came of it"
+            if len(self.offspring) > LAST
+            else "what came of it"
+        )
         yield from _titled(title, _versions(self.offspring[-LAST:], short))
-        yield from _titled("lift and credit over time (of all versions)", history(self.uses, self.lifts))
-        yield from _titled(f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:]))
-        yield from _titled(f"{_last('questions', len(self.refinements))} that it answered", _refinements(self.refinements[-LAST:]))
+        yield from _titled(
+            "lift and credit over time (of all versions)", history(self.uses, self.lifts)
+        )
+        yield from _titled(
+            f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:])
+        )
+        yield from _titled(
+            f"{_last('questions', len(self.refinements))} that it answered",
+            _refinements(self.refinements[-LAST:]),
+        )
         yield ""
         yield from self._written()
 
@@ -210,7 +253,12 @@ class Story(Written):
             return self.entry.status
         if self.eviction.why == "room" and self.eviction.by is None:
             return f"evicted {_when(self.eviction.step)} to fit the bounds of the run that opened the bank"
-        how = {"room": "to make room for", "votes": "by the votes up to", "discarded": "by", "pruned": "by"}[self.eviction.why]
+        how = {
+            "room": "to make room for",
+            "votes": "by the votes up to",
+            "discarded": "by",
+            "pruned": "by",
+        }[self.eviction.why]
         return f"evicted {_when(self.eviction.step)} {how} {line(self.eviction.by or 'crl bank prune')}"
 
 
@@ -283,17 +331,23 @@ def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str
     """Lift and won of credited episodes by step, neighbouring steps together where there are more than PERIODS; those of earlier runs
     together."""
     earlier = [use for use in uses if use.step is None]
-    steps = [list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None]
+    steps = [
+        list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None
+    ]
     size = max(1, -(-len(steps) // PERIODS))
     periods = [earlier] if earlier else []
-    periods += [[use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)]
+    periods += [
+        [use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)
+    ]
     names = [_period(period[0].step, period[-1].step) for period in periods]
     if not periods:
         return []
     when = [{use.step for use in period} for period in periods]
     columns = {
         "when": names,
-        "lift": [lift_text(pooled(one.lift for one in lifts if one.step in steps)) for steps in when],
+        "lift": [
+            lift_text(pooled(one.lift for one in lifts if one.step in steps)) for steps in when
+        ],
         "won": [won_of(sum(use.reward > 0 for use in period), len(period)) for period in periods],
     }
     return table(columns, None)
@@ -329,11 +383,19 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name:<10}  {text}" for name, text in rows.items())
     yield ""
     tasks = stats["entries"]
-    columns = {name: [f"{sizes[name]:,}" for sizes in tasks.values()] for name in ("active", "evicted", "merged", "goals")}
+    columns = {
+        name: [f"{sizes[name]:,}" for sizes in tasks.values()]
+        for name in ("active", "evicted", "merged", "goals")
+    }
     yield from table({"task": list(tasks), **columns}, None)
     if used["credited"]:
-        yield from _titled("active experiences by the 95 % interval of their lift", _lift_counts(stats["lift"]))
-        yield from _titled("active experiences by the share of their credited episodes that were won", _histogram(stats["won"]))
+        yield from _titled(
+            "active experiences by the 95 % interval of their lift", _lift_counts(stats["lift"])
+        )
+        yield from _titled(
+            "active experiences by the share of their credited episodes that were won",
+            _histogram(stats["won"]),
+        )
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -351,20 +413,27 @@ def _histogram(counts: Sequence[int]) -> list[str]:
     rows = []
     for i, count in enumerate(counts):
         bar = "█" * -(-40 * count // longest)
-        rows.append(f"{100 * i // BINS:>3}–{100 * (i + 1) // BINS:>3} %  {count:>{widest},}  {bar}".rstrip())
+        rows.append(
+            f"{100 * i // BINS:>3}–{100 * (i + 1) // BINS:>3} %  {count:>{widest},}  {bar}".rstrip()
+        )
     return rows
 
 
 # ── diff ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def diff_lines(found: Comparison, a: Path, b: Path, limit: int | None, width: int | None) -> Iterator[str]:
+def diff_lines(
+    found: Comparison, a: Path, b: Path, limit: int | None, width: int | None
+) -> Iterator[str]:
     yield f"A {line(str(a))}"
     yield f"B {line(str(b))}"
     yield f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in both {len(found.both):,}"
     credited = [pair for pair in found.both if all(lesson.credited for lesson in pair)]
     if credited:
-        of_a, of_b = (won_of(sum(one.won for one in side), sum(one.credited for one in side)) for side in zip(*credited, strict=True))
+        of_a, of_b = (
+            won_of(sum(one.won for one in side), sum(one.credited for one in side))
+            for side in zip(*credited, strict=True)
+        )
         yield f"the {len(credited):,} that were credited in both won {of_a} episodes of A, {of_b} of B"
     inside = width and width - 2
     for title, lessons in {"only in A": found.only_a, "only in B": found.only_b}.items():
@@ -372,14 +441,18 @@ def diff_lines(found: Comparison, a: Path, b: Path, limit: int | None, width: in
         yield from _titled(_first(title, len(rows), len(lessons)), _lessons({"": rows}, inside))
     rows = found.both[:limit]
     title = _first("in both: those whose lifts differ most first", len(rows), len(found.both))
-    yield from _titled(title, _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, inside))
+    yield from _titled(
+        title, _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, inside)
+    )
 
 
 def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[str]:
     columns: dict[str, Sequence[str]] = {}
     for side, lessons in sides.items():
         columns[f"lift {side}".rstrip()] = [lift_text(lesson.lift) for lesson in lessons]
-        columns[f"won {side}".rstrip()] = [won_of(lesson.won, lesson.credited) for lesson in lessons]
+        columns[f"won {side}".rstrip()] = [
+            won_of(lesson.won, lesson.credited) for lesson in lessons
+        ]
     rows = next(iter(sides.values()))
     columns |= {"goal": [lesson.goal for lesson in rows], "text": [lesson.text for lesson in rows]}
     return table(columns, width) if rows else []

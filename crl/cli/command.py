@@ -28,7 +28,10 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             _say(error)
             code = error.exit_code
         except OSError as error:
-            if error.errno in (None, errno.EPIPE):  # of no system call; nobody reads on, which click knows
+            if error.errno in (
+                None,
+                errno.EPIPE,
+            ):  # of no system call; nobody reads on, which click knows
                 raise
             _say(error)
             _give_up_output()

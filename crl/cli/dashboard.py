@@ -40,7 +40,16 @@ from crl.cli.draw import (
 )
 from crl.intervals import plus_minus
 from crl.monitor.plain import Figures
-from crl.monitor.snapshot import HISTORY, Bank, Probe, Rate, RunInfo, Series, Snapshot, SnapshotMonitor
+from crl.monitor.snapshot import (
+    HISTORY,
+    Bank,
+    Probe,
+    Rate,
+    RunInfo,
+    Series,
+    Snapshot,
+    SnapshotMonitor,
+)
 from crl.types import Experience, Trajectory, lift_order
 
 REFRESH_PER_S = 4
@@ -69,10 +78,25 @@ MODEL_ROWS = (
 )
 """(label, field of `Model`, format)."""
 
-FURTHER_ROWS = (("reward", "reward", "+.3f"), ("mismatch", "mismatch_kl", ".4f"), ("train s", "seconds", ",.1f"))
+FURTHER_ROWS = (
+    ("reward", "reward", "+.3f"),
+    ("mismatch", "mismatch_kl", ".4f"),
+    ("train s", "seconds", ",.1f"),
+)
 """Rows for which it takes a roomy window, and a value."""
 
-TRENDS = frozenset({"loss", "ratio_mean", "clip_fraction", "approx_kl", "entropy", "reward", "mismatch_kl", "seconds"})
+TRENDS = frozenset(
+    {
+        "loss",
+        "ratio_mean",
+        "clip_fraction",
+        "approx_kl",
+        "entropy",
+        "reward",
+        "mismatch_kl",
+        "seconds",
+    }
+)
 """Fields of `Model` whose history is drawn where there is room."""
 
 PARTS = {
@@ -88,10 +112,32 @@ PARTS = {
 
 OTHER_PART = ("▞", "white")
 
-WEIGHT = ("header", "success", "notes", "models", "time", "eval", "tasks", "experiences", "probe", "stats")
+WEIGHT = (
+    "header",
+    "success",
+    "notes",
+    "models",
+    "time",
+    "eval",
+    "tasks",
+    "experiences",
+    "probe",
+    "stats",
+)
 """Who gets its least lines first."""
 
-GROWTH = ("header", "success", "time", "eval", "tasks", "models", "stats", "probe", "notes", "experiences")
+GROWTH = (
+    "header",
+    "success",
+    "time",
+    "eval",
+    "tasks",
+    "models",
+    "stats",
+    "probe",
+    "notes",
+    "experiences",
+)
 """Who gets more of what is left."""
 
 
@@ -100,7 +146,10 @@ GROWTH = ("header", "success", "time", "eval", "tasks", "models", "stats", "prob
 
 def render(snapshot: Snapshot, width: int, height: int) -> Group:
     """The snapshot in at most `height` lines of at most `width` cells."""
-    models, stats = _models(snapshot, width, height), Section(list(_stats(snapshot, width)), least=3, title="run")
+    models, stats = (
+        _models(snapshot, width, height),
+        Section(list(_stats(snapshot, width)), least=3, title="run"),
+    )
     if width >= TWO_COLUMNS:
         models, stats = _beside(models, snapshot, width), Section(())
     sections = {
@@ -112,11 +161,15 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
         "stats": stats,
         "time": Section(list(_time(snapshot, width)), least=2),
         "probe": Section(list(_probes(snapshot, width))),
-        "experiences": Section(_experiences(snapshot, width), title="experiences: uses, lift, task, text"),
+        "experiences": Section(
+            _experiences(snapshot, width), title="experiences: uses, lift, task, text"
+        ),
         "notes": _notes(snapshot, height),
     }
     shown = share_out(sections, height, weight=WEIGHT, growth=GROWTH)
-    lines = [line for name, section in sections.items() for line in section.draw(shown[name], width)]
+    lines = [
+        line for name, section in sections.items() for line in section.draw(shown[name], width)
+    ]
     for line in lines:
         line.no_wrap = True
         line.truncate(width, overflow="ellipsis")
@@ -125,20 +178,37 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
 
 def _header(s: Snapshot, width: int) -> Iterator[Text]:
     name, tasks = one_line(s.run.name, width), one_line(", ".join(s.run.tasks), width)
-    yield Text.assemble(("crl ", DIM), (name, GOOD), "  ", (one_line(s.run.method, width), ""), (" on ", DIM), tasks)
+    yield Text.assemble(
+        ("crl ", DIM), (name, GOOD), "  ", (one_line(s.run.method, width), ""), (" on ", DIM), tasks
+    )
     share = s.step / s.run.steps if s.run.steps else 1.0
     before = Text.assemble(("step ", DIM), (f"{s.step:,}/{s.run.steps:,}", GOOD), f" {share:4.0%} ")
-    after = Text.assemble(" ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.left)))
+    after = Text.assemble(
+        " ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.left))
+    )
     room = width - before.cell_len - after.cell_len
     filled = min(room, round(room * share))
-    yield Text.assemble(before, ("━" * filled, GUIDED), ("─" * (room - filled), DIM), after) if room >= 6 else Text.assemble(before, after)
+    yield (
+        Text.assemble(before, ("━" * filled, GUIDED), ("─" * (room - filled), DIM), after)
+        if room >= 6
+        else Text.assemble(before, after)
+    )
 
 
 def _success(s: Snapshot, width: int) -> Iterator[Text]:
     r = s.rollout
     if r.guided.values:
-        yield _rate("guided", r.guided, width, GUIDED, "where used", figure(r.used.last, ".3f") if r.used.values else "")
-        yield _rate("free", r.free, width, FREE, "gap", figure(r.gap.last, "+.3f") if r.gap.values else "")
+        yield _rate(
+            "guided",
+            r.guided,
+            width,
+            GUIDED,
+            "where used",
+            figure(r.used.last, ".3f") if r.used.values else "",
+        )
+        yield _rate(
+            "free", r.free, width, FREE, "gap", figure(r.gap.last, "+.3f") if r.gap.values else ""
+        )
     elif r.success.values:
         yield _rate("episodes", r.success, width, FREE)
     else:
@@ -151,46 +221,86 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
         label = Text(one_line(name, width))
         label.truncate(LABEL - 1, overflow="ellipsis")
         used = f"  used {figure(task.used.last, '.0%')}" if task.used.values else ""
-        yield _rate(label.plain, task.success, width, FREE, "actions", f"{figure(task.turns.last, ',.1f')}{used}")
+        yield _rate(
+            label.plain,
+            task.success,
+            width,
+            FREE,
+            "actions",
+            f"{figure(task.turns.last, ',.1f')}{used}",
+        )
 
 
-def _rate(label: str, series: Series, width: int, style: str, name: str = "", more: str = "") -> Text:
+def _rate(
+    label: str, series: Series, width: int, style: str, name: str = "", more: str = ""
+) -> Text:
     """A success rate, its history and one more figure."""
     end = cell(name, more) if more else Text()
     room = min(HISTORY, width - LABEL - 7 - 2 - end.cell_len)
     history = spark(series, room, 0, 1)
     return Text.assemble(
-        (label.ljust(LABEL), DIM), (figure(series.last, ".3f").ljust(7), GOOD), (history, style), "  " if more else "", end
+        (label.ljust(LABEL), DIM),
+        (figure(series.last, ".3f").ljust(7), GOOD),
+        (history, style),
+        "  " if more else "",
+        end,
     )
 
 
 def _evals(s: Snapshot, width: int) -> Iterator[Text]:
     label = "eval"
     for name, found in s.evals.items():
-        cells = [Text(name), *(_interval(condition, rate, width) for condition, rate in found.rates.items())]
-        yield from flow(label, [*cells, *([cell("after step", f"{found.step:,}")] if width >= 100 else [])], width)
+        cells = [
+            Text(name),
+            *(_interval(condition, rate, width) for condition, rate in found.rates.items()),
+        ]
+        yield from flow(
+            label,
+            [*cells, *([cell("after step", f"{found.step:,}")] if width >= 100 else [])],
+            width,
+        )
         label = ""
 
 
 def _interval(condition: str, rate: Rate, width: int) -> Text:
     """A success rate in an evaluation; with room, how far it came since the first one."""
     style = GUIDED if condition == "guided" else FREE
-    interval = f" [{figure(rate.low, '.3f')}, {figure(rate.high, '.3f')}]" if rate.low is not None else ""
-    came = f" {rate.value - rate.first:+.3f}" if width >= 100 and rate.value is not None and rate.first is not None else ""
-    return Text.assemble((f"{condition} ", DIM), (figure(rate.value, ".3f"), style), interval, (came, GOOD))
+    interval = (
+        f" [{figure(rate.low, '.3f')}, {figure(rate.high, '.3f')}]" if rate.low is not None else ""
+    )
+    came = (
+        f" {rate.value - rate.first:+.3f}"
+        if width >= 100 and rate.value is not None and rate.first is not None
+        else ""
+    )
+    return Text.assemble(
+        (f"{condition} ", DIM), (figure(rate.value, ".3f"), style), interval, (came, GOOD)
+    )
 
 
 def _models(s: Snapshot, width: int, height: int) -> Section:
     """A table with a column for each trained model."""
     models = {"actor": s.actor, **({"extractor": s.extractor} if s.extractor else {})}
-    rows = [*MODEL_ROWS, *(row for row in FURTHER_ROWS if height >= ROOMY and any(getattr(m, row[1]).values for m in models.values()))]
+    rows = [
+        *MODEL_ROWS,
+        *(
+            row
+            for row in FURTHER_ROWS
+            if height >= ROOMY and any(getattr(m, row[1]).values for m in models.values())
+        ),
+    ]
     room = (_left(width) if width >= TWO_COLUMNS else width) - LABEL - len(models) * VALUE
     trend = min(HISTORY, room // len(models) - 2)
     gap = trend + 2 if trend >= 6 else 0
-    heading = Text.assemble(" " * LABEL, *((name.rjust(VALUE).ljust(VALUE + gap), "bold") for name in models))
+    heading = Text.assemble(
+        " " * LABEL, *((name.rjust(VALUE).ljust(VALUE + gap), "bold") for name in models)
+    )
     lines = [heading]
     for label, name, form in rows:
-        values = (_value(getattr(model, name), form, gap if name in TRENDS else 0, gap) for model in models.values())
+        values = (
+            _value(getattr(model, name), form, gap if name in TRENDS else 0, gap)
+            for model in models.values()
+        )
         lines.append(Text.assemble((label.ljust(LABEL), DIM), *values))
     return Section(lines if s.step or s.extractor else (), least=4)
 
@@ -198,7 +308,10 @@ def _models(s: Snapshot, width: int, height: int) -> Section:
 def _value(series: Series, form: str, trend: int, gap: int) -> Text:
     """A value and, where `trend` is not 0, its history in so many cells; `gap` cells in any case."""
     history = spark(series, trend - 2)
-    return Text.assemble(figure(series.last, form, VALUE - 1).rjust(VALUE), (f"  {history}" if trend else "").ljust(gap))
+    return Text.assemble(
+        figure(series.last, form, VALUE - 1).rjust(VALUE),
+        (f"  {history}" if trend else "").ljust(gap),
+    )
 
 
 def _left(width: int) -> int:
@@ -229,24 +342,50 @@ def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
         yield "bank", [*_cells(("size", b.size, ",.0f")), Text(spark(b.size, 16))]
         yield (
             "ops",
-            _cells(("add", b.added, ",.0f"), ("update", b.updated, ",.0f"), ("return", b.returned, ",.0f"), ("drop", b.dropped, ",.0f")),
+            _cells(
+                ("add", b.added, ",.0f"),
+                ("update", b.updated, ",.0f"),
+                ("return", b.returned, ",.0f"),
+                ("drop", b.dropped, ",.0f"),
+            ),
         )
-        yield "queue", [cell("waiting", figure(b.waiting, ",.0f"), GOOD), *_cells(("ready", b.buffer, ",.0f")), *_losses(b)]
+        yield (
+            "queue",
+            [
+                cell("waiting", figure(b.waiting, ",.0f"), GOOD),
+                *_cells(("ready", b.buffer, ",.0f")),
+                *_losses(b),
+            ],
+        )
         yield "retrieval", _cells(("hits", b.hit_rate, ".0%"), ("cached", b.cache_hits, ".0%"))
         yield "search ms", _cells(("p50", b.search_p50_ms, ".1f"), ("p95", b.search_p95_ms, ".1f"))
-        yield "lessons", _cells(("correct", b.correct, ".0%"), ("right place", b.right_place, ".0%"))
+        yield (
+            "lessons",
+            _cells(("correct", b.correct, ".0%"), ("right place", b.right_place, ".0%")),
+        )
     r = s.rollout
     yield "staleness", _cells(("mean", r.stale_mean, ".2f"), ("max", r.stale_max, ",.0f"))
-    yield "speed", _cells(("tokens/s", r.tokens_per_s, ",.0f"), ("episodes/s", r.episodes_per_s, ",.1f"))
+    yield (
+        "speed",
+        _cells(("tokens/s", r.tokens_per_s, ",.0f"), ("episodes/s", r.episodes_per_s, ",.1f")),
+    )
     if r.errors.last:
         yield "errors", [Text(f"{figure(r.errors.last, ',.0f')} in the last step", BAD)]
     if s.bank and len(s.bank.by_task) > 1:
-        yield "by task", [cell(one_line(task, 200), figure(size, ",.0f")) for task, size in s.bank.by_task.items()]
+        yield (
+            "by task",
+            [
+                cell(one_line(task, 200), figure(size, ",.0f"))
+                for task, size in s.bank.by_task.items()
+            ],
+        )
 
 
 def _cells(*items: tuple[str, Series, str]) -> list[Text]:
     """(name, series, format): the last values of those that have been named at all."""
-    return [cell(name, figure(series.last, form), GOOD) for name, series, form in items if series.values]
+    return [
+        cell(name, figure(series.last, form), GOOD) for name, series, form in items if series.values
+    ]
 
 
 def _losses(b: Bank) -> list[Text]:
@@ -262,11 +401,23 @@ def _time(s: Snapshot, width: int) -> Iterator[Text]:
     """Where the last step's time went."""
     if not s.seconds:
         return
-    total = Text.assemble(("step time ", DIM), (f"{figure(sum(s.seconds.values()), ',.1f')} s", GOOD), " ")
-    parts = [(name, s.seconds[name], *PARTS.get(name, OTHER_PART)) for name in sorted(s.seconds, key=_order)]
-    yield Text.assemble(total, bar([(took, glyph, style) for _, took, glyph, style in parts], max(0, width - total.cell_len)))
+    total = Text.assemble(
+        ("step time ", DIM), (f"{figure(sum(s.seconds.values()), ',.1f')} s", GOOD), " "
+    )
+    parts = [
+        (name, s.seconds[name], *PARTS.get(name, OTHER_PART))
+        for name in sorted(s.seconds, key=_order)
+    ]
+    yield Text.assemble(
+        total,
+        bar(
+            [(took, glyph, style) for _, took, glyph, style in parts],
+            max(0, width - total.cell_len),
+        ),
+    )
     legend = [
-        Text.assemble((glyph, style), (f" {one_line(name, width)} ", DIM), figure(took, ",.1f")) for name, took, glyph, style in parts
+        Text.assemble((glyph, style), (f" {one_line(name, width)} ", DIM), figure(took, ",.1f"))
+        for name, took, glyph, style in parts
     ]
     yield from flow("", legend, width)
 
@@ -277,7 +428,10 @@ def _order(part: str) -> int:
 
 def _probes(s: Snapshot, width: int) -> Iterator[Text]:
     """What advice does to the success rate."""
-    cells = [Text.assemble(f"{one_line(task, width)} ", _advice(probe)) for task, probe in s.probes.items()]
+    cells = [
+        Text.assemble(f"{one_line(task, width)} ", _advice(probe))
+        for task, probe in s.probes.items()
+    ]
     yield from flow("advice", cells, width)
 
 
@@ -288,7 +442,10 @@ def _advice(p: Probe) -> Text:
 
 def _experiences(s: Snapshot, width: int) -> list[Text]:
     """Return those of the snapshot, the best lift first."""
-    return [_experience(experience, width) for experience in sorted(s.experiences, key=lambda e: lift_order(e.lift))]
+    return [
+        _experience(experience, width)
+        for experience in sorted(s.experiences, key=lambda e: lift_order(e.lift))
+    ]
 
 
 def _experience(e: Experience, width: int) -> Text:
@@ -325,8 +482,16 @@ class Dashboard:
     ever reads a snapshot, so no call here waits for the terminal.
     """
 
-    def __init__(self, run: RunInfo, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = Console(file=stream or sys.stdout, force_terminal=True, force_interactive=True)
+    def __init__(
+        self,
+        run: RunInfo,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = Console(
+            file=stream or sys.stdout, force_terminal=True, force_interactive=True
+        )
         self._run = SnapshotMonitor(run, clock=clock)
         self._live: Live | None = None
         self._redirected = ExitStack()
@@ -374,7 +539,9 @@ class Dashboard:
         )
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream.isatty():  # what goes elsewhere does not disturb the screen
-                lines = self._redirected.enter_context(closing(Lines(stream, partial(self._keep, stream))))
+                lines = self._redirected.enter_context(
+                    closing(Lines(stream, partial(self._keep, stream)))
+                )
                 self._redirected.enter_context(redirect(lines))
         self._live.start(refresh=True)
 
@@ -398,7 +565,11 @@ class Dashboard:
 
 
 def _write(stream: IO[str], text: str) -> None:
-    print("\n".join(printable(line.expandtabs()) for line in text.split("\n")), file=stream, flush=True)
+    print(
+        "\n".join(printable(line.expandtabs()) for line in text.split("\n")),
+        file=stream,
+        flush=True,
+    )
 
 
 class Lines(io.TextIOBase):

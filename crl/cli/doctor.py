@@ -11,8 +11,15 @@ from crl.cli.command import command
 
 @command
 def doctor(
-    preset: Annotated[str, typer.Option(metavar="NAME", help="What a run with this preset needs: a name, or a TOML file.")] = "cpu",
-    report: Annotated[bool, typer.Option("--report", help="Print what a bug report needs; no secrets.")] = False,
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="What a run with this preset needs: a name, or a TOML file."
+        ),
+    ] = "cpu",
+    report: Annotated[
+        bool, typer.Option("--report", help="Print what a bug report needs; no secrets.")
+    ] = False,
 ) -> int:
     """Check whether this machine can train: versions, GPUs, models, space, limits. Exit code 1 where it can't."""
     from crl.run import doctor as checks

@@ -57,15 +57,25 @@ def spark(series: Series, width: int, low: float | None = None, high: float | No
 
 
 def _block(value: float, low: float, high: float) -> str:
-    share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5  # halves: the difference of finite numbers may not be
+    share = (
+        (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+    )  # halves: the difference of finite numbers may not be
     return "▁▂▃▄▅▆▇█"[min(7, max(0, int(share * 8)))]
 
 
 def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
     """`width` cells shared out in proportion to (size, glyph, style)."""
     total = sum(size for size, _, _ in parts)
-    edges = [round(width * (end / total)) if total > 0 else 0 for end in accumulate((size for size, _, _ in parts), initial=0.0)]
-    return Text.assemble(*((glyph * (end - begin), style) for (_, glyph, style), (begin, end) in zip(parts, pairwise(edges), strict=True)))
+    edges = [
+        round(width * (end / total)) if total > 0 else 0
+        for end in accumulate((size for size, _, _ in parts), initial=0.0)
+    ]
+    return Text.assemble(
+        *(
+            (glyph * (end - begin), style)
+            for (_, glyph, style), (begin, end) in zip(parts, pairwise(edges), strict=True)
+        )
+    )
 
 
 def cell(name: str, value: str, style: str = "") -> Text:
@@ -109,7 +119,9 @@ class Section:
         yield from self.lines[len(self.lines) - lines :] if self.tail else self.lines[:lines]
 
 
-def share_out(sections: Mapping[str, Section], height: int, *, weight: Sequence[str], growth: Sequence[str]) -> dict[str, int]:
+def share_out(
+    sections: Mapping[str, Section], height: int, *, weight: Sequence[str], growth: Sequence[str]
+) -> dict[str, int]:
     """How many of its lines each section shows, in `height` lines together. weight: who gets its least lines first; growth: who gets
     more of what is left then."""
     shown = dict.fromkeys(sections, 0)

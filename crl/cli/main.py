@@ -45,7 +45,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
 ) -> None:
     pass
 
@@ -53,20 +58,41 @@ def _root(
 @app.command()
 @command
 def train(
-    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")],
-    method: Annotated[str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")] = None,
-    preset: Annotated[str, typer.Option(metavar="NAME", help="Settings to start from: a name, or a TOML file.")] = "cpu",
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps (default: the preset's).")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every random draw (default: 0).")] = None,
+    tasks: Annotated[
+        str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
+    ],
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(metavar="NAME", help="Settings to start from: a name, or a TOML file.")
+    ] = "cpu",
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Training steps (default: the preset's).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Seed of every random draw (default: 0).")
+    ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME).")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME)."
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the plan, then exit.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the plan, then exit.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")
+    ] = False,
 ) -> int:
     """Train on one or several tasks."""
     from crl.config.load import load
@@ -75,7 +101,10 @@ def train(
     given = {"method": method, "run.steps": steps, "run.seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
     config = load(tasks.split(","), preset=preset, options=options, sets=sets or ())
-    run_dir = run_dir or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = (
+        run_dir
+        or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
+    )
     require_free(run_dir)
     if dry_run:
         from crl.run.gpu_plan import gpu_plan
@@ -88,10 +117,25 @@ def train(
         return 0
     from crl.run.main import train as run
 
-    repeated = {"--tasks": tasks, "--method": method, "--preset": None if preset == "cpu" else preset, "--steps": steps}
-    words = [word for option, value in repeated.items() if value is not None for word in (option, str(value))]
+    repeated = {
+        "--tasks": tasks,
+        "--method": method,
+        "--preset": None if preset == "cpu" else preset,
+        "--steps": steps,
+    }
+    words = [
+        word
+        for option, value in repeated.items()
+        if value is not None
+        for word in (option, str(value))
+    ]
     words += [word for text in sets or () for word in ("--set", text)]
-    return run(config, run_dir, command=shlex.join(["crl", "train", *words]), screen=_screen(config, run_dir, plain))
+    return run(
+        config,
+        run_dir,
+        command=shlex.join(["crl", "train", *words]),
+        screen=_screen(config, run_dir, plain),
+    )
 
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
@@ -109,12 +153,18 @@ def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
 def _is_terminal() -> bool:
     """Whether stdout goes to a terminal that obeys control sequences and has more than ASCII."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    return sys.stdout.isatty() and unicode and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return (
+        sys.stdout.isatty()
+        and unicode
+        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    )
 
 
 @app.command("eval")
 @command
-def evaluate(run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")]) -> int:
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")],
+) -> int:
     """Repeat the evaluation of a run's last checkpoint."""
     from crl.config.load import load_saved
 
@@ -132,7 +182,9 @@ app.command("doctor")(doctor)
 @app.command("make-models")
 @command
 def make_models(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the models' directories go.")] = Path("models"),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the models' directories go.")
+    ] = Path("models"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of every random draw.")] = 0,
 ) -> None:
     """Make the tiny bundled models from scratch."""

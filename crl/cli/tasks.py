@@ -27,21 +27,38 @@ class SplitName(StrEnum):
 
 
 @command
-def list_tasks(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
+def list_tasks(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
     """List the tasks that can be played, and what is missing for more."""
     from crl.run.installed import gem_problem, mixtures, task_offers
 
     offers, mixed, gem = task_offers(), mixtures(), gem_problem()
     if as_json:
-        typer.echo(json.dumps({"tasks": [asdict(offer) for offer in offers], "mixtures": mixed, "gem": gem}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"tasks": [asdict(offer) for offer in offers], "mixtures": mixed, "gem": gem},
+                indent=2,
+            )
+        )
         return
     rows = [["task", "environment", "hosting", "turns", ""], *(_row(offer) for offer in offers)]
     rows += [[name, "", "", "", f"mixes {', '.join(tasks)}"] for name, tasks in mixed.items()]
-    rows.append(["your own", "gem:ID", "processes", "", gem or "any environment of GEM, in a task file of your own"])
+    rows.append(
+        [
+            "your own",
+            "gem:ID",
+            "processes",
+            "",
+            gem or "any environment of GEM, in a task file of your own",
+        ]
+    )
     rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; see examples/"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        typer.echo(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def _row(offer: TaskOffer) -> list[str]:
@@ -51,14 +68,25 @@ def _row(offer: TaskOffer) -> list[str]:
 
 @command
 def play(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")
+    ],
     rendering: Annotated[
-        RenderingName, typer.Option(help="As language models see it, or as the bundled tiny models do.")
+        RenderingName,
+        typer.Option(help="As language models see it, or as the bundled tiny models do."),
     ] = RenderingName.full,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The run's seed: its tasks are played.")] = 0,
-    split: Annotated[SplitName, typer.Option(help="Tasks to train on, or those of an eval set.")] = SplitName.train,
-    episodes: Annotated[int, typer.Option(metavar="N", min=1, help="How many tasks, from the first one on.")] = 1,
-    scripted: Annotated[bool, typer.Option("--scripted", help="Watch the environment's scripted player.")] = False,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="The run's seed: its tasks are played.")
+    ] = 0,
+    split: Annotated[
+        SplitName, typer.Option(help="Tasks to train on, or those of an eval set.")
+    ] = SplitName.train,
+    episodes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many tasks, from the first one on.")
+    ] = 1,
+    scripted: Annotated[
+        bool, typer.Option("--scripted", help="Watch the environment's scripted player.")
+    ] = False,
 ) -> None:
     """Play a task yourself, with the actor's view: one line, one action."""
     from crl.run.play import Person, Table

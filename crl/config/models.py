@@ -40,7 +40,12 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     if (path / "config.json").is_file():
         return path.resolve()
     if path.is_dir():
-        raise ConfigError(key, name, "that directory holds no config.json", "Give a directory in Hugging Face format")
+        raise ConfigError(
+            key,
+            name,
+            "that directory holds no config.json",
+            "Give a directory in Hugging Face format",
+        )
     if (cached := cached_model(name)) or name in KNOWN:
         return cached
     hub = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
@@ -59,7 +64,12 @@ def cached_model(name: str) -> Path | None:
 
 
 def not_downloaded(name: str, key: str) -> ConfigError:
-    return ConfigError(key, name, "is not downloaded (and crl downloads nothing)", f"Run hf download {name}, or give a directory")
+    return ConfigError(
+        key,
+        name,
+        "is not downloaded (and crl downloads nothing)",
+        f"Run hf download {name}, or give a directory",
+    )
 
 
 def profile_of(name: str, key: str = "actor.model") -> Profile:
@@ -74,7 +84,12 @@ def model_shape(name: str, key: str = "actor.model") -> ModelShape:
     if path is None:
         return KNOWN[name]
     if (size := model_size(path, key)) is None:
-        raise ConfigError(key, name, "it holds no safetensors files, so its memory cannot be planned", "Give a model in safetensors format")
+        raise ConfigError(
+            key,
+            name,
+            "it holds no safetensors files, so its memory cannot be planned",
+            "Give a model in safetensors format",
+        )
     return read_shape(path, size.parameters, key)
 
 
@@ -86,9 +101,16 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
     try:
         profile = json.loads(declared.read_text("utf-8")).get("profile", "full")
     except (ValueError, AttributeError) as error:
-        raise ConfigError(key, str(path), f"its crl.json cannot be read ({error})", 'Write {"profile": "full"} or remove it') from error
+        raise ConfigError(
+            key,
+            str(path),
+            f"its crl.json cannot be read ({error})",
+            'Write {"profile": "full"} or remove it',
+        ) from error
     if profile not in ("full", "compact"):
-        raise ConfigError(key, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact")
+        raise ConfigError(
+            key, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact"
+        )
     return cast(Profile, profile)
 
 
@@ -105,7 +127,9 @@ def model_size(path: Path, key: str = "actor.model") -> ModelSize | None:
         return None
     tensors = [tensor for file in files for tensor in _safetensors_header(file, key)]
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
-    return ModelSize(parameters, sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors))
+    return ModelSize(
+        parameters, sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
+    )
 
 
 def _safetensors_header(file: Path, key: str) -> list[dict]:
@@ -118,4 +142,9 @@ def _safetensors_header(file: Path, key: str) -> list[dict]:
             header = json.loads(stream.read(length))
         return [entry for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, struct.error, AttributeError) as error:
-        raise ConfigError(key, str(file), f"is not a safetensors file ({error})", "Download or make the model again") from error
+        raise ConfigError(
+            key,
+            str(file),
+            f"is not a safetensors file ({error})",
+            "Download or make the model again",
+        ) from error

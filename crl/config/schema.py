@@ -51,7 +51,9 @@ PromptFile = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
 """Saved absolute: a saved run must find it from any working directory."""
 BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute(path))]
 """The same; empty = none."""
-Environment = Annotated[str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)]
+Environment = Annotated[
+    str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)
+]
 """The same, where it is named by its file."""
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -59,7 +61,9 @@ Device = Literal["auto", "cpu", "cuda"]
 class Section(BaseModel):
     """Frozen and strict: no unknown key, no silent conversion ("2" is not 2), no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RunSection(Section):
@@ -552,7 +556,12 @@ class RunConfig(Section):
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
                 reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {self.actor.max_context_tokens}"
-                raise ConfigError(f"tasks.{name}.max_response_tokens", task.max_response_tokens, reason, "Lower it, or raise the other")
+                raise ConfigError(
+                    f"tasks.{name}.max_response_tokens",
+                    task.max_response_tokens,
+                    reason,
+                    "Lower it, or raise the other",
+                )
         return self
 
 
@@ -568,7 +577,9 @@ def _check_run(config: RunConfig) -> None:
     rollouts = config.rollout.groups * config.rollout.group_size
     if config.actor.minibatches > rollouts:
         reason = f"is more than the {rollouts} rollouts of a step"
-        raise ConfigError("actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}")
+        raise ConfigError(
+            "actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}"
+        )
 
 
 def _check_learner(learner: LearnerSection) -> None:
@@ -581,10 +592,17 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm" and config.run.deterministic:
         reason = "cannot be had with engine.kind = vllm: which requests share a pass there, and so a result's last bits, depends on timing"
-        raise ConfigError("run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch")
+        raise ConfigError(
+            "run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch"
+        )
     if engine.kind == "vllm" and engine.transfer == "nccl" and config.learner.kind == "local":
         reason = "needs a learner with processes of its own, but learner.kind is local"
-        raise ConfigError("engine.transfer", "nccl", reason, "Use --set learner.kind=deepspeed, or engine.transfer=file")
+        raise ConfigError(
+            "engine.transfer",
+            "nccl",
+            reason,
+            "Use --set learner.kind=deepspeed, or engine.transfer=file",
+        )
 
 
 def _check_actor(actor: ActorSection) -> None:
@@ -612,26 +630,51 @@ def _check_experience(config: RunConfig) -> None:
     extractor, bank = config.extractor, config.bank
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = f"leaves no room for a prompt in extractor.max_context_tokens, which is {extractor.max_context_tokens}"
-        raise ConfigError("extractor.max_response_tokens", extractor.max_response_tokens, reason, "Lower it, or raise the other")
+        raise ConfigError(
+            "extractor.max_response_tokens",
+            extractor.max_response_tokens,
+            reason,
+            "Lower it, or raise the other",
+        )
     _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
     if trained and extractor.baseline == "group" and config.complementary.guided == 1:
         reason = "compares with a group's members without experience, and with complementary.guided = 1 there are none"
-        raise ConfigError("extractor.baseline", "group", reason, "Add --set extractor.baseline=batch")
+        raise ConfigError(
+            "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
+        )
     reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
-        reason = (
-            f"may be more than any experience reaches: with bank.key_text_weight = {bank.key_text_weight} that is {reach:.4f} at the least"
+        reason = f"may be more than any experience reaches: with bank.key_text_weight = {bank.key_text_weight} that is {reach:.4f} at the least"
+        raise ConfigError(
+            "retrieval.min_similarity",
+            config.retrieval.min_similarity,
+            reason,
+            f"Choose at most {reach:.4f}",
         )
-        raise ConfigError("retrieval.min_similarity", config.retrieval.min_similarity, reason, f"Choose at most {reach:.4f}")
     room = extractor.max_context_tokens - extractor.max_response_tokens
     if extractor.merge_every and extractor.merge_tokens >= room:
         reason = f"leaves no room for the prompt: the extractor's context holds {room} tokens beside its answer"
-        raise ConfigError("extractor.merge_tokens", extractor.merge_tokens, reason, "Lower it, or raise extractor.max_context_tokens")
+        raise ConfigError(
+            "extractor.merge_tokens",
+            extractor.merge_tokens,
+            reason,
+            "Lower it, or raise extractor.max_context_tokens",
+        )
     if bank.evict != "fifo" and bank.cap is None and bank.size is None:
-        raise ConfigError("bank.evict", bank.evict, "nothing is evicted from a bank without bounds", "Give bank.cap or bank.size too")
+        raise ConfigError(
+            "bank.evict",
+            bank.evict,
+            "nothing is evicted from a bank without bounds",
+            "Give bank.cap or bank.size too",
+        )
     if bank.frozen and not bank.init:
-        raise ConfigError("bank.frozen", True, "an empty bank to which nothing is written guides nobody", "Give bank.init too")
+        raise ConfigError(
+            "bank.frozen",
+            True,
+            "an empty bank to which nothing is written guides nobody",
+            "Give bank.init too",
+        )
 
 
 def _check_guided_share(switches: ComplementarySection, group_size: int) -> None:
@@ -639,10 +682,17 @@ def _check_guided_share(switches: ComplementarySection, group_size: int) -> None
     free = group_size - guided
     if not math.isclose(guided, switches.guided * group_size):
         reason = f"is no whole number of members of a group of {group_size} (rollout.group_size)"
-        raise ConfigError("complementary.guided", switches.guided, reason, f"Choose a multiple of 1/{group_size}, or another group size")
+        raise ConfigError(
+            "complementary.guided",
+            switches.guided,
+            reason,
+            f"Choose a multiple of 1/{group_size}, or another group size",
+        )
     if switches.advantages == "split" and 1 in (guided, free):
         reason = f"leaves one guided or one free member of {group_size}, whose advantage among its like is always 0"
-        remedy = "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
+        remedy = (
+            "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
+        )
         raise ConfigError("complementary.guided", switches.guided, reason, remedy)
 
 
@@ -650,43 +700,77 @@ def _check_critic(config: RunConfig) -> None:
     critic, context = config.critic, config.actor.max_context_tokens
     if critic.enabled and not config.with_experience:
         reason = f"method {config.method} has no experience that the actor could judge"
-        raise ConfigError("critic.enabled", True, reason, "Leave it out, or use --method complementary")
+        raise ConfigError(
+            "critic.enabled", True, reason, "Leave it out, or use --method complementary"
+        )
     if critic.enabled and not critic.warmup and config.complementary.guided == 1:
         reason = "leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free"
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
         reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {context}"
-        raise ConfigError("critic.max_response_tokens", critic.max_response_tokens, reason, "Lower it, or raise the other")
+        raise ConfigError(
+            "critic.max_response_tokens",
+            critic.max_response_tokens,
+            reason,
+            "Lower it, or raise the other",
+        )
 
 
 def _check_embedder(config: RunConfig) -> None:
     embedder = config.embedder
     if embedder.is_url and not embedder.name:
-        raise ConfigError("embedder.name", "", "an endpoint serves models by name", "Give the model's name there")
+        raise ConfigError(
+            "embedder.name", "", "an endpoint serves models by name", "Give the model's name there"
+        )
     if embedder.is_url and config.run.deterministic:
-        reason = "with run.deterministic the vectors must not depend on what else an endpoint computes"
-        raise ConfigError("embedder.model", embedder.model, reason, "Use hash or an encoder's directory")
+        reason = (
+            "with run.deterministic the vectors must not depend on what else an endpoint computes"
+        )
+        raise ConfigError(
+            "embedder.model", embedder.model, reason, "Use hash or an encoder's directory"
+        )
     if embedder.kind == "vllm":
         if embedder.model == "hash" or embedder.is_url:
             reason = "serves an encoder's directory, but embedder.model is none"
-            raise ConfigError("embedder.kind", "vllm", reason, "Leave it out, or give embedder.model a directory")
+            raise ConfigError(
+                "embedder.kind", "vllm", reason, "Leave it out, or give embedder.model a directory"
+            )
         if config.run.deterministic:
             reason = "with run.deterministic the vectors must not depend on who shares a pass"
             raise ConfigError("embedder.kind", "vllm", reason, "Leave it out")
     for key in ("name", "key_env"):
         if (value := getattr(embedder, key)) and not embedder.is_url:
-            raise ConfigError(f"embedder.{key}", value, "is of an endpoint, but embedder.model is no URL", "Leave it out")
+            raise ConfigError(
+                f"embedder.{key}",
+                value,
+                "is of an endpoint, but embedder.model is no URL",
+                "Leave it out",
+            )
 
 
 def _check_task(key: str, name: str, task: TaskConfig) -> None:
     if task.name != name:
-        raise ConfigError(f"{key}.name", task.name, f'differs from the name that the run knows the task by, "{name}"', "Make them equal")
+        raise ConfigError(
+            f"{key}.name",
+            task.name,
+            f'differs from the name that the run knows the task by, "{name}"',
+            "Make them equal",
+        )
     if name == OVERALL:
-        raise ConfigError(f"{key}.name", name, "is what all tasks together are called", "Give it another name")
+        raise ConfigError(
+            f"{key}.name", name, "is what all tasks together are called", "Give it another name"
+        )
     stream = task.stream
     if stream.permanent > stream.places:
         reason = f"is more than {key}.stream.places, which is {stream.places}"
-        raise ConfigError(f"{key}.stream.permanent", stream.permanent, reason, f"Choose at most {stream.places}")
+        raise ConfigError(
+            f"{key}.stream.permanent", stream.permanent, reason, f"Choose at most {stream.places}"
+        )
     if task.eval.known and not stream.permanent:
         reason = f"needs places that stay, but {key}.stream.permanent is 0"
-        raise ConfigError(f"{key}.eval.known", task.eval.known, reason, f"Set it to 0 or raise {key}.stream.permanent")
+        raise ConfigError(
+            f"{key}.eval.known",
+            task.eval.known,
+            reason,
+            f"Set it to 0 or raise {key}.stream.permanent",
+        )

@@ -32,10 +32,18 @@ class ModelShape:
 
 
 KNOWN: dict[str, ModelShape] = {
-    "Qwen/Qwen2.5-7B-Instruct": ModelShape(7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768, True),
-    "Qwen/Qwen3-4B-Thinking-2507": ModelShape(4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, 262_144, True),
-    "Qwen/Qwen3-Embedding-0.6B": ModelShape(595_776_512, 28, 1024, 3072, 16, 8, 128, 151_669, 32_768, True),
-    "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768, True),
+    "Qwen/Qwen2.5-7B-Instruct": ModelShape(
+        7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768, True
+    ),
+    "Qwen/Qwen3-4B-Thinking-2507": ModelShape(
+        4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, 262_144, True
+    ),
+    "Qwen/Qwen3-Embedding-0.6B": ModelShape(
+        595_776_512, 28, 1024, 3072, 16, 8, 128, 151_669, 32_768, True
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(
+        494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768, True
+    ),
 }
 """The models that presets name, so that a plan can be made before they are downloaded: the sizes of their config.json, and the number of
 parameters that their model pages on the hub give. Tests build each architecture without weights and count."""
@@ -61,17 +69,26 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"its sizes cannot be read ({type(error).__name__}: {error})"
-        raise ConfigError(key, str(file), reason, "Restore the config.json that belongs to the model") from error
+        raise ConfigError(
+            key, str(file), reason, "Restore the config.json that belongs to the model"
+        ) from error
 
 
 def require_context(role: str, wanted: int, longest: int | None) -> None:
     """Raises `ConfigError` where ROLE.max_context_tokens is more than the model's positions reach (None = any number)."""
     if longest is not None and wanted > longest:
-        raise ConfigError(f"{role}.max_context_tokens", wanted, f"the model reads at most {longest} tokens", f"Choose at most {longest}")
+        raise ConfigError(
+            f"{role}.max_context_tokens",
+            wanted,
+            f"the model reads at most {longest} tokens",
+            f"Choose at most {longest}",
+        )
 
 
 def require_divisible(role: str, tensor_parallel: int, heads: int) -> None:
     """Raises `ConfigError` where engine.tensor_parallel does not share a model's attention heads out evenly."""
     if heads % tensor_parallel:
         reason = f"the model of {role}.model has {heads} attention heads, which cannot be shared out evenly"
-        raise ConfigError("engine.tensor_parallel", tensor_parallel, reason, f"Choose a divisor of {heads}")
+        raise ConfigError(
+            "engine.tensor_parallel", tensor_parallel, reason, f"Choose a divisor of {heads}"
+        )

@@ -16,7 +16,13 @@ Model = TypeVar("Model", bound=BaseModel)
 TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
 
 
-def validated(model: type[Model], data: Mapping[str, Any], *, prefix: str = "", origins: Mapping[str, str] | None = None) -> Model:
+def validated(
+    model: type[Model],
+    data: Mapping[str, Any],
+    *,
+    prefix: str = "",
+    origins: Mapping[str, str] | None = None,
+) -> Model:
     """`data` as a checked `model`. `prefix`: its dotted place in the tree; `origins`: where values came from, by dotted key.
 
     Raises `ConfigError` for the first thing wrong, unknown keys first: a misspelt key often causes the other errors.
@@ -24,7 +30,9 @@ def validated(model: type[Model], data: Mapping[str, Any], *, prefix: str = "", 
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")[0]
+        found = sorted(
+            error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
+        )[0]
         path = [str(part) for part in found["loc"] if part != "[key]"]
         key = ".".join([prefix, *path] if prefix else path)
         origin = _origin(key, origins or {})
@@ -43,7 +51,9 @@ def _origin(key: str, origins: Mapping[str, str]) -> str | None:
     return origins.get(key)
 
 
-def _unknown_key(model: type[BaseModel], path: Sequence[str], key: str, value: object, origin: str | None) -> ConfigError:
+def _unknown_key(
+    model: type[BaseModel], path: Sequence[str], key: str, value: object, origin: str | None
+) -> ConfigError:
     leaf = path[-1]
     if leaf in TRUNCATING:
         return ConfigError(
@@ -54,23 +64,37 @@ def _unknown_key(model: type[BaseModel], path: Sequence[str], key: str, value: o
             "Remove it; actor.temperature is the one setting of sampling",
         )
     siblings = list(_section(model, path[:-1]))
-    close = [key.removesuffix(leaf) + sibling for sibling in difflib.get_close_matches(leaf, siblings, n=1)]
+    close = [
+        key.removesuffix(leaf) + sibling
+        for sibling in difflib.get_close_matches(leaf, siblings, n=1)
+    ]
     close = close or [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     in_file = f" (from {origin})" if origin and not origin.startswith("-") else ""
-    return ConfigError(key, value, f"is not a setting{in_file}", f"{hint}Available: {', '.join(siblings)}")
+    return ConfigError(
+        key, value, f"is not a setting{in_file}", f"{hint}Available: {', '.join(siblings)}"
+    )
 
 
-def _bad_value(model: type[BaseModel], path: Sequence[str], key: str, found: Any, origin: str | None) -> ConfigError:
+def _bad_value(
+    model: type[BaseModel], path: Sequence[str], key: str, found: Any, origin: str | None
+) -> ConfigError:
     where = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
     if found["type"] == "missing":
         return ConfigError(key, None, "is missing", where)
     if found["type"] in ("model_type", "model_attributes_type"):
         keys = ", ".join(f"{key}.{name}" for name in _section(model, path))
-        return ConfigError(key, found["input"], "is a section, not a value", f"Set one of its keys: {keys}")
+        return ConfigError(
+            key, found["input"], "is a section, not a value", f"Set one of its keys: {keys}"
+        )
     reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     about = _description(model, path)
-    return ConfigError(key, found["input"], reason[0].lower() + reason[1:], f"{where} ({about})" if about else where)
+    return ConfigError(
+        key,
+        found["input"],
+        reason[0].lower() + reason[1:],
+        f"{where} ({about})" if about else where,
+    )
 
 
 def _section(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:

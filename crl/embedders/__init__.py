@@ -43,7 +43,13 @@ async def open_embedder(
         prepare_vllm("embedder.kind", "vllm")
         from crl.embedders.vllm import VllmEmbedder
 
-        pooling = await VllmEmbedder.start(read_recipe(Path(section.model)), gpus, fraction, batch=section.batch, threads=section.threads)
+        pooling = await VllmEmbedder.start(
+            read_recipe(Path(section.model)),
+            gpus,
+            fraction,
+            batch=section.batch,
+            threads=section.threads,
+        )
         try:
             yield pooling
         finally:
@@ -52,7 +58,9 @@ async def open_embedder(
         from crl.embedders.encoder import EncoderEmbedder
 
         batch = 1 if deterministic else section.batch
-        encoder = EncoderEmbedder(read_recipe(Path(section.model)), section.device, batch=batch, threads=section.threads)
+        encoder = EncoderEmbedder(
+            read_recipe(Path(section.model)), section.device, batch=batch, threads=section.threads
+        )
         try:
             yield encoder
         finally:
@@ -78,7 +86,12 @@ def _key(section: EmbedderSection) -> str:
         return ""
     key = os.environ.get(section.key_env)
     if not key:
-        raise ConfigError("embedder.key_env", section.key_env, "the environment holds no such variable", "Export it, or leave it out")
+        raise ConfigError(
+            "embedder.key_env",
+            section.key_env,
+            "the environment holds no such variable",
+            "Export it, or leave it out",
+        )
     if not (key.isascii() and key.isprintable()):
         reason = "what that variable holds cannot be sent: of its characters some are no printable ASCII, such as the end of a line"
         raise ConfigError("embedder.key_env", section.key_env, reason, "Export the key alone")

@@ -26,18 +26,24 @@ class EncoderEmbedder:
     than the model reads is cut. batch: texts of one forward pass; threads: CPU threads. Raises `ConfigError`.
     """
 
-    def __init__(self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1) -> None:
+    def __init__(
+        self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1
+    ) -> None:
         self._recipe, self._batch = recipe, batch
         self._model = _load(recipe, resolve_device(device, "embedder.device"))
         self._tokenizer = encoder_tokenizer(recipe)
         self._limit = token_limit(recipe, self._tokenizer, self._model.config)
-        self._thread = ThreadPoolExecutor(1, "embedder", initializer=torch.set_num_threads, initargs=(threads,))
+        self._thread = ThreadPoolExecutor(
+            1, "embedder", initializer=torch.set_num_threads, initargs=(threads,)
+        )
         try:
             self.dim = self._thread.submit(self._forward, ["Go north?"]).result().shape[1]
         except Exception as error:  # a model that takes no text alone fails in many ways
             self.close()
             reason = f"it cannot embed a text ({type(error).__name__}: {first_line(error)})"
-            raise ConfigError(KEY, str(recipe.folder), reason, "Give a directory with a text encoder") from error
+            raise ConfigError(
+                KEY, str(recipe.folder), reason, "Give a directory with a text encoder"
+            ) from error
         self.name = f"{self._model.config.model_type}-{self._fingerprint():08x}-{self.dim}"
 
     def close(self) -> None:
@@ -55,14 +61,22 @@ class EncoderEmbedder:
 
     async def _compute(self, texts: Sequence[str]) -> NDArray[np.float32]:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, texts)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._forward, texts
+            )
         except Exception as error:  # a device fails in many ways
-            raise EngineError(f"embedder {self._recipe.folder}: {type(error).__name__}: {first_line(error)}") from error
+            raise EngineError(
+                f"embedder {self._recipe.folder}: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     @torch.inference_mode()
     def _forward(self, texts: Sequence[str]) -> NDArray[np.float32]:
         tokens = self._tokenizer(
-            self._recipe.prepared(texts), padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
+            self._recipe.prepared(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._limit,
+            return_tensors="pt",
         ).to(self._model.device)
         hidden = self._model(**tokens).last_hidden_state
         vectors = pooled(hidden.float(), tokens["attention_mask"], self._recipe.pooling)
@@ -95,8 +109,15 @@ def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
             recipe.folder, dtype="auto", local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # a broken file fails in many ways
-        raise ConfigError(KEY, folder, f"it cannot be loaded ({first_line(error)})", "Give a directory with a text encoder") from error
-    if missing := sorted(key for key in report["missing_keys"] if not key.startswith("pooler.")):  # whose output is not used
+        raise ConfigError(
+            KEY,
+            folder,
+            f"it cannot be loaded ({first_line(error)})",
+            "Give a directory with a text encoder",
+        ) from error
+    if missing := sorted(
+        key for key in report["missing_keys"] if not key.startswith("pooler.")
+    ):  # whose output is not used
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
         raise ConfigError(KEY, folder, reason, "Download or make the encoder again")
     model.config.use_cache = False
@@ -111,9 +132,18 @@ def encoder_tokenizer(recipe: Recipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(recipe.folder, local_files_only=True)
     except Exception as error:
         reason = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise ConfigError(KEY, str(recipe.folder), reason, "Put the tokenizer's files there") from error
-    if not tokenizer("Go north?")["input_ids"]:  # without its files transformers makes an empty tokenizer
-        raise ConfigError(KEY, str(recipe.folder), "its tokenizer encodes no text", "Put the tokenizer's files there")
+        raise ConfigError(
+            KEY, str(recipe.folder), reason, "Put the tokenizer's files there"
+        ) from error
+    if not tokenizer("Go north?")[
+        "input_ids"
+    ]:  # without its files transformers makes an empty tokenizer
+        raise ConfigError(
+            KEY,
+            str(recipe.folder),
+            "its tokenizer encodes no text",
+            "Put the tokenizer's files there",
+        )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # masked, whatever it is
@@ -122,5 +152,9 @@ def encoder_tokenizer(recipe: Recipe) -> Any:
 
 def token_limit(recipe: Recipe, tokenizer: Any, config: PreTrainedConfig) -> int:
     """Of a text: the least of what recipe, tokenizer and model say."""
-    limits = (recipe.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+    limits = (
+        recipe.max_tokens,
+        tokenizer.model_max_length,
+        getattr(config, "max_position_embeddings", None),
+    )
     return min(limit for limit in limits if limit)

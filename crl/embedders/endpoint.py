@@ -39,7 +39,9 @@ class EndpointEmbedder:
     name: str
     dim: int
 
-    def __init__(self, url: str, model: str, key: str = "", *, batch: int = 32, backoff: float = 0.5) -> None:
+    def __init__(
+        self, url: str, model: str, key: str = "", *, batch: int = 32, backoff: float = 0.5
+    ) -> None:
         self._url, self._model, self._key = f"{url.rstrip('/')}/embeddings", model, key
         self._batch, self._backoff = batch, backoff
         self._open = urllib.request.build_opener(_NoRedirect).open
@@ -60,16 +62,26 @@ class EndpointEmbedder:
         for start in range(0, len(texts), self._batch):
             part = await self._request(texts[start : start + self._batch])
             if part.shape[1] != self.dim:
-                raise self._error(f"vectors of {part.shape[1]} numbers came, not of {self.dim} as at first")
+                raise self._error(
+                    f"vectors of {part.shape[1]} numbers came, not of {self.dim} as at first"
+                )
             vectors[start : start + self._batch] = part
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
     async def _request(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[len(texts), what the model's vectors have], as they came."""
-        body = json.dumps({"model": self._model, "input": [text or " " for text in texts], "encoding_format": "float"})  # none may be empty
+        body = json.dumps(
+            {
+                "model": self._model,
+                "input": [text or " " for text in texts],
+                "encoding_format": "float",
+            }
+        )  # none may be empty
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._post, body.encode())
+                answer = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._post, body.encode()
+                )
                 return self._vectors(answer, len(texts))
             except _Unavailable as error:
                 if attempt == ATTEMPTS:
@@ -78,9 +90,13 @@ class EndpointEmbedder:
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
         try:
-            with self._open(urllib.request.Request(self._url, body, headers), timeout=TIMEOUT) as answer:
+            with self._open(
+                urllib.request.Request(self._url, body, headers), timeout=TIMEOUT
+            ) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             said = f"{error.code} {error.reason}: {self._quoted(_what_came(error))}"
@@ -96,13 +112,19 @@ class EndpointEmbedder:
 
     def _vectors(self, answer: bytes, n: int) -> NDArray[np.float32]:
         try:
-            rows: dict[int, Any] = {row["index"]: row["embedding"] for row in json.loads(answer)["data"]}
+            rows: dict[int, Any] = {
+                row["index"]: row["embedding"] for row in json.loads(answer)["data"]
+            }
             with np.errstate(over="ignore"):  # what is too large is refused below
                 vectors = np.array([rows[i] for i in range(n)], np.float32)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise self._error(f"the answer holds no embeddings of {n} texts: {self._quoted(answer)}") from error
+            raise self._error(
+                f"the answer holds no embeddings of {n} texts: {self._quoted(answer)}"
+            ) from error
         if vectors.ndim != 2 or not vectors.size or not np.isfinite(vectors).all():
-            raise self._error(f"the answer's embeddings are no vectors of finite numbers: {self._quoted(answer)}")
+            raise self._error(
+                f"the answer's embeddings are no vectors of finite numbers: {self._quoted(answer)}"
+            )
         return vectors
 
     def _quoted(self, answer: bytes) -> str:

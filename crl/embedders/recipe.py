@@ -36,7 +36,9 @@ class Recipe:
 
     def prepared(self, texts: Sequence[str]) -> list[str]:
         """As the tokenizer is given them."""
-        texts = [self.prompt + text or " " for text in texts]  # some tokenizers make no token of an empty text
+        texts = [
+            self.prompt + text or " " for text in texts
+        ]  # some tokenizers make no token of an empty text
         return [text.lower() for text in texts] if self.lower else texts
 
     def fingerprint(self, limit: int, weights: int) -> int:
@@ -59,10 +61,20 @@ def read_recipe(path: Path) -> Recipe:
     except (TypeError, KeyError, AttributeError) as error:
         raise _unreadable(path / "modules.json", error) from error
     if others := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
-        raise ConfigError(KEY, str(path), f"its modules.json has a module that is not served: {', '.join(others)}", "Use another encoder")
+        raise ConfigError(
+            KEY,
+            str(path),
+            f"its modules.json has a module that is not served: {', '.join(others)}",
+            "Use another encoder",
+        )
     folder = kinds.get("Transformer", path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(KEY, str(folder), "that directory holds no config.json", "Give a directory in Hugging Face format")
+        raise ConfigError(
+            KEY,
+            str(folder),
+            "that directory holds no config.json",
+            "Give a directory in Hugging Face format",
+        )
     limits = _table(folder / "sentence_bert_config.json")
     return Recipe(
         folder,
@@ -75,10 +87,19 @@ def read_recipe(path: Path) -> Recipe:
 
 def _pooling(folder: Path) -> Pooling:
     table = _table(folder / "config.json")
-    flags = [name.removeprefix("pooling_mode_") for name, on in table.items() if name.startswith("pooling_mode_") and on]
+    flags = [
+        name.removeprefix("pooling_mode_")
+        for name, on in table.items()
+        if name.startswith("pooling_mode_") and on
+    ]
     modes = [FLAGS.get(flag, flag) for flag in flags] or [table.get("pooling_mode", "mean")]
     if len(modes) > 1 or modes[0] not in POOLINGS:
-        raise ConfigError(KEY, str(folder), f"its pooling is {' and '.join(map(str, modes))}", f"Use an encoder with {', '.join(POOLINGS)}")
+        raise ConfigError(
+            KEY,
+            str(folder),
+            f"its pooling is {' and '.join(map(str, modes))}",
+            f"Use an encoder with {', '.join(POOLINGS)}",
+        )
     return cast(Pooling, modes[0])
 
 
@@ -87,7 +108,12 @@ def _prompt(file: Path) -> str:
     table = _table(file)
     name, prompts = table.get("default_prompt_name"), table.get("prompts") or {}
     if name is not None and not isinstance(prompts.get(name), str):
-        raise ConfigError(KEY, str(file), f"its default_prompt_name, {name!r}, is none of its prompts", "Mend the file")
+        raise ConfigError(
+            KEY,
+            str(file),
+            f"its default_prompt_name, {name!r}, is none of its prompts",
+            "Mend the file",
+        )
     return prompts[name] if name is not None else ""
 
 
@@ -107,4 +133,9 @@ def _read(file: Path) -> Any:
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(KEY, str(file), f"it cannot be read ({type(error).__name__}: {error})", "Download or make the encoder again")
+    return ConfigError(
+        KEY,
+        str(file),
+        f"it cannot be read ({type(error).__name__}: {error})",
+        "Download or make the encoder again",
+    )

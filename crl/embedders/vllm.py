@@ -25,7 +25,11 @@ from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, TransientError
 from crl.modeling import first_line
 
-POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
+POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
+    "mean": "MEAN",
+    "cls": "CLS",
+    "lasttoken": "LAST",
+}
 """vLLM's names of them."""
 
 CPU_CACHE_BYTES = 1 << 28
@@ -41,7 +45,15 @@ class VllmEmbedder:
     name: str
     dim: int
 
-    def __init__(self, recipe: Recipe, gpus: Sequence[str], fraction: float | None, *, batch: int, threads: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        gpus: Sequence[str],
+        fraction: float | None,
+        *,
+        batch: int,
+        threads: int,
+    ) -> None:
         config = AutoConfig.from_pretrained(recipe.folder, local_files_only=True)
         self._recipe, self._kind = recipe, config.model_type
         self._tokenizer = encoder_tokenizer(recipe)
@@ -66,8 +78,12 @@ class VllmEmbedder:
         except Exception as error:  # a model that vLLM does not know fails in many ways
             await embedder.aclose()
             reason = f"vLLM cannot embed a text with it ({first_line(error)})"
-            raise ConfigError(KEY, str(recipe.folder), reason, "Leave out embedder.kind, or use another encoder") from error
-        embedder.name = f"{embedder._kind}-{recipe.fingerprint(embedder._limit, weights):08x}-{embedder.dim}"
+            raise ConfigError(
+                KEY, str(recipe.folder), reason, "Leave out embedder.kind, or use another encoder"
+            ) from error
+        embedder.name = (
+            f"{embedder._kind}-{recipe.fingerprint(embedder._limit, weights):08x}-{embedder.dim}"
+        )
         return embedder
 
     async def aclose(self) -> None:
@@ -82,11 +98,15 @@ class VllmEmbedder:
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        return self._tokenizer(self._recipe.prepared(texts), truncation=True, max_length=self._limit)["input_ids"]
+        return self._tokenizer(
+            self._recipe.prepared(texts), truncation=True, max_length=self._limit
+        )["input_ids"]
 
     async def _vector(self, ids: Sequence[int]) -> NDArray[np.float32]:
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[PoolingRequestOutput]:
-            return llm.encode(tokens_input(list(ids)), PoolingParams(task="embed", use_activation=False), name)
+            return llm.encode(
+                tokens_input(list(ids)), PoolingParams(task="embed", use_activation=False), name
+            )
 
         async with self._gate:
             try:
@@ -100,7 +120,9 @@ async def _as_it_was(llm: AsyncLLM) -> None:
     """An encoder's weights never change."""
 
 
-def _engine_arguments(recipe: Recipe, limit: int, batch: int, fraction: float | None, config: Any) -> dict[str, Any]:
+def _engine_arguments(
+    recipe: Recipe, limit: int, batch: int, fraction: float | None, config: Any
+) -> dict[str, Any]:
     dtype = getattr(config, "dtype", None)
     return {
         "model": str(recipe.folder),
@@ -113,7 +135,11 @@ def _engine_arguments(recipe: Recipe, limit: int, batch: int, fraction: float | 
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-    } | ({"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES} if on_cpu() else gpu_share(fraction))
+    } | (
+        {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        if on_cpu()
+        else gpu_share(fraction)
+    )
 
 
 def _checksum(recipe: Recipe) -> int:

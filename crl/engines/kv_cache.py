@@ -32,7 +32,9 @@ class SlotLayer(CacheLayerMixin):
         """Keys and values; nothing before the first pass."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pass's new keys and values [b, heads, width, d] at its places.
 
         Return the layer's tensors, which `crl.engines.passes.attend` reads, or, for a padded block, its rows as transformers'
@@ -114,7 +116,9 @@ class SlotCache(Cache):
     def copy_in(self, row: int, tokens: int, saved: Sequence[torch.Tensor]) -> None:
         """Put the first tokens of what was copied out at the start of a row."""
         self.reserve(tokens)
-        for x, kept in zip((x for layer in self._slot_layers for x in layer.tensors), saved, strict=True):
+        for x, kept in zip(
+            (x for layer in self._slot_layers for x in layer.tensors), saved, strict=True
+        ):
             x[row, :, :tokens] = kept[:, :tokens]
 
 

@@ -60,7 +60,9 @@ class Block:
             tokens += [*range(begin, end), *[end - 1] * (self.width - length)]
             places += range(row * self.width, row * self.width + length)
             begin = end
-        return torch.tensor(tokens, device=self._whole.device), torch.tensor(places, device=self._whole.device)
+        return torch.tensor(tokens, device=self._whole.device), torch.tensor(
+            places, device=self._whole.device
+        )
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows [b, width, …] of the pass's tokens x [T, …]; a row's padding repeats its last token."""
@@ -70,7 +72,11 @@ class Block:
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's tokens [t, …] of rows x [b, width, …]."""
-        return x.flatten(0, 1) if self._places is None else x.flatten(0, 1).index_select(0, self._places[1])
+        return (
+            x.flatten(0, 1)
+            if self._places is None
+            else x.flatten(0, 1).index_select(0, self._places[1])
+        )
 
     def mask(self, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
         """Return 0 where a query sees a key, else -inf, [b, 1, width · groups, longest]; all layers share it.
@@ -78,12 +84,20 @@ class Block:
         groups: queries of a token that share a key-value head.
         """
         if (dtype, groups) not in self._masks:
-            hidden = self._whole.places[: self.longest] > self.padded(self._whole.positions)[:, :, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[dtype, groups] = mask[:, None, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)
+            hidden = (
+                self._whole.places[: self.longest] > self.padded(self._whole.positions)[:, :, None]
+            )
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+                hidden, float("-inf")
+            )
+            self._masks[dtype, groups] = (
+                mask[:, None, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)
+            )
         return self._masks[dtype, groups]
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
         """Attend from the pass's queries [T, heads, d] to cached keys and values [slots, shared heads, capacity, d].
 
         Where a row has few new tokens, queries that share a key-value head become rows of one product, so that no key is copied.
@@ -93,23 +107,37 @@ class Block:
         if self.width > SHORT:
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         q = self.padded(query).unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q.dtype, groups), scale=scaling)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask(q.dtype, groups), scale=scaling
+        )
         return self.unpadded(out.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3))
 
 
 class Pass:
     """One forward pass over the first rows of the cache."""
 
-    def __init__(self, new: Sequence[Sequence[int]], starts: Sequence[int], decoding: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        new: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        decoding: int,
+        device: torch.device,
+    ) -> None:
         """new: tokens that each row reads; starts: tokens that it holds; decoding: the first rows, which read one token each."""
         self.lengths, self.starts, self.device = list(map(len, new)), list(starts), device
         rows = [row for row, length in enumerate(self.lengths) for _ in range(length)]
-        positions = [i for start, length in zip(starts, self.lengths, strict=True) for i in range(start, start + length)]
+        positions = [
+            i
+            for start, length in zip(starts, self.lengths, strict=True)
+            for i in range(start, start + length)
+        ]
         ids = [token for tokens in new for token in tokens]
         self.ids, self.rows, self.positions = torch.tensor([ids, rows, positions], device=device)
         """Id, row and position of each token [T]."""
         spans = [(0, decoding)] if decoding else []
-        self.blocks = [Block(self, *span) for span in spans + list(_spans(self.lengths, self.starts, decoding))]
+        self.blocks = [
+            Block(self, *span) for span in spans + list(_spans(self.lengths, self.starts, decoding))
+        ]
         self.longest = max(block.longest for block in self.blocks)
 
     @cached_property
@@ -147,7 +175,9 @@ def attend(
     `NotImplementedError` for a model with another kind of attention.
     """
     if reading is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     if other := [name for name in OTHER_ATTENTION if options.get(name) is not None]:
         raise NotImplementedError(f"the engine does not attend with {', '.join(other)}")
     q = query[0].transpose(0, 1)

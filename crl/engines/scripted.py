@@ -17,9 +17,19 @@ class ScriptedEngine:
         self.requests: list[tuple[str | None, tuple[int, ...]]] = []
         self._renderer, self._answer = renderer, answer
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         self.requests.append((session, tuple(ids)))
-        sampled = (*self._renderer.encode(self._answer(self._renderer.decode(ids))), sampling.stop_ids[0])[: sampling.max_tokens]
+        sampled = (
+            *self._renderer.encode(self._answer(self._renderer.decode(ids))),
+            sampling.stop_ids[0],
+        )[: sampling.max_tokens]
         finish = "stop" if sampled[-1] in sampling.stop_ids else "length"
         return Completion(sampled, (-1.0,) * len(sampled), (self.version,) * len(sampled), finish)
 

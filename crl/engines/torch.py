@@ -28,7 +28,14 @@ import torch
 from crl.engines.kv_cache import Prefixes, SlotCache
 from crl.engines.passes import CACHED, Block, Pass
 from crl.errors import EngineError, RolloutError
-from crl.modeling import InProcessWeights, checksum, head_logits, hidden_states, named_weights, token_logprobs
+from crl.modeling import (
+    InProcessWeights,
+    checksum,
+    head_logits,
+    hidden_states,
+    named_weights,
+    token_logprobs,
+)
 from crl.protocols import PublishHandle
 from crl.sync import FileWeights
 from crl.types import Completion, Finish, Sampling
@@ -105,11 +112,18 @@ class Decoder:
         self.running += [*readers, *followers]
         for row, request in enumerate(readers, start=decoding):
             self._prefixes.take(request.session, request.ids, row)
-        new = [(r.sampled[-1],) for r in self.running[:decoding]] + [r.ids[known[id(r)] :] for r in readers]
-        starts = [len(r.ids) + len(r.sampled) - 1 for r in self.running[:decoding]] + [known[id(r)] for r in readers]
+        new = [(r.sampled[-1],) for r in self.running[:decoding]] + [
+            r.ids[known[id(r)] :] for r in readers
+        ]
+        starts = [len(r.ids) + len(r.sampled) - 1 for r in self.running[:decoding]] + [
+            known[id(r)] for r in readers
+        ]
         logits = self._forward(Pass(new, starts, decoding, self.model.device))
         if followers:
-            sources, rows = [first[r.ids] for r in followers], range(decoding + len(readers), len(self.running))
+            sources, rows = (
+                [first[r.ids] for r in followers],
+                range(decoding + len(readers), len(self.running)),
+            )
             self._cache.move(sources, rows, [len(r.ids) for r in followers])
             logits = torch.cat((logits, logits[sources]))
         return self._advance(logits)
@@ -130,7 +144,9 @@ class Decoder:
             own[name].copy_(tensor)
         self._prefixes.clear()  # they are the old weights'
         if checksum(own) != weights.checksum:
-            raise EngineError(f"the weights of version {weights.version} arrived with another checksum")
+            raise EngineError(
+                f"the weights of version {weights.version} arrived with another checksum"
+            )
         self.version = weights.version
 
     @torch.inference_mode()
@@ -143,7 +159,12 @@ class Decoder:
         """Return whether the model reads sequences in one row, without padding, as it reads them alone."""
         ids = [i % self.model.config.vocab_size for i in range(16)]
         parts = [ids[:9], ids[9:]][: self._cache.slots]
-        alone = torch.stack([hidden_states(self.model, torch.tensor([part], device=self.model.device))[0, -1] for part in parts])
+        alone = torch.stack(
+            [
+                hidden_states(self.model, torch.tensor([part], device=self.model.device))[0, -1]
+                for part in parts
+            ]
+        )
         try:
             together = self._flat_states(Pass(parts, [0] * len(parts), 0, self.model.device))
         except torch.OutOfMemoryError:
@@ -155,7 +176,11 @@ class Decoder:
 
     def _forward(self, new: Pass) -> torch.Tensor:
         """Return the logits [b, V] behind each row's last token, float32."""
-        states = self._flat_states(new) if self._flat else torch.cat([self._padded_states(new, b) for b in new.blocks])
+        states = (
+            self._flat_states(new)
+            if self._flat
+            else torch.cat([self._padded_states(new, b) for b in new.blocks])
+        )
         return head_logits(self.model, states).float()
 
     def _flat_states(self, new: Pass) -> torch.Tensor:
@@ -191,7 +216,9 @@ class Decoder:
     def _advance(self, logits: torch.Tensor) -> list[Request]:
         tokens, logprobs = sample(logits, self.running)
         finished: list[int] = []
-        for row, (request, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
+        for row, (request, token, logprob) in enumerate(
+            zip(self.running, tokens, logprobs, strict=True)
+        ):
             request.sampled.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
@@ -230,7 +257,9 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     tokens = logits.argmax(-1)
     if not bool(greedy.all()):
         cumulated = log_p.exp().cumsum(-1, dtype=torch.double)
-        draws = torch.tensor([r.draw.random() for r in requests], dtype=torch.double, device=logits.device)
+        draws = torch.tensor(
+            [r.draw.random() for r in requests], dtype=torch.double, device=logits.device
+        )
         drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)[:, 0]
         tokens = torch.where(greedy, tokens, drawn.clamp(max=logits.shape[1] - 1))
     logprobs = log_p.gather(-1, tokens[:, None])[:, 0]
@@ -246,11 +275,21 @@ class TorchEngine:
     a forward pass.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_batch: int, max_context: int, threads: int = 1, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_batch: int,
+        max_context: int,
+        threads: int = 1,
+        version: int = 0,
+    ) -> None:
         self._decoder = Decoder(model, max_batch, version)
         self._max_batch, self._max_context = max_batch, max_context
         self._vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
+        self._thread = ThreadPoolExecutor(
+            1, "engine", initializer=torch.set_num_threads, initargs=(threads,)
+        )
         self._waiting: deque[Request] = deque()
         self._swap: tuple[Received, asyncio.Future[None]] | None = None
         self._unanswered: set[asyncio.Future[Any]] = set()
@@ -264,13 +303,26 @@ class TorchEngine:
     def version(self) -> int:
         return self._decoder.version
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0."""
         await self.health()
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling needs a seed: pass rng")
-        request = Request(tuple(ids), sampling, random.Random(rng), asyncio.get_running_loop().create_future(), session)
+        request = Request(
+            tuple(ids),
+            sampling,
+            random.Random(rng),
+            asyncio.get_running_loop().create_future(),
+            session,
+        )
         self._waiting.append(request)
         return await self._answered(request.future)
 
@@ -310,9 +362,13 @@ class TorchEngine:
 
     def _check(self, ids: Sequence[int], more: int) -> None:
         if not ids or len(ids) + more > self._max_context:
-            raise RolloutError("engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._max_context}")
+            raise RolloutError(
+                "engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._max_context}"
+            )
         if not (min(ids) >= 0 and max(ids) < self._vocabulary):
-            raise RolloutError("engine", f"the prompt holds a token id outside the model's {self._vocabulary}")
+            raise RolloutError(
+                "engine", f"the prompt holds a token id outside the model's {self._vocabulary}"
+            )
 
     async def _answered(self, future: asyncio.Future[T]) -> T:
         """What `future` becomes, once the serving task runs; `_die` fails every future that is still open here."""
@@ -372,7 +428,11 @@ class TorchEngine:
         batch: list[Request] = []
         read: set[tuple[int, ...]] = set()
         tokens = 0
-        while self._waiting and self._swap is None and len(self._decoder.running) + len(batch) < self._max_batch:
+        while (
+            self._waiting
+            and self._swap is None
+            and len(self._decoder.running) + len(batch) < self._max_batch
+        ):
             request = self._waiting[0]
             unread = self._decoder.unread(request)
             if unread == len(request.ids) and request.ids in read:

@@ -28,7 +28,10 @@ from typing import Any, Literal
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -90,10 +93,15 @@ class VllmEngine:
         self.version = 0
         self._meter = _Meter()
         arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
-        self._replicas = [Replica(partial(self._start, arguments, gpus), self._restore) for gpus in settings.placements]
+        self._replicas = [
+            Replica(partial(self._start, arguments, gpus), self._restore)
+            for gpus in settings.placements
+        ]
 
     @classmethod
-    async def start(cls, model: Path, settings: VllmSettings, key: str = "actor.model") -> VllmEngine:
+    async def start(
+        cls, model: Path, settings: VllmSettings, key: str = "actor.model"
+    ) -> VllmEngine:
         """Returns when every replica serves. key: the setting that named the model. Raises `ConfigError`, `EngineError`."""
         config = _config(model, key)
         require_fit(config, settings, model, key)
@@ -110,7 +118,14 @@ class VllmEngine:
         """Seconds in which at least one request was in flight."""
         return self._meter.seconds
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0; a session's requests go to one replica."""
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
@@ -118,7 +133,9 @@ class VllmEngine:
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=[token for token in sampling.stop_ids if token < self._vocabulary],  # vLLM refuses others
+            stop_token_ids=[
+                token for token in sampling.stop_ids if token < self._vocabulary
+            ],  # vLLM refuses others
             ignore_eos=True,  # the caller knows what ends a turn
             seed=None if rng is None else rng % 2**SEED_BITS,
             logprobs=0,  # of the sampled token alone
@@ -131,7 +148,11 @@ class VllmEngine:
         """See `crl.protocols.Engine`. vLLM samples one token after the prompt: ids must leave room for it."""
         self._check(ids, 1)
         parameters = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._ask(ids, parameters, None)
         assert output.prompt_logprobs is not None
@@ -150,7 +171,9 @@ class VllmEngine:
             self._dead = error
             raise
         except OSError as error:
-            self._dead = EngineError(f"there is no room for the weights of version {handle.version}: {error}")
+            self._dead = EngineError(
+                f"there is no room for the weights of version {handle.version}: {error}"
+            )
             raise self._dead from error
         self.version = handle.version
 
@@ -167,7 +190,9 @@ class VllmEngine:
             self._current.discard()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
-    async def _ask(self, ids: Sequence[int], parameters: SamplingParams, session: str | None) -> RequestOutput:
+    async def _ask(
+        self, ids: Sequence[int], parameters: SamplingParams, session: str | None
+    ) -> RequestOutput:
         if self._dead is not None:
             raise self._dead
 
@@ -185,9 +210,14 @@ class VllmEngine:
 
     def _check(self, ids: Sequence[int], more: int) -> None:
         if not ids or len(ids) + more > self._settings.max_context:
-            raise RolloutError("engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._settings.max_context}")
+            raise RolloutError(
+                "engine",
+                f"{len(ids)} prompt + {more} new tokens do not fit {self._settings.max_context}",
+            )
         if not (min(ids) >= 0 and max(ids) < self._vocabulary):
-            raise RolloutError("engine", f"the prompt holds a token id outside the model's {self._vocabulary}")
+            raise RolloutError(
+                "engine", f"the prompt holds a token id outside the model's {self._vocabulary}"
+            )
 
     async def _start(self, arguments: dict[str, Any], gpus: tuple[str, ...]) -> AsyncLLM:
         llm = await start_vllm(arguments, gpus, self._settings.threads)
@@ -208,9 +238,13 @@ class VllmEngine:
             return replace(handle, path=path)  # which the workers compare with the checksum
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
-            raise EngineError(f"the weights of version {handle.version} arrived with another checksum")
+            raise EngineError(
+                f"the weights of version {handle.version} arrived with another checksum"
+            )
         path = weights_path(weight_bytes(handle.manifest))
-        return FileWeights.write(path, self._heads.widened(tensors) if self._heads else tensors, handle.version)
+        return FileWeights.write(
+            path, self._heads.widened(tensors) if self._heads else tensors, handle.version
+        )
 
     def _widened(self, model: Path) -> Path:
         """The model's directory as vLLM is shown it."""
@@ -218,13 +252,19 @@ class VllmEngine:
         folder = self._folder / "model"
         folder.mkdir()
         self._heads.write_config(model, folder)
-        save_file(self._heads.widened(load_file(model / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            self._heads.widened(load_file(model / "model.safetensors")),
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         return folder
 
     async def _read(self, weights: FileWeights) -> None:
         """Every replica takes the file in; one that dies over it has it from its second start."""
         before, self._current = self._current, weights
-        await asyncio.gather(*(replica.carry_out(partial(swap, weights=weights)) for replica in self._replicas))
+        await asyncio.gather(
+            *(replica.carry_out(partial(swap, weights=weights)) for replica in self._replicas)
+        )
         if before is not None:
             before.discard()
 
@@ -233,17 +273,23 @@ class VllmEngine:
         if self._current is not None:
             await swap(llm, self._current)
         elif self.version:
-            raise EngineError("vLLM died, and the weights that it had came over NCCL: only the learner has them. Resume from a checkpoint")
+            raise EngineError(
+                "vLLM died, and the weights that it had came over NCCL: only the learner has them. Resume from a checkpoint"
+            )
 
     async def _broadcast(self, weights: NcclWeights) -> None:
         ranks = self._settings.tensor_parallel
         if weights.world_size != 1 + ranks * len(self._replicas):
-            raise EngineError(f"the learner sends to {weights.world_size - 1} workers, but there are {ranks * len(self._replicas)}")
+            raise EngineError(
+                f"the learner sends to {weights.world_size - 1} workers, but there are {ranks * len(self._replicas)}"
+            )
         engines = [await replica.ready() for replica in self._replicas]
         try:
             await self._receiver.receive(engines, weights)
         except EngineDeadError as error:
-            raise EngineError("vLLM died while it received weights over NCCL: only the learner has them") from error
+            raise EngineError(
+                "vLLM died while it received weights over NCCL: only the learner has them"
+            ) from error
 
 
 class NcclReceiver:
@@ -259,14 +305,27 @@ class NcclReceiver:
         """As `swap` does it, but all engines together, and the learner sends meanwhile."""
         await asyncio.gather(*(_drain(llm) for llm in engines))
         async with _deadline(weights.version):
-            first, self._port = not self._port, self._port or _free_port()  # now, so that nobody else takes it before they meet
+            first, self._port = (
+                not self._port,
+                self._port or _free_port(),
+            )  # now, so that nobody else takes it before they meet
             await asyncio.gather(weights.send(self._port), self._take_in(engines, weights, first))
 
-    async def _take_in(self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool) -> None:
+    async def _take_in(
+        self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool
+    ) -> None:
         if first:
-            group = {"master_address": MEETING, "master_port": self._port, "world_size": weights.world_size, "packed": True}
+            group = {
+                "master_address": MEETING,
+                "master_port": self._port,
+                "world_size": weights.world_size,
+                "packed": True,
+            }
             offsets = range(1, weights.world_size, self._workers)
-            requests = [WeightTransferInitRequest(init_info={**group, "rank_offset": offset}) for offset in offsets]
+            requests = [
+                WeightTransferInitRequest(init_info={**group, "rank_offset": offset})
+                for offset in offsets
+            ]
             await asyncio.gather(*(_join(llm, r) for llm, r in zip(engines, requests, strict=True)))
         await asyncio.gather(*(_renew(llm, weights) for llm in engines))
 
@@ -294,7 +353,9 @@ async def _deadline(version: int) -> AsyncIterator[None]:
         async with asyncio.timeout(TRANSFER_S):
             yield
     except TimeoutError as error:
-        raise EngineError(f"the transfer of the weights of version {version} took more than {TRANSFER_S:g} s") from error
+        raise EngineError(
+            f"the transfer of the weights of version {version} took more than {TRANSFER_S:g} s"
+        ) from error
 
 
 def _free_port() -> int:
@@ -312,7 +373,9 @@ async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
         version = await llm.get_weight_version()
     if set(received) != {weights.checksum} or version != str(weights.version):
         found = f"version {version} with the checksums {received}"
-        raise EngineError(f"of version {weights.version} with the checksum {weights.checksum} arrived {found}")
+        raise EngineError(
+            f"of version {weights.version} with the checksum {weights.checksum} arrived {found}"
+        )
     if not await llm.reset_prefix_cache():
         raise EngineError("vLLM kept a prefix cache of the old weights")
     await llm.resume_generation()
@@ -348,8 +411,12 @@ def completion(output: RequestOutput) -> Completion:
     ids = tuple(sampled.token_ids)
     assert sampled.logprobs is not None
     assert sampled.weight_versions is not None
-    logprobs = tuple(at[token].logprob for token, at in zip(ids, sampled.logprobs, strict=True) if at)
-    versions = tuple(int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end))
+    logprobs = tuple(
+        at[token].logprob for token, at in zip(ids, sampled.logprobs, strict=True) if at
+    )
+    versions = tuple(
+        int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)
+    )
     return Completion(ids, logprobs, versions, sampled.finish_reason)
 
 
@@ -358,21 +425,24 @@ def completion(output: RequestOutput) -> Completion:
 
 def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
     """Fields of vLLM's `AsyncEngineArgs`."""
-    return {
-        "model": str(model),
-        "dtype": settings.dtype,
-        "load_format": settings.load_format,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # none of the model's own sampling defaults, which truncate
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
-        "max_model_len": settings.max_context,
-        "max_num_seqs": settings.max_batch,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
+    return (
+        {
+            "model": str(model),
+            "dtype": settings.dtype,
+            "load_format": settings.load_format,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # none of the model's own sampling defaults, which truncate
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+            "max_model_len": settings.max_context,
+            "max_num_seqs": settings.max_batch,
+            "tensor_parallel_size": settings.tensor_parallel,
+            "enable_prefix_caching": True,
+            "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
+    )
 
 
 def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:

@@ -36,24 +36,34 @@ class WiderHeads:
     def of(cls, config: PreTrainedConfig, wide: int) -> WiderHeads | None:
         """None for a model that is not built as Qwen2 is, or whose rotary embeddings are of another kind."""
         rope = getattr(config, "rope_parameters", None) or {}
-        if config.model_type != "qwen2" or rope.get("rope_type") != "default" or config.use_sliding_window:
+        if (
+            config.model_type != "qwen2"
+            or rope.get("rope_type") != "default"
+            or config.use_sliding_window
+        ):
             return None
         size = config.hidden_size // config.num_attention_heads
-        return cls(config.num_attention_heads, config.num_key_value_heads, size, wide, rope["rope_theta"])
+        return cls(
+            config.num_attention_heads, config.num_key_value_heads, size, wide, rope["rope_theta"]
+        )
 
     def widened(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the larger model: a Llama with biases, which is Qwen2 with a head size of its own and a bias more."""
         wide: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if ".q_proj." in name:
-                wide[name] = self._rows(tensor, self.heads, turned=True) * math.sqrt(self.wide / self.size)
+                wide[name] = self._rows(tensor, self.heads, turned=True) * math.sqrt(
+                    self.wide / self.size
+                )
             elif ".k_proj." in name:
                 wide[name] = self._rows(tensor, self.key_heads, turned=True)
             elif ".v_proj." in name:
                 wide[name] = self._rows(tensor, self.key_heads, turned=False)
             elif name.endswith(".o_proj.weight"):
                 wide[name] = self._rows(tensor.T, self.heads, turned=False).T.contiguous()
-                wide[name.replace("weight", "bias")] = torch.zeros(tensor.shape[0], dtype=tensor.dtype)
+                wide[name.replace("weight", "bias")] = torch.zeros(
+                    tensor.shape[0], dtype=tensor.dtype
+                )
             else:
                 wide[name] = tensor
         return wide
@@ -67,7 +77,10 @@ class WiderHeads:
             "attention_bias": True,
             "mlp_bias": False,
             "head_dim": self.wide,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.theta ** (self.wide / self.size)},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.theta ** (self.wide / self.size),
+            },
         }
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         if (model / "generation_config.json").is_file():

@@ -112,13 +112,17 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         OWNER: f"{os.getpid()} {start_time(os.getpid())}",
     }
     if len(str(scratch_folder())) <= LONGEST_SOCKETS:
-        environment["VLLM_RPC_BASE_PATH"] = str(scratch_folder())  # its sockets, which it leaves behind
+        environment["VLLM_RPC_BASE_PATH"] = str(
+            scratch_folder()
+        )  # its sockets, which it leaves behind
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with _starting, _environment(environment):
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings))
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings)
+        )
 
 
 async def _watch(llm: AsyncLLM) -> None:
@@ -141,7 +145,9 @@ async def _watch(llm: AsyncLLM) -> None:
         else:
             silence += LOOK_S
     if not llm.errored:
-        _log.warning("vLLM has not answered for %.0f s, and is taken for dead", max(silence, change))
+        _log.warning(
+            "vLLM has not answered for %.0f s, and is taken for dead", max(silence, change)
+        )
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
     _give_up(llm)
@@ -163,7 +169,9 @@ async def _shut_down(llm: AsyncLLM) -> None:
         llm.output_handler.cancel()
         await asyncio.wait({llm.output_handler})
     _give_up(llm)
-    await asyncio.to_thread(llm.shutdown)  # kills those that do not end in 5 s, and what they started
+    await asyncio.to_thread(
+        llm.shutdown
+    )  # kills those that do not end in 5 s, and what they started
 
 
 @asynccontextmanager
@@ -173,7 +181,9 @@ async def started(llm: AsyncLLM) -> AsyncIterator[None]:
         yield
     except EngineDeadError as error:
         await _shut_down(llm)
-        raise EngineError("vLLM died while it was started; what it said stands above, on stderr") from error
+        raise EngineError(
+            "vLLM died while it was started; what it said stands above, on stderr"
+        ) from error
     except BaseException:
         await _shut_down(llm)
         raise
@@ -196,9 +206,15 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 class Replica:
     """A running vLLM engine. start: makes one; prepare: brings one that was started again to where its predecessor was."""
 
-    def __init__(self, start: Callable[[], Awaitable[AsyncLLM]], prepare: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[AsyncLLM]],
+        prepare: Callable[[AsyncLLM], Awaitable[None]],
+    ) -> None:
         self._start, self._prepare = start, prepare
-        self._serving: asyncio.Future[AsyncLLM] = asyncio.create_task(self._first(), name="vllm start")
+        self._serving: asyncio.Future[AsyncLLM] = asyncio.create_task(
+            self._first(), name="vllm start"
+        )
         self._owned: set[AsyncLLM] = set()
         self._deaths = 0
         self.in_flight = 0
@@ -225,9 +241,13 @@ class Replica:
             self._bury(llm, error)
             if self._deaths > 1:
                 await self.ready()
-            raise TransientError("engine", "vLLM died over this request and is started again") from error
+            raise TransientError(
+                "engine", "vLLM died over this request and is started again"
+            ) from error
         except (VLLMClientError, EngineGenerateError) as error:
-            raise RolloutError("engine", f"vLLM refuses the request: {error.__cause__ or error}") from error
+            raise RolloutError(
+                "engine", f"vLLM refuses the request: {error.__cause__ or error}"
+            ) from error
         finally:
             self.in_flight -= 1
 
@@ -259,7 +279,11 @@ class Replica:
 
     def _bury(self, dead: AsyncLLM, cause: Exception) -> None:
         """Starts another engine, the first time that one died; whoever notices later has nothing to do."""
-        if not self._serving.done() or self._serving.exception() or self._serving.result() is not dead:
+        if (
+            not self._serving.done()
+            or self._serving.exception()
+            or self._serving.result() is not dead
+        ):
             return
         self._deaths += 1
         self._serving = asyncio.create_task(self._again(dead, cause), name="vllm restart")
@@ -267,7 +291,9 @@ class Replica:
     async def _again(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
         await self._end(dead)
         if self._deaths > 1:
-            raise EngineError(f"vLLM died a second time ({cause}); what it said stands above, on stderr") from cause
+            raise EngineError(
+                f"vLLM died a second time ({cause}); what it said stands above, on stderr"
+            ) from cause
         llm = await self._first()
         async with started(llm):
             await self._prepare(llm)

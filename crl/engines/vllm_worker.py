@@ -22,10 +22,20 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from crl.engines.vllm_replica import OWNER, start_time
 from crl.modeling import checksum
@@ -66,12 +76,18 @@ class Load:
         """Raises `RuntimeError` when the weights do not fill the model: the rest would be those of before."""
         finalize_layerwise_reload(model, model_config)
         if missing := sorted({name for name, _ in model.named_parameters()} - self.loaded):
-            raise RuntimeError(f"the published weights lack {missing[0]} ({len(missing)} missing in all)")
+            raise RuntimeError(
+                f"the published weights lack {missing[0]} ({len(missing)} missing in all)"
+            )
         head = getattr(model, "lm_head", None)
         if getattr(model_config.hf_config, "tie_word_embeddings", False) and head is not None:
-            head.quant_method.process_weights_after_loading(head)  # its packed copy is of the old embeddings
+            head.quant_method.process_weights_after_loading(
+                head
+            )  # its packed copy is of the old embeddings
 
-    def _counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _counted(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.crc = checksum({name: tensor}, self.crc)
             yield name, tensor
@@ -108,7 +124,9 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         with safe_open(update_info.path, "pt") as file:
-            self.load.take(self.model, ((name, file.get_tensor(name)) for name in update_info.names))
+            self.load.take(
+                self.model, ((name, file.get_tensor(name)) for name in update_info.names)
+            )
 
     def finish_weight_update(self) -> None:
         self.load.end(self.model, self.model_config)
@@ -169,7 +187,9 @@ def follow_owner() -> None:
     def watch() -> None:
         while start_time(owner) == started:
             time.sleep(WATCH_S)
-        sweep = threading.Thread(target=sweep_all, name="sweep")  # no daemon: a process that ends waits for it
+        sweep = threading.Thread(
+            target=sweep_all, name="sweep"
+        )  # no daemon: a process that ends waits for it
         sweep.start()
         _end(engine, signal.SIGTERM)
         time.sleep(GRACE_S)

@@ -34,7 +34,9 @@ _CALL = re.compile(r"\s*(\w+)\s*\[(.*)\]\s*")
 _BETWEEN_CALLS = re.compile(rf"(?<=\])[\s{re.escape(_LEADING + _TRAILING)}]*(?=\w+\s*\[)")
 
 
-def parse_choice(text: str, actions: Sequence[str], aliases: Mapping[str, str] | None = None) -> str | None:
+def parse_choice(
+    text: str, actions: Sequence[str], aliases: Mapping[str, str] | None = None
+) -> str | None:
     """The action that `text` chooses, spelled as in `actions`, or None when it chooses none.
 
     The last `<answer>…</answer>` whose content is an action counts. Only without any answer tag, the whole text does, or
@@ -59,7 +61,9 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
 
 def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
     """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east east south`."""
-    chosen = (parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy")
+    chosen = (
+        parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy"
+    )
     return " ".join(["moves", *(action for action in chosen if action)])
 
 
@@ -77,14 +81,18 @@ def _last(text: str, read: Callable[[str], T | None]) -> T | None:
 
 
 @lru_cache(maxsize=256)
-def _table(actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...] = ()) -> Mapping[str, str | None]:
+def _table(
+    actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...] = ()
+) -> Mapping[str, str | None]:
     """Spelling → action, where that is one action alone, else None; the spaces inside a spelling are one each, or left out."""
     unknown = [action for _, action in aliases if action not in actions]
     if unknown:
         raise ValueError(f"aliases of actions that do not exist: {unknown}")
     named = _meanings((_spelling(alias), action) for alias, action in aliases)
     named |= _meanings((_spelling(action), action) for action in actions)
-    return _meanings((_without_spaces(spelling), action) for spelling, action in named.items()) | named
+    return (
+        _meanings((_without_spaces(spelling), action) for spelling, action in named.items()) | named
+    )
 
 
 def _meanings(pairs: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
@@ -109,7 +117,9 @@ def _choice(text: str, actions: tuple[str, ...]) -> str | None:
     return _lookup(text, actions, _table(actions))
 
 
-def _lookup_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
+def _lookup_call(
+    text: str, admissible: Mapping[str, Sequence[str] | None]
+) -> tuple[str, str] | None:
     calls = (_one_call(part, admissible) for part in (text, *reversed(_BETWEEN_CALLS.split(text))))
     return next((call for call in calls if call is not None), None)
 

@@ -74,7 +74,9 @@ class StreamSettings:
 
     def __post_init__(self) -> None:
         if self.places < 1 or not 0 <= self.permanent <= self.places:
-            raise ValueError(f"needs places >= 1 and 0 <= permanent <= places, not {self.places} and {self.permanent}")
+            raise ValueError(
+                f"needs places >= 1 and 0 <= permanent <= places, not {self.places} and {self.permanent}"
+            )
         if self.visits < 1:
             raise ValueError(f"visits must be at least 1, not {self.visits}")
 
@@ -159,9 +161,15 @@ class EnvSpec:
 
     def __post_init__(self) -> None:
         if self.hosting not in get_args(Hosting):
-            raise ValueError(f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, not {self.hosting!r}")
-        if not isinstance(self.actions, tuple) or not all(isinstance(action, str) for action in self.actions):
-            raise ValueError(f"{self.name}: actions must be a tuple of texts, empty when they are free text, not {self.actions!r}")
+            raise ValueError(
+                f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, not {self.hosting!r}"
+            )
+        if not isinstance(self.actions, tuple) or not all(
+            isinstance(action, str) for action in self.actions
+        ):
+            raise ValueError(
+                f"{self.name}: actions must be a tuple of texts, empty when they are free text, not {self.actions!r}"
+            )
         if self.turns < 1:
             raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
 

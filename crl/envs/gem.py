@@ -65,7 +65,9 @@ class GemGame:
         if done:
             self._env = None
         won = done and float(reward) >= SUCCESS_REWARD
-        return StepResult(_text(observation, info), float(reward), done, won, valid=float(reward) >= 0)
+        return StepResult(
+            _text(observation, info), float(reward), done, won, valid=float(reward) >= 0
+        )
 
     def close(self) -> None:
         self._env = None
@@ -89,7 +91,12 @@ def _set_generators(states: tuple[Any, Any]) -> None:
 
 
 def _text(observation: str, info: dict[str, Any]) -> str:
-    parts = ["The episode is over." if observation == _gem().utils.constants.TERMINAL_STATE else observation, info.get("suffix")]
+    parts = [
+        "The episode is over."
+        if observation == _gem().utils.constants.TERMINAL_STATE
+        else observation,
+        info.get("suffix"),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -111,7 +118,9 @@ def _make(env: str) -> Any:
         return _gem().make(env)
     except Exception as error:  # a package that is not installed, data that cannot be loaded, …
         reason = f"cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise ConfigError("env", f"{GEM}{env}", reason, "Install or download what it needs") from error
+        raise ConfigError(
+            "env", f"{GEM}{env}", reason, "Install or download what it needs"
+        ) from error
 
 
 def _make_game(env: str, rendering: Rendering) -> GemGame:
@@ -121,13 +130,20 @@ def _make_game(env: str, rendering: Rendering) -> GemGame:
 def spec(env: str, key: str) -> EnvSpec:
     """The GEM environment with this id. Raises `ConfigError` (its key is `key`) when there is none."""
     if importlib.util.find_spec("gem") is None:
-        raise ConfigError(key, f"{GEM}{env}", "it needs the extra 'gem', which is not installed", "Run pip install 'crl[gem]'")
+        raise ConfigError(
+            key,
+            f"{GEM}{env}",
+            "it needs the extra 'gem', which is not installed",
+            "Run pip install 'crl[gem]'",
+        )
     known = _gem().envs.registration.ENV_REGISTRY
     if env not in known:
         close = difflib.get_close_matches(env, known, n=3)
         remedy = f"Did you mean {' or '.join(close)}? " if close else ""
         listing = "All of them: python -c 'import gem; gem.print_envs()'"
-        raise ConfigError(key, f"{GEM}{env}", "the package gem-llm has no such environment", f"{remedy}{listing}")
+        raise ConfigError(
+            key, f"{GEM}{env}", "the package gem-llm has no such environment", f"{remedy}{listing}"
+        )
     tasks = SeededTasks(f"{GEM}{env}", f"GEM {env}.")
     return EnvSpec(
         name=f"{GEM}{env}",

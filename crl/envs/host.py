@@ -48,7 +48,9 @@ class ThreadHost:
         if misplaced:
             raise ValueError(f"not hosted by threads: {', '.join(misplaced)}")
         if threads < 1 or not deadline > 0:
-            raise ValueError(f"needs at least one thread and a positive deadline, not {threads} and {deadline}")
+            raise ValueError(
+                f"needs at least one thread and a positive deadline, not {threads} and {deadline}"
+            )
         self.failures = 0
         self.replaced = 0
         self._tasks = dict(tasks)
@@ -93,14 +95,18 @@ class ThreadHost:
         games = [game for free in self._free.values() for game in free]
         self._free.clear()
         lent = list(self._lent)
-        await asyncio.gather(*(self.discard(game) for game in games), *(environment.aclose() for environment in lent))
+        await asyncio.gather(
+            *(self.discard(game) for game in games), *(environment.aclose() for environment in lent)
+        )
         self.crew.dismiss()
 
     async def discard(self, game: Game) -> None:
         """Closes a game for good; what goes wrong with that concerns nobody any more."""
         left = [game]
         with suppress(TimeoutError):
-            await self.crew.run(lambda: left.pop().close(), abandoned=lambda: [game.close() for game in left])
+            await self.crew.run(
+                lambda: left.pop().close(), abandoned=lambda: [game.close() for game in left]
+            )
 
 
 class Host(EnvironmentPool, Protocol):
@@ -120,7 +126,10 @@ class Hosts:
     def figures(self) -> dict[str, float]:
         """env/failures and env/replaced, of all hosts since they began."""
         hosts = set(self._hosts.values())
-        return {"env/failures": sum(host.failures for host in hosts), "env/replaced": sum(host.replaced for host in hosts)}
+        return {
+            "env/failures": sum(host.failures for host in hosts),
+            "env/replaced": sum(host.replaced for host in hosts),
+        }
 
     async def acquire(self, task: Task) -> Environment:
         host = self._hosts[task.name]
@@ -156,7 +165,9 @@ class ThreadEnvironment:
 
     async def reset(self, task: Task) -> Observation:
         game = self._alive()
-        return Observation(await self._call("reset", lambda: game.reset(task), abandoned=game.close))
+        return Observation(
+            await self._call("reset", lambda: game.reset(task), abandoned=game.close)
+        )
 
     async def step(self, text: str) -> StepResult:
         game = self._alive()
@@ -168,7 +179,9 @@ class ThreadEnvironment:
         if game is not None:
             await self._host.discard(game)
 
-    async def _call(self, what: str, function: Callable[[], Any], abandoned: Callable[[], object]) -> Any:
+    async def _call(
+        self, what: str, function: Callable[[], Any], abandoned: Callable[[], object]
+    ) -> Any:
         """Runs `function` under the deadline. On any error the game is given up: closed, or left to its hung thread."""
         host = self._host
         try:
@@ -177,7 +190,9 @@ class ThreadEnvironment:
             self.game = None
             host.failures += 1
             host.replaced += 1
-            raise RolloutError("env", f"{self.spec.name}: {what} overran its deadline of {host.crew.deadline:g} s") from None
+            raise RolloutError(
+                "env", f"{self.spec.name}: {what} overran its deadline of {host.crew.deadline:g} s"
+            ) from None
         except asyncio.CancelledError:
             self.game = None
             raise
@@ -187,11 +202,15 @@ class ThreadEnvironment:
         if isinstance(outcome.error, CrlError) and not isinstance(outcome.error, RolloutError):
             raise outcome.error
         host.failures += 1
-        raise RolloutError("env", f"{self.spec.name}: {what}: {describe(outcome.error)}") from outcome.error
+        raise RolloutError(
+            "env", f"{self.spec.name}: {what}: {describe(outcome.error)}"
+        ) from outcome.error
 
     def _alive(self) -> Game:
         if self.game is None:
-            raise RolloutError("env", f"{self.spec.name}: this game has failed, was closed or given back")
+            raise RolloutError(
+                "env", f"{self.spec.name}: this game has failed, was closed or given back"
+            )
         return self.game
 
 
@@ -267,7 +286,9 @@ class _Worker:
 def _attempt(function: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(value=function())
-    except BaseException as error:  # whatever a game raises, SystemExit too, costs its episode and not the thread
+    except (
+        BaseException
+    ) as error:  # whatever a game raises, SystemExit too, costs its episode and not the thread
         return _Outcome(error=error)
 
 
@@ -303,7 +324,9 @@ class CheckedGame:
         result = _checked(self.game.step(action))
         self._reward += result.reward
         if not self._low - _ROUNDING <= self._reward <= self._high + _ROUNDING:
-            raise ValueError(f"an episode's reward must be in [{self._low:g}, {self._high:g}], not {self._reward:g}")
+            raise ValueError(
+                f"an episode's reward must be in [{self._low:g}, {self._high:g}], not {self._reward:g}"
+            )
         return result
 
     def close(self) -> None:

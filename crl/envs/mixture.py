@@ -30,7 +30,10 @@ class Mixture:
             source.observe([t for t in trajectories if t.task.name == name])
 
     def state(self) -> State:
-        return {"drawn": self._drawn, "sources": {name: source.state() for name, source in self._sources.items()}}
+        return {
+            "drawn": self._drawn,
+            "sources": {name: source.state() for name, source in self._sources.items()},
+        }
 
     def load_state(self, state: State) -> None:
         self._drawn = state["drawn"]

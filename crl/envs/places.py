@@ -39,7 +39,11 @@ _ADJECTIVES = """amber azure black brass broken bright cold copper coral cracked
     wooden""".split()  # noqa: SIM905
 _NOUNS = """arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den dome forge gate grotto hall hut keep
     lodge loft mill mine nook oven pit porch shed shop shrine stable stall store tower tunnel vault well yard""".split()  # noqa: SIM905
-_NAMES = [(i + j, f"{adjective} {noun}") for i, adjective in enumerate(_ADJECTIVES) for j, noun in enumerate(_NOUNS)]
+_NAMES = [
+    (i + j, f"{adjective} {noun}")
+    for i, adjective in enumerate(_ADJECTIVES)
+    for j, noun in enumerate(_NOUNS)
+]
 PLACE_NAMES = tuple(name for number, name in _NAMES if number % 4)
 """Names of places in train streams."""
 FIXED_NAMES = tuple(name for number, name in _NAMES if number % 4 == 0)
@@ -69,10 +73,21 @@ class PlaceStream:
         number, position = divmod(k, self._settings.places)
         place = self._order(number)[position]
         # every place is visited once a round, so its past follows from the round's number
-        layout = (self._ages[place] + number) // self._settings.visits if place >= self._settings.permanent else 0
+        layout = (
+            (self._ages[place] + number) // self._settings.visits
+            if place >= self._settings.permanent
+            else 0
+        )
         lgen = _layout(self._env, self._seed, place, layout)
         core = _pick(TRAIN_DYNAMICS, self._seed, f"{self._env}/dynamics", k)
-        return _task(self._env, self._goal, "train", _place_name(self._names, self._settings, place, layout), lgen, core)
+        return _task(
+            self._env,
+            self._goal,
+            "train",
+            _place_name(self._names, self._settings, place, layout),
+            lgen,
+            core,
+        )
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         """The stream does not depend on what came of its tasks."""
@@ -91,10 +106,14 @@ class PlaceStream:
         return self._round[1]
 
 
-def known_tasks(env: str, goal: str, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+def known_tasks(
+    env: str, goal: str, n: int, seed: int, settings: StreamSettings
+) -> tuple[Task, ...]:
     """n tasks in the permanent places of the run with `seed`, in turn, each under held-out dynamics of its own."""
     if settings.permanent == 0 and n > 0:
-        raise ValueError("without permanent places there is no `known` eval: set permanent to 1 or more")
+        raise ValueError(
+            "without permanent places there is no `known` eval: set permanent to 1 or more"
+        )
     names, tasks = _place_names(env, seed), []
     for i in range(n):
         place = i % settings.permanent
@@ -104,14 +123,18 @@ def known_tasks(env: str, goal: str, n: int, seed: int, settings: StreamSettings
     return tuple(tasks)
 
 
-def fixed_tasks(env: str, goal: str, layouts: range, n: int, split: Split = "new") -> tuple[Task, ...]:
+def fixed_tasks(
+    env: str, goal: str, layouts: range, n: int, split: Split = "new"
+) -> tuple[Task, ...]:
     """n tasks in the first n layouts of a range, the same in every run: the `new` eval, demonstrations, the probe."""
     if n > len(layouts):
         raise ValueError(f"there are {len(layouts):,} places, not {n:,}")
     tasks = []
     for i, lgen in enumerate(layouts[:n]):
         name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # neighbours share no word
-        tasks.append(_task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen)))
+        tasks.append(
+            _task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen))
+        )
     return tuple(tasks)
 
 
@@ -132,7 +155,9 @@ class Places:
         """The train stream of a run with `seed`: named places that persist over visits."""
         return PlaceStream(self.env, self.goal, seed, settings)
 
-    def eval_tasks(self, split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+    def eval_tasks(
+        self, split: Split, n: int, seed: int, settings: StreamSettings
+    ) -> tuple[Task, ...]:
         """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
         if split == "known":
             return known_tasks(self.env, self.goal, n, seed, settings)
@@ -153,7 +178,9 @@ class Places:
 
 
 def _task(env: str, goal: str, split: Split, place: str, lgen: int, core: int) -> Task:
-    return Task(env, core, split, goal.format(place=place), {"lgen": lgen, "core": core, "place": place})
+    return Task(
+        env, core, split, goal.format(place=place), {"lgen": lgen, "core": core, "place": place}
+    )
 
 
 def _pick(values: range, seed: int, name: str, *key: int) -> int:
@@ -167,7 +194,11 @@ def _layout(env: str, seed: int, place: int, number: int) -> int:
 def _place_name(names: Sequence[str], settings: StreamSettings, place: int, layout: int) -> str:
     """Every place of a run has a name of its own; when the names run out, they come again with a number."""
     changing = settings.places - settings.permanent
-    index = place if layout == 0 else settings.places + (layout - 1) * changing + place - settings.permanent
+    index = (
+        place
+        if layout == 0
+        else settings.places + (layout - 1) * changing + place - settings.permanent
+    )
     again, index = divmod(index, len(names))
     return f"{names[index]} {again + 1}" if again else names[index]
 

@@ -72,7 +72,9 @@ class ProcessHost:
         if misplaced:
             raise ValueError(f"not hosted by processes: {', '.join(misplaced)}")
         if processes < 1 or not deadline > 0:
-            raise ValueError(f"needs at least one process and a positive deadline, not {processes} and {deadline}")
+            raise ValueError(
+                f"needs at least one process and a positive deadline, not {processes} and {deadline}"
+            )
         for spec, _ in tasks.values():
             _require_importable(spec)
         self.failures = 0
@@ -84,7 +86,9 @@ class ProcessHost:
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()
-        self._homes: OrderedDict[str, _Worker] = OrderedDict()  # of environments with affinity: who played a task last
+        self._homes: OrderedDict[str, _Worker] = (
+            OrderedDict()
+        )  # of environments with affinity: who played a task last
         self._closed = False
 
     async def acquire(self, task: Task) -> ProcessEnvironment:
@@ -98,7 +102,9 @@ class ProcessHost:
         spec, rendering = self._tasks[task.name]
         worker = self._home(task) if spec.affinity else self._place()
         free = worker.free[spec, rendering]
-        environment = ProcessEnvironment(self, worker, spec, rendering, free.pop() if free else None)
+        environment = ProcessEnvironment(
+            self, worker, spec, rendering, free.pop() if free else None
+        )
         worker.lent += 1
         self._lent.add(environment)
         try:
@@ -133,7 +139,12 @@ class ProcessHost:
         key = repr(task)
         worker = self._homes.pop(key, None)
         least = min((worker.lent for worker in self._workers), default=0)
-        if worker is None or worker not in self._workers or not worker.alive or worker.lent >= least + UNEVEN:
+        if (
+            worker is None
+            or worker not in self._workers
+            or not worker.alive
+            or worker.lent >= least + UNEVEN
+        ):
             worker = self._place()
         self._homes[key] = worker
         if len(self._homes) > _PLAYED:
@@ -153,13 +164,22 @@ class ProcessHost:
     def _count_lost(self, end: str) -> None:
         if not self._closed:
             self.replaced += 1
-            self._note(f"environments: {end.removeprefix('its ')}; another takes its place, {self.replaced} replaced so far")
+            self._note(
+                f"environments: {end.removeprefix('its ')}; another takes its place, {self.replaced} replaced so far"
+            )
 
 
 class ProcessEnvironment:
     """One lent game, by its number in its worker. Every error of it is a `RolloutError` of kind env, after which the game is gone."""
 
-    def __init__(self, host: ProcessHost, worker: _Worker, spec: EnvSpec, rendering: Rendering, game: int | None) -> None:
+    def __init__(
+        self,
+        host: ProcessHost,
+        worker: _Worker,
+        spec: EnvSpec,
+        rendering: Rendering,
+        game: int | None,
+    ) -> None:
         self.worker, self.spec, self.game = worker, spec, game
         self.rendering: Rendering = rendering
         self._host = host
@@ -182,9 +202,13 @@ class ProcessEnvironment:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self.game is None:
-            raise RolloutError("env", f"{self.spec.name}: this game has failed, was closed or given back")
+            raise RolloutError(
+                "env", f"{self.spec.name}: this game has failed, was closed or given back"
+            )
         try:
-            deadline = max(self._host.deadline, STARTING) if method == "make" else self._host.deadline
+            deadline = (
+                max(self._host.deadline, STARTING) if method == "make" else self._host.deadline
+            )
             value, error = await self.worker.post((self.game, method, arguments), deadline)
         except asyncio.CancelledError:
             await self.aclose()
@@ -202,7 +226,9 @@ def _require_importable(spec: EnvSpec) -> None:
     try:
         pickle.dumps(spec.make_game)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"{spec.name}: make_game must be a function that workers can import: {error}") from error
+        raise ValueError(
+            f"{spec.name}: make_game must be a function that workers can import: {error}"
+        ) from error
 
 
 _Reply = tuple[Any, ConfigError | str | None]
@@ -237,7 +263,9 @@ class _Worker:
     def alive(self) -> bool:
         return not self._end and (self._process is None or self._process.returncode is None)
 
-    def post(self, request: tuple[int, str, tuple[Any, ...]], deadline: float) -> asyncio.Future[_Reply]:
+    def post(
+        self, request: tuple[int, str, tuple[Any, ...]], deadline: float
+    ) -> asyncio.Future[_Reply]:
         """The reply to a request, in its turn, of `deadline` seconds; an error in words once the worker is lost."""
         job = _Job(framed(request), deadline, asyncio.get_running_loop().create_future())
         if self._end:
@@ -292,7 +320,9 @@ class _Worker:
         return False
 
     async def _start(self) -> asyncio.subprocess.Process:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what can be imported here, can be there
+        paths = os.pathsep.join(
+            path or os.getcwd() for path in sys.path
+        )  # what can be imported here, can be there
         loop = asyncio.get_running_loop()
         with (self._folder / "log").open("wb") as log:
             self._transport, protocol = await loop.subprocess_exec(
@@ -318,7 +348,11 @@ class _Worker:
 
     def _fate(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         return f"its worker {how}{self._last_words()}"
 
     def _last_words(self) -> str:
@@ -359,9 +393,14 @@ class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
         self._ended.set()
 
 
-async def _exchange(process: asyncio.subprocess.Process, ended: asyncio.Event, frame: bytes) -> _Reply:
+async def _exchange(
+    process: asyncio.subprocess.Process, ended: asyncio.Event, frame: bytes
+) -> _Reply:
     """Raises `EOFError` or `OSError` when the process is gone."""
-    replying, ending = asyncio.create_task(_asked(process, frame)), asyncio.create_task(ended.wait())
+    replying, ending = (
+        asyncio.create_task(_asked(process, frame)),
+        asyncio.create_task(ended.wait()),
+    )
     try:
         await asyncio.wait({replying, ending}, return_when=asyncio.FIRST_COMPLETED)
         if not replying.done():

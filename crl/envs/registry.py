@@ -46,14 +46,30 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
         return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM), key)
     target = _ENVIRONMENTS.get(name, name)
     source, _, attribute = target.rpartition(":")
-    if not source or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
-        raise ConfigError(key, name, f"no such environment; there are: {', '.join(names())}", _remedy(name))
+    if not source or not (
+        source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
+    ):
+        raise ConfigError(
+            key, name, f"no such environment; there are: {', '.join(names())}", _remedy(name)
+        )
     spec = getattr(_module(source, name, key), attribute, None)
     if not isinstance(spec, EnvSpec):
-        raise ConfigError(key, name, f"{attribute!r} of {source!r} is not an EnvSpec", "See examples/doors for one")
+        raise ConfigError(
+            key,
+            name,
+            f"{attribute!r} of {source!r} is not an EnvSpec",
+            "See examples/doors for one",
+        )
     if source.endswith(".py") and spec.hosting == "processes":
-        reason = "is hosted by processes, which import it by name, but it is in a file that has none"
-        raise ConfigError(key, name, reason, "Put it into a package on PYTHONPATH and name it package.module:ATTRIBUTE")
+        reason = (
+            "is hosted by processes, which import it by name, but it is in a file that has none"
+        )
+        raise ConfigError(
+            key,
+            name,
+            reason,
+            "Put it into a package on PYTHONPATH and name it package.module:ATTRIBUTE",
+        )
     return spec
 
 
@@ -65,12 +81,28 @@ def require_extra(spec: EnvSpec, key: str) -> None:
 
 def _module(source: str, name: str, key: str) -> ModuleType:
     if source.endswith(".py") and not Path(source).is_file():
-        raise ConfigError(key, name, "there is no such file", "In a task's file its path starts at that file's folder")
+        raise ConfigError(
+            key,
+            name,
+            "there is no such file",
+            "In a task's file its path starts at that file's folder",
+        )
     try:
-        return _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        return (
+            _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        )
     except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{source}.".startswith(f"{error.name}."):
-            raise ConfigError(key, name, f"there is no module {source!r}", "Check its name and PYTHONPATH, or name its file") from error
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{source}.".startswith(f"{error.name}.")
+        ):
+            raise ConfigError(
+                key,
+                name,
+                f"there is no module {source!r}",
+                "Check its name and PYTHONPATH, or name its file",
+            ) from error
         reason = f"its module cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(key, name, reason, "Install what it needs, or mend it") from error
 
@@ -83,7 +115,9 @@ def _from_file(path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(found)  # there before it runs: dataclasses look themselves up
+    module = sys.modules[name] = importlib.util.module_from_spec(
+        found
+    )  # there before it runs: dataclasses look themselves up
     try:
         found.loader.exec_module(module)
     except BaseException:
@@ -94,5 +128,7 @@ def _from_file(path: Path) -> ModuleType:
 
 def _remedy(name: str) -> str:
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-    own = "an environment of your own is named path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"
+    own = (
+        "an environment of your own is named path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"
+    )
     return f"Did you mean {close[0]!r}? Otherwise, {own}" if close else f"Choose one of them; {own}"

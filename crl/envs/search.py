@@ -9,7 +9,9 @@ from typing import TypeVar
 S = TypeVar("S", bound=Hashable)
 
 
-def shortest_path(start: S, is_goal: Callable[[S], bool], moves: Callable[[S], Iterable[tuple[str, S]]]) -> list[str] | None:
+def shortest_path(
+    start: S, is_goal: Callable[[S], bool], moves: Callable[[S], Iterable[tuple[str, S]]]
+) -> list[str] | None:
     """The actions of a shortest path from `start` to the nearest goal; empty when start is one, None when there is no way.
 
     moves(state): (action, next state) pairs; of equally short paths, the one of earlier moves.

@@ -27,10 +27,14 @@ class SeededTasks:
         """The train stream of the run with `seed`."""
         return SeedStream(self._env, self._goal, seed)
 
-    def eval_tasks(self, split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
+    def eval_tasks(
+        self, split: Split, n: int, seed: int, settings: StreamSettings
+    ) -> tuple[Task, ...]:
         """The first n `new` tasks. Raises `ValueError` for `known` ones, of which there are none."""
         if split != "new":
-            raise ValueError(f"{self._env} has no places that stay, so it has no `known` eval: set it to 0")
+            raise ValueError(
+                f"{self._env} has no places that stay, so it has no `known` eval: set it to 0"
+            )
         return tuple(Task(self._env, s, "new", self._goal) for s in NEW_SEEDS[:n])
 
 
@@ -45,7 +49,13 @@ class SeedStream:
         numbers = range(self._drawn, self._drawn + n)
         self._drawn += n
         return [
-            Task(self._env, TRAIN_SEEDS[derive_seed(self._seed, self._env, k) % len(TRAIN_SEEDS)], "train", self._goal) for k in numbers
+            Task(
+                self._env,
+                TRAIN_SEEDS[derive_seed(self._seed, self._env, k) % len(TRAIN_SEEDS)],
+                "train",
+                self._goal,
+            )
+            for k in numbers
         ]
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:

@@ -65,7 +65,9 @@ def _reply(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str
     """(value, None), or (None, error): in words, unless it is the user's to mend."""
     try:
         return _play(games, *pickle.loads(frame)), None
-    except BaseException as error:  # whatever a game raises, SystemExit too, costs its episode and not the process
+    except (
+        BaseException
+    ) as error:  # whatever a game raises, SystemExit too, costs its episode and not the process
         return None, error if type(error) is ConfigError else describe(error)
 
 

@@ -100,12 +100,18 @@ class RankTraceback(Exception):
 class DeepSpeedLearner:
     """`crl.protocols.Learner` in processes of its own. `version` counts the steps that changed the weights."""
 
-    def __init__(self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int) -> None:
+    def __init__(
+        self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int
+    ) -> None:
         self.version = 0
         self._settings, self._deadline, self._receivers = settings, deadline, receivers
         self._patience = LOADING_S
         size = model_size(settings.model, settings.key)
-        self._bytes = size.parameters * (2 if settings.precision == "bfloat16" else 4) if size else sys.maxsize
+        self._bytes = (
+            size.parameters * (2 if settings.precision == "bfloat16" else 4)
+            if size
+            else sys.maxsize
+        )
         self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
         self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
         self._trouble = asyncio.Event()
@@ -116,7 +122,13 @@ class DeepSpeedLearner:
 
     @classmethod
     async def start(
-        cls, settings: RankSettings, ranks: int, *, deadline: float, gpus: Sequence[str] = (), receivers: int = 0
+        cls,
+        settings: RankSettings,
+        ranks: int,
+        *,
+        deadline: float,
+        gpus: Sequence[str] = (),
+        receivers: int = 0,
     ) -> DeepSpeedLearner:
         """deadline: seconds without progress after which a command is given up. gpus: one for each rank, as CUDA_VISIBLE_DEVICES names
         them; none on the CPU. receivers: vLLM's workers to which weights are broadcast over NCCL; 0 = they go out in a file.
@@ -169,12 +181,20 @@ class DeepSpeedLearner:
         shares = shared_out(minibatches, len(self._ranks))
         stats: StepStats = await self._commands("step", [(share, self.version) for share in shares])
         self.version += stats.updates > 0
-        return replace(stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)})
+        return replace(
+            stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)}
+        )
 
     async def _announce(self) -> NcclWeights:
         checksum, manifest = await self._command("publish", None)
         size = 1 + self._receivers
-        return NcclWeights(size, self.version, checksum, manifest, lambda port: self._unbroken(self._command("broadcast", port, size)))
+        return NcclWeights(
+            size,
+            self.version,
+            checksum,
+            manifest,
+            lambda port: self._unbroken(self._command("broadcast", port, size)),
+        )
 
     async def _write(self) -> FileWeights:
         path = weights_path(self._bytes)
@@ -186,10 +206,18 @@ class DeepSpeedLearner:
     async def _start(self, gpus: Sequence[str]) -> None:
         count = len(self._ranks)
         for rank in self._ranks:
-            await rank.start(_environment(self._settings, rank.number, count, gpus[rank.number] if gpus else None))
+            await rank.start(
+                _environment(
+                    self._settings, rank.number, count, gpus[rank.number] if gpus else None
+                )
+            )
             self._spawn(self._listen(rank))
         seats = [Seat(self._settings, rank.number, count, self._folder) for rank in self._ranks]
-        await self._meet("start", [rank.call(seat) for rank, seat in zip(self._ranks, seats, strict=True)], limit=LOADING_S)
+        await self._meet(
+            "start",
+            [rank.call(seat) for rank, seat in zip(self._ranks, seats, strict=True)],
+            limit=LOADING_S,
+        )
         self._spawn(self._watch())
 
     async def _command(self, name: str, *arguments: object) -> Any:
@@ -202,16 +230,22 @@ class DeepSpeedLearner:
             if self._failure:
                 raise self._failure
             self._patience = LOADING_S if name == "load" else self._deadline
-            calls = [rank.call((name, given)) for rank, given in zip(self._ranks, arguments, strict=True)]
+            calls = [
+                rank.call((name, given)) for rank, given in zip(self._ranks, arguments, strict=True)
+            ]
             return (await self._meet(name, calls))[0]
 
-    async def _meet(self, name: str, calls: Sequence[Coroutine[Any, Any, T]], limit: float | None = None) -> Sequence[T]:
+    async def _meet(
+        self, name: str, calls: Sequence[Coroutine[Any, Any, T]], limit: float | None = None
+    ) -> Sequence[T]:
         """All answers, unless a rank is lost before. limit: seconds, whatever progress there is. Raises `LearnerError`, and what a rank
         found wrong with its settings."""
         answers = asyncio.gather(*calls)
         trouble = asyncio.create_task(self._trouble.wait())
         try:
-            ended, _ = await asyncio.wait({answers, trouble}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                {answers, trouble}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
             self._stuck = self._stuck or not ended
             if answers.done() and not self._trouble.is_set():
                 return answers.result()
@@ -258,7 +292,9 @@ class DeepSpeedLearner:
                     rank.silent = True
                     self._trouble.set()
             busy = [rank for rank in self._ranks if rank.busy]
-            if busy and now - max(rank.moved for rank in busy) > self._patience:  # one that waits for another stands still too
+            if (
+                busy and now - max(rank.moved for rank in busy) > self._patience
+            ):  # one that waits for another stands still too
                 self._stuck = True
                 self._trouble.set()
 
@@ -272,7 +308,9 @@ class DeepSpeedLearner:
         told = said[0].raised.error if said[0].raised and not said[0].died else None
         await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
         self._failure = LearnerError(f"{what} ({when})")
-        self._failure.__cause__ = RankTraceback("\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said))
+        self._failure.__cause__ = RankTraceback(
+            "\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said)
+        )
         return told or self._failure
 
     def _verdict(self) -> tuple[str, Sequence[_Process]]:
@@ -283,8 +321,15 @@ class DeepSpeedLearner:
         least = min((rank.progress for rank in self._ranks if rank.busy), default=(0, 0))
         late = [rank for rank in self._ranks if rank.busy and rank.progress == least]
         numbers = ", ".join(str(rank.number) for rank in late)
-        limit = f"learner.deadline = {self._deadline:g}" if self._patience == self._deadline else f"{self._patience:g}"
-        return f"rank {numbers} of {count} made no progress in {limit} s", [*late, *(rank for rank in self._ranks if rank not in late)]
+        limit = (
+            f"learner.deadline = {self._deadline:g}"
+            if self._patience == self._deadline
+            else f"{self._patience:g}"
+        )
+        return f"rank {numbers} of {count} made no progress in {limit} s", [
+            *late,
+            *(rank for rank in self._ranks if rank not in late),
+        ]
 
 
 # ── one rank, from here ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -371,7 +416,11 @@ class _Process:
         code = self._process.returncode or 0
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL (by hand, or for want of memory)"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def ask_where(self) -> None:
         """Has the rank write down what its threads are doing, if it has come so far as to understand."""
@@ -411,7 +460,9 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     own = {
         "PYTHONPATH": paths,
         "DS_ACCELERATOR": settings.device,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # all ranks are on this machine
+        "GLOO_SOCKET_IFNAME": os.environ.get(
+            "GLOO_SOCKET_IFNAME", "lo"
+        ),  # all ranks are on this machine
         "OMP_NUM_THREADS": str(settings.threads),
     }
     if gpu is not None:
@@ -431,7 +482,10 @@ def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Miniba
         dealt = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
         probed = rank_shares([len(trace.ids) for trace in minibatch.probe], ranks)
         for share, indices, probe in zip(shares, dealt, probed, strict=True):
-            samples, traces = (minibatch.samples[i] for i in indices), (minibatch.probe[i] for i in probe)
+            samples, traces = (
+                (minibatch.samples[i] for i in indices),
+                (minibatch.probe[i] for i in probe),
+            )
             share.append(replace(minibatch, samples=tuple(samples), probe=tuple(traces)))
     return shares
 

@@ -35,18 +35,28 @@ class LocalLearner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, loss: Loss, optimizer: OptimizerSection, settings: TrainSettings, *, threads: int = 1
+        self,
+        model: PreTrainedModel,
+        loss: Loss,
+        optimizer: OptimizerSection,
+        settings: TrainSettings,
+        *,
+        threads: int = 1,
     ) -> None:
         self.model = model
         self.version = 0
         self._masters = None if model.dtype == torch.float32 else MasterWeights(model)
         trained = self._masters.parameters if self._masters else model.parameters()
         cuda = model.device.type == "cuda"
-        optim, schedule = adamw(trained, optimizer, fused=cuda)  # fused: without as much memory again for the update
+        optim, schedule = adamw(
+            trained, optimizer, fused=cuda
+        )  # fused: without as much memory again for the update
         if self._masters:
             self._masters.follow(optim)
         self._trainer = Trainer(model, optim, schedule, loss, settings)
-        self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+        self._thread = ThreadPoolExecutor(
+            1, "learner", initializer=torch.set_num_threads, initargs=(threads,)
+        )
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         """See `crl.protocols.Learner`. Raises `LearnerError`."""
@@ -76,12 +86,17 @@ class LocalLearner:
 
     def _step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         stats = self._trainer.step(minibatches, self.version)
-        self.version += stats.updates > 0  # here, where a cancelled caller cannot part it from the weights
+        self.version += (
+            stats.updates > 0
+        )  # here, where a cancelled caller cannot part it from the weights
         return stats
 
     def _save(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
-        state: State = {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.schedule.state_dict()}
+        state: State = {
+            "optimizer": self._trainer.optimizer.state_dict(),
+            "schedule": self._trainer.schedule.state_dict(),
+        }
         if self._masters:
             state["masters"] = [master.detach() for master in self._masters.parameters]
         torch.save(state, directory / OPTIMIZER)
@@ -89,7 +104,9 @@ class LocalLearner:
     def _load(self, directory: Path) -> None:
         loaded = load_model(directory, self.model.device, self.model.dtype)
         if not (directory / OPTIMIZER).is_file():
-            raise LearnerError(f"{directory} holds no {OPTIMIZER}: another kind of learner saved it")
+            raise LearnerError(
+                f"{directory} holds no {OPTIMIZER}: another kind of learner saved it"
+            )
         self.model.load_state_dict(loaded.state_dict())
         saved = torch.load(directory / OPTIMIZER, map_location=self.model.device, weights_only=True)
         self._trainer.optimizer.load_state_dict(saved["optimizer"])

@@ -41,5 +41,7 @@ class MasterWeights:
 
 def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
-    master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+    master.grad = (
+        parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+    )
     parameter.grad = None

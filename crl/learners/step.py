@@ -60,7 +60,13 @@ def adamw(
 ) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
     """The optimizer of a model, and its warm-up: a learning rate that rises linearly over the first updates."""
     betas = (section.beta1, section.beta2)
-    optimizer = torch.optim.AdamW(parameters, lr=section.learning_rate, betas=betas, weight_decay=section.weight_decay, **options)
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=section.learning_rate,
+        betas=betas,
+        weight_decay=section.weight_decay,
+        **options,
+    )
     warmup = max(section.warmup_steps, 1)
     return optimizer, LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
 
@@ -81,9 +87,14 @@ class Tensors:
         width = max(len(s.trace.ids) for s in samples)
 
         def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+            return torch.tensor(
+                [[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device
+            )
 
-        advantages = [s.advantage if isinstance(s.advantage, tuple) else (s.advantage,) * len(s.trace.ids) for s in samples]
+        advantages = [
+            s.advantage if isinstance(s.advantage, tuple) else (s.advantage,) * len(s.trace.ids)
+            for s in samples
+        ]
         return cls(
             ids=pad([s.trace.ids for s in samples], torch.long),
             mask=pad([s.trace.mask for s in samples], torch.bool),
@@ -104,7 +115,9 @@ class Tensors:
 class Figures:
     """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
 
-    def __init__(self, rows: Iterable[tuple[Mapping[str, torch.Tensor | float], float]] = ()) -> None:
+    def __init__(
+        self, rows: Iterable[tuple[Mapping[str, torch.Tensor | float], float]] = ()
+    ) -> None:
         self.rows = list(rows)
 
     def add(self, metrics: Mapping[str, torch.Tensor | float], tokens: float) -> None:
@@ -131,7 +144,14 @@ def mismatch_moments(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, t
     """Means over tokens of what `mismatch` is computed from: with g = trainer − engine and e = engine, log-probs [n] of the same tokens
     under the same weights. Means of parts, weighted by tokens, are those of the whole."""
     gap, engine = (trainer - engine).double(), engine.double()
-    terms = {"kl": gap.exp() - 1 - gap, "g": gap, "e": engine, "gg": gap.square(), "ee": engine.square(), "ge": gap * engine}
+    terms = {
+        "kl": gap.exp() - 1 - gap,
+        "g": gap,
+        "e": engine,
+        "gg": gap.square(),
+        "ee": engine.square(),
+        "ge": gap * engine,
+    }
     return {MOMENT + name: term.mean() for name, term in terms.items()}
 
 
@@ -149,7 +169,9 @@ def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
     explained = common**2 / (of_gap * of_engine) if vary and of_gap > ROUNDING * gg else 0.0
     return {
         "mismatch_kl": kl,
-        "mismatch_correlation": (of_engine + common) / math.sqrt(of_engine * of_trainer) if correlated else 1.0,
+        "mismatch_correlation": (of_engine + common) / math.sqrt(of_engine * of_trainer)
+        if correlated
+        else 1.0,
         "mismatch_explained": explained,
     }
 
@@ -182,7 +204,10 @@ class Trainer:
         figures = Figures()
         measured = [Figures() for _ in minibatches]
         if self.settings.recompute:
-            minibatches = [self._recomputed(m, own, version) for m, own in zip(minibatches, measured, strict=True)]
+            minibatches = [
+                self._recomputed(m, own, version)
+                for m, own in zip(minibatches, measured, strict=True)
+            ]
         updates = skipped = 0
         grad_norms = []
         learning_rate = float(self.schedule.get_last_lr()[0])
@@ -204,7 +229,9 @@ class Trainer:
             figures.merge(own)
         means = self._pooled(figures).result()
         moments = {name: value for name, value in means.items() if name.startswith(MOMENT)}
-        metrics = {name: value for name, value in means.items() if name not in moments} | (mismatch(moments) if moments else {})
+        metrics = {name: value for name, value in means.items() if name not in moments} | (
+            mismatch(moments) if moments else {}
+        )
         if grad_norms:
             metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
         metrics["samples"] = sum(len(m.samples) for m in minibatches)
@@ -221,11 +248,20 @@ class Trainer:
             total += loss.item()
         return total
 
-    def _loss(self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None) -> torch.Tensor:
+    def _loss(
+        self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None
+    ) -> torch.Tensor:
         """A micro-batch's part of its minibatch's loss."""
         logp, entropy, kl = self._tokens(batch)
         old_logp = batch.old_logps(logp)
-        loss, metrics = self.loss(logp, old_logp, batch.advantage, batch.mask, weights=batch.weights, total_tokens=total_tokens)
+        loss, metrics = self.loss(
+            logp,
+            old_logp,
+            batch.advantage,
+            batch.mask,
+            weights=batch.weights,
+            total_tokens=total_tokens,
+        )
         loss = loss + self.settings.kl_coef * kl.sum() / total_tokens
         tokens = int(batch.mask.sum())
         figures.add(metrics, tokens)
@@ -237,11 +273,15 @@ class Trainer:
         return loss
 
     def _tokens(self, batch: Tensors) -> TokenFigures:
-        return token_logprobs(self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference)
+        return token_logprobs(
+            self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
+        )
 
     def _update(self, total: float) -> float | None:
         """Clips and applies the gradient; returns its norm before, or None, with nothing applied, when it or the loss is not finite."""
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        trained = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self.settings.max_grad_norm))
         if not (math.isfinite(total) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -253,7 +293,9 @@ class Trainer:
         """With those of whoever else works on the same minibatches."""
         return figures
 
-    def _add_mismatch(self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int) -> None:
+    def _add_mismatch(
+        self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int
+    ) -> None:
         """The trainer against the engine, on tokens of the trainer's own version."""
         same = batch.mask & (batch.versions == version)
         tokens = int(same.sum())
@@ -265,8 +307,12 @@ class Trainer:
         for _, batch in self._micro_batches(untrained(minibatch.probe)):
             self._add_mismatch(figures, self._tokens(batch).logp, batch, version)
 
-    def _micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
-        for indices in micro_batches([len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens):
+    def _micro_batches(
+        self, minibatch: Minibatch
+    ) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
+        for indices in micro_batches(
+            [len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens
+        ):
             samples = [minibatch.samples[i] for i in indices]
             yield samples, Tensors.of(samples, self.model.device)
 
@@ -280,8 +326,12 @@ class Trainer:
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
                 engine = batch.old_logps(logp)
-                advantage = advantage * truncated_importance_weights(logp, engine, batch.mask, cap=self.settings.importance_cap)
-            for sample, own, weighted in zip(samples, logp.tolist(), advantage.tolist(), strict=True):
+                advantage = advantage * truncated_importance_weights(
+                    logp, engine, batch.mask, cap=self.settings.importance_cap
+                )
+            for sample, own, weighted in zip(
+                samples, logp.tolist(), advantage.tolist(), strict=True
+            ):
                 length = len(sample.trace.ids)
                 trace = replace(sample.trace, logprobs=tuple(own[:length]))
                 recomputed.append(replace(sample, trace=trace, advantage=tuple(weighted[:length])))

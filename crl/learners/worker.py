@@ -33,12 +33,28 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
-from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from deepspeed.utils.tensor_fragment import (
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
-from crl.learners.deepspeed import BEAT_S, LOADING_S, OPTIMIZER, RankSettings, Seat, frame, read_frame
+from crl.learners.deepspeed import (
+    BEAT_S,
+    LOADING_S,
+    OPTIMIZER,
+    RankSettings,
+    Seat,
+    frame,
+    read_frame,
+)
 from crl.learners.step import Figures, Tensors, Trainer, adamw, untrained
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
@@ -98,7 +114,10 @@ class Link:
         try:
             while True:
                 self._commands.put(read_frame(self._in))
-        except (EOFError, OSError):  # the parent has closed the pipe, or is gone without having tidied up
+        except (
+            EOFError,
+            OSError,
+        ):  # the parent has closed the pipe, or is gone without having tidied up
             shutil.rmtree(folder, ignore_errors=True)
             sweep_all()
         finally:
@@ -121,7 +140,10 @@ def main() -> None:
             link.say("done", getattr(rank, name)(*arguments))
     except BaseException as error:
         told = error if isinstance(error, CrlError) else None
-        link.say("failed", (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(told)))
+        link.say(
+            "failed",
+            (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(told)),
+        )
         threading.Event().wait()  # an end would break the others' connections: the parent must hear of this error first
 
 
@@ -135,7 +157,13 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float, reference: PreTrainedModel | None) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float,
+        reference: PreTrainedModel | None,
+    ) -> torch.Tensor:
         """`TokenFigures` as one tensor [3, b, t]: whatever a loss makes of them, all ranks walk back the same way, and meet."""
         return torch.stack(token_logprobs(self.model, ids, mask, temperature, reference=reference))
 
@@ -148,16 +176,22 @@ class ZeroTrainer(Trainer):
     through the same number of micro-batches, and apply or refuse an update together.
     """
 
-    def __init__(self, settings: RankSettings, ranks: int, device: torch.device, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: RankSettings, ranks: int, device: torch.device, tick: Callable[[], None]
+    ) -> None:
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
         require_packing(model, settings.model, settings.key)  # later ZeRO has cut it up
-        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda")
+        optimizer, schedule = adamw(
+            model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda"
+        )
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
         self.stage, self._ranks, self._device, self._tick = settings.zero, ranks, device, tick
-        self.engine: Any = deepspeed.initialize(model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks))[0]
+        self.engine: Any = deepspeed.initialize(
+            model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks)
+        )[0]
         self._allocate()
 
     def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
@@ -192,11 +226,16 @@ class ZeroTrainer(Trainer):
 
     def _tokens(self, batch: Tensors) -> TokenFigures:
         self._tick()
-        return TokenFigures(*self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference))
+        return TokenFigures(
+            *self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference)
+        )
 
     def _pooled(self, figures: Figures) -> Figures:
         shares: list[Any] = [None] * self._ranks
-        rows = [({name: float(value) for name, value in metrics.items()}, tokens) for metrics, tokens in figures.rows]
+        rows = [
+            ({name: float(value) for name, value in metrics.items()}, tokens)
+            for metrics, tokens in figures.rows
+        ]
         dist.all_gather_object(shares, rows)
         return Figures([row for share in shares for row in share])
 
@@ -278,7 +317,11 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
-        **({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if bfloat16 else {}),
+        **(
+            {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+            if bfloat16
+            else {}
+        ),
         "steps_per_print": None,
     }
 
@@ -322,11 +365,17 @@ class Rank:
 
         Without one they are only gathered and counted, where they are: `broadcast` gathers them again when the engines wait for them.
         """
-        manifest = self._manifest({name: str(p.dtype) for name, p in self._model.named_parameters()})
+        manifest = self._manifest(
+            {name: str(p.dtype) for name, p in self._model.named_parameters()}
+        )
         if path is not None:
             crc = self._write(path, manifest, self._weights())
         else:
-            crc = functools.reduce(lambda crc, named: checksum(dict([named]), crc) if self._first else 0, self._weights(), 0)
+            crc = functools.reduce(
+                lambda crc, named: checksum(dict([named]), crc) if self._first else 0,
+                self._weights(),
+                0,
+            )
         return (crc, manifest) if self._first else None
 
     def broadcast(self, port: int, world_size: int) -> None:
@@ -342,8 +391,12 @@ class Rank:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         if self._receivers is None:  # the workers meet this rank here, the first time
-            self._receivers = trainer_init({"master_address": MEETING, "master_port": port, "world_size": world_size})
-        packed_nccl_broadcast_producer(self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1])
+            self._receivers = trainer_init(
+                {"master_address": MEETING, "master_port": port, "world_size": world_size}
+            )
+        packed_nccl_broadcast_producer(
+            self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1]
+        )
 
     def save(self, directory: Path) -> None:
         """The model as Hugging Face has it, and beside it what the optimizer knows of each weight, whoever held which part."""
@@ -353,7 +406,11 @@ class Rank:
             whole |= {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
             self._model.save_pretrained(directory, state_dict=whole)
         del whole
-        names = {f"{kind}.{name}": "torch.float32" for kind in self._kinds for name, _ in self._model.named_parameters()}
+        names = {
+            f"{kind}.{name}": "torch.float32"
+            for kind in self._kinds
+            for name, _ in self._model.named_parameters()
+        }
         schedule = json.dumps(self._trainer.schedule.state_dict())
         metadata = {"updates": str(self._trainer.updates), "schedule": schedule}
         self._write(directory / OPTIMIZER, self._manifest(names), self._states(), metadata)
@@ -362,8 +419,15 @@ class Rank:
         """What `save` wrote, with any number of ranks and at any stage."""
         saved = directory / OPTIMIZER
         if not saved.is_file():
-            raise LearnerError(f"{directory} holds no {OPTIMIZER}: another kind of learner saved it")
-        loaded = load_model(directory, torch.device("cpu"), getattr(torch, self._settings.precision), key=self._settings.key)
+            raise LearnerError(
+                f"{directory} holds no {OPTIMIZER}: another kind of learner saved it"
+            )
+        loaded = load_model(
+            directory,
+            torch.device("cpu"),
+            getattr(torch, self._settings.precision),
+            key=self._settings.key,
+        )
         weights = dict(loaded.named_parameters())
         with safe_open(saved, "pt") as file:
             present = set(file.keys())
@@ -372,12 +436,18 @@ class Rank:
                 for kind in MOMENTS:
                     self._set_state(parameter, kind, file.get_tensor(f"{kind}.{name}"))
                 if self._trainer.stage:
-                    exact = file.get_tensor(f"weight.{name}") if f"weight.{name}" in present else weights[name].detach().float()
+                    exact = (
+                        file.get_tensor(f"weight.{name}")
+                        if f"weight.{name}" in present
+                        else weights[name].detach().float()
+                    )
                     self._set_state(parameter, "weight", exact)
             metadata = file.metadata()
         self._trainer.updates = int(metadata["updates"])
         self._trainer.schedule.load_state_dict(json.loads(metadata["schedule"]))
-        for group, rate in zip(self._trainer.optimizer.param_groups, self._trainer.schedule.get_last_lr(), strict=True):
+        for group, rate in zip(
+            self._trainer.optimizer.param_groups, self._trainer.schedule.get_last_lr(), strict=True
+        ):
             group["lr"] = rate
 
     # Parameters that ZeRO has cut up, as wholes. At stage 3 a weight exists only while it is gathered; from stage 1 on the float32
@@ -393,7 +463,9 @@ class Rank:
             with self._gathered(parameter):
                 yield name, parameter.detach()
 
-    def _gathered(self, parameter: torch.nn.Parameter, *, change: bool = False) -> AbstractContextManager[Any]:
+    def _gathered(
+        self, parameter: torch.nn.Parameter, *, change: bool = False
+    ) -> AbstractContextManager[Any]:
         self._tick()
         if self._trainer.stage < 3:
             return nullcontext()
@@ -408,7 +480,11 @@ class Rank:
         self._tick()
         if not self._trainer.stage:
             return self._trainer.optimizer.state[parameter][kind]
-        whole = safe_get_full_fp32_param(parameter) if kind == "weight" else safe_get_full_optimizer_state(parameter, kind)
+        whole = (
+            safe_get_full_fp32_param(parameter)
+            if kind == "weight"
+            else safe_get_full_optimizer_state(parameter, kind)
+        )
         assert whole is not None
         return whole
 
@@ -423,11 +499,17 @@ class Rank:
         if not self._trainer.stage:
             self._trainer.optimizer.state[parameter][kind].copy_(value)
         elif self._trainer.stage < 3:
-            set_whole = (safe_set_full_fp32_param,) if kind == "weight" else (safe_set_full_optimizer_state, kind)
+            set_whole = (
+                (safe_set_full_fp32_param,)
+                if kind == "weight"
+                else (safe_set_full_optimizer_state, kind)
+            )
             set_whole[0](parameter, value, *set_whole[1:])
         else:
             size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-            whole = torch.nn.functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+            whole = torch.nn.functional.pad(
+                value.flatten(), (0, size * self._ranks - value.numel())
+            )
             part = whole[size * self._rank : size * (self._rank + 1)]
             if kind == "weight":
                 safe_set_local_fp32_param(parameter, part)
@@ -437,10 +519,16 @@ class Rank:
     def _manifest(self, dtypes: dict[str, str]) -> WeightManifest:
         """dtypes: of tensors that are shaped like the parameters, in their order, once or several times over."""
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in self._model.parameters()]
-        return WeightManifest(tuple(dtypes), tuple(dtypes.values()), tuple(shapes * (len(dtypes) // len(shapes))))
+        return WeightManifest(
+            tuple(dtypes), tuple(dtypes.values()), tuple(shapes * (len(dtypes) // len(shapes)))
+        )
 
     def _write(
-        self, path: Path, manifest: WeightManifest, named: Iterator[tuple[str, torch.Tensor]], metadata: dict[str, str] | None = None
+        self,
+        path: Path,
+        manifest: WeightManifest,
+        named: Iterator[tuple[str, torch.Tensor]],
+        metadata: dict[str, str] | None = None,
     ) -> int:
         """By the first rank; the others only help to gather."""
         tensors = (tensor for _, tensor in named)

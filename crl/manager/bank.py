@@ -43,7 +43,9 @@ class Bank:
         if known is None or known.version < entry.version:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
-            self._indexes.setdefault(self._room(entry.task), Index(self._dim, exact=self._settings.exact)).put(entry.uid, vector)
+            self._indexes.setdefault(
+                self._room(entry.task), Index(self._dim, exact=self._settings.exact)
+            ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
         """The entry guides nobody any more; not an error when it is not there."""
@@ -94,7 +96,13 @@ class Bank:
             return None
 
     def search(
-        self, request: SearchRequest, query: Vector, step: int, *, counted: bool, near: Sequence[Neighbour] | None = None
+        self,
+        request: SearchRequest,
+        query: Vector,
+        step: int,
+        *,
+        counted: bool,
+        near: Sequence[Neighbour] | None = None,
     ) -> Hit | None:
         """The experience for one episode, counted at once, so that the next search sees it as retrieved.
 
@@ -106,7 +114,11 @@ class Bank:
         if self.decided(request, counted=counted):
             return self._picks[group]
         shared = self._shared(request)
-        address = (step, request.group) if shared else (step, request.group, request.member, *([request.asked] if request.asked else []))
+        address = (
+            (step, request.group)
+            if shared
+            else (step, request.group, request.member, *([request.asked] if request.asked else []))
+        )
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         rng = partial(generator, self._seed, "retrieval", *address)
@@ -152,4 +164,9 @@ class Bank:
 
 
 def _hit(entry: Entry, how: UseKind) -> Hit:
-    return Hit(entry.text, ExperienceUse(entry.uid, entry.version, entry.generation, how), entry.goal, entry.record)
+    return Hit(
+        entry.text,
+        ExperienceUse(entry.uid, entry.version, entry.generation, how),
+        entry.goal,
+        entry.record,
+    )

@@ -60,10 +60,14 @@ class Ready:
     t_last: int | None
 
     def weight(self, step: int, settings: CreditSettings) -> float:
-        return training_weight(step, self.t_last, self.c_train, cooldown=settings.cooldown, alpha=settings.alpha)
+        return training_weight(
+            step, self.t_last, self.c_train, cooldown=settings.cooldown, alpha=settings.alpha
+        )
 
 
-def choose_batch(ready: Sequence[Ready], n: int, step: int, settings: CreditSettings) -> list[Ready] | None:
+def choose_batch(
+    ready: Sequence[Ready], n: int, step: int, settings: CreditSettings
+) -> list[Ready] | None:
     """The first `n` of `ready`, which is in order of becoming ready; None when there are not so many.
 
     Units in cooldown wait and do not fill the batch; at most n // 4 of it are generations without an op. step: completed
@@ -84,7 +88,10 @@ def choose_batch(ready: Sequence[Ready], n: int, step: int, settings: CreditSett
 
 
 def batch_samples(
-    batch: Sequence[Ready], generations: Mapping[str, Generation], step: int, settings: CreditSettings
+    batch: Sequence[Ready],
+    generations: Mapping[str, Generation],
+    step: int,
+    settings: CreditSettings,
 ) -> list[ExtractorSample]:
     """The samples of a batch: one per unit in order, then one per generation for the tokens before its first op.
 
@@ -100,24 +107,34 @@ def batch_samples(
     weights = [unit.weight(step, settings) for unit in batch]
     baseline = 0.0
     if settings.centred:
-        baseline = sum(w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)) / sum(weights)
+        baseline = sum(
+            w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)
+        ) / sum(weights)
     samples = []
     by_generation: dict[str, list[Ready]] = {}
     for unit, weight in zip(batch, weights, strict=True):
         pending = unit.pending
         by_generation.setdefault(pending.generation, []).append(unit)
         trace = masked_trace(generations[pending.generation], pending.span)
-        samples.append(_sample(str(pending.unit), pending.generation, trace, pending.reward, weight, baseline))
+        samples.append(
+            _sample(str(pending.unit), pending.generation, trace, pending.reward, weight, baseline)
+        )
     for name, units in by_generation.items():
         generation = generations[name]
         if generation.head and not units[0].pending.malformed:
             reward = fmean(unit.pending.reward for unit in units)
             trace = masked_trace(generation, (0, generation.head))
-            samples.append(_sample(f"{name}@head", name, trace, reward, units[0].weight(step, settings), baseline))
+            samples.append(
+                _sample(
+                    f"{name}@head", name, trace, reward, units[0].weight(step, settings), baseline
+                )
+            )
     return samples
 
 
-def _sample(name: str, generation: str, trace: TokenTrace, reward: float, weight: float, baseline: float) -> ExtractorSample:
+def _sample(
+    name: str, generation: str, trace: TokenTrace, reward: float, weight: float, baseline: float
+) -> ExtractorSample:
     return ExtractorSample(name, generation, trace, reward, weight, weight * (reward - baseline))
 
 

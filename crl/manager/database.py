@@ -36,7 +36,9 @@ GROUP = 64
 class Database:
     """A bank's file, which nobody else writes to. Made by `open`; every failure of SQLite is a `StoreError` that names the file."""
 
-    def __init__(self, path: Path, connection: Connection, closing: ExitStack, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, connection: Connection, closing: ExitStack, thread: ThreadPoolExecutor
+    ) -> None:
         self.path, self.connection = path, connection
         self._closing, self._thread = closing, thread
         self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
@@ -130,7 +132,9 @@ class Database:
             with store_errors(self.path):
                 self.connection.execute("VACUUM")
                 if self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()["busy"]:
-                    raise StoreError(f"{self.path}: somebody reads it, so it cannot be made one file. End that reader first.")
+                    raise StoreError(
+                        f"{self.path}: somebody reads it, so it cannot be made one file. End that reader first."
+                    )
 
         await to_its_end(self._on_thread(compacting))
 
@@ -156,7 +160,9 @@ class Database:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError(f"{self.path}: the bank is closed. What was acknowledged before is safe.")
+            raise StoreError(
+                f"{self.path}: the bank is closed. What was acknowledged before is safe."
+            )
 
     def _on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -167,10 +173,16 @@ class Database:
             self._committing = self._on_thread(partial(self._commit, [work for work, _ in group]))
             self._committing.add_done_callback(partial(self._settle, [done for _, done in group]))
 
-    def _settle(self, group: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]) -> None:
+    def _settle(
+        self, group: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]
+    ) -> None:
         self._committing = None
-        error = committing.exception()  # then nothing of the group happened: each of its callers is told why
-        for done, outcome in zip(group, [error] * len(group) if error else committing.result(), strict=True):
+        error = (
+            committing.exception()
+        )  # then nothing of the group happened: each of its callers is told why
+        for done, outcome in zip(
+            group, [error] * len(group) if error else committing.result(), strict=True
+        ):
             if isinstance(outcome, BaseException):
                 done.set_exception(outcome)
                 done.exception()  # it counts as seen when its caller was cancelled meanwhile
@@ -196,7 +208,9 @@ class Database:
             with store_errors(self.path):
                 outcome = work(self.connection)
         except Exception as error:
-            if not self.connection.in_transaction:  # SQLite gave up the whole transaction, as on a full disk
+            if (
+                not self.connection.in_transaction
+            ):  # SQLite gave up the whole transaction, as on a full disk
                 raise
             self.connection.execute("ROLLBACK TO work")
             outcome = error
@@ -213,9 +227,14 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
         with closing(connect_to_read(path)) as db:
             reason = _unreadable(db) or (_unguiding(db) if guiding else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        if _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and (log := beside(path, "wal")).exists():
+        if (
+            _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
+            and (log := beside(path, "wal")).exists()
+        ):
             reason = f"it was not closed, and what is in {log.name} beside it can only be read where both and their directory are writable"
-            raise ConfigError(key, str(path), reason, "Copy both files to such a directory and use that copy") from error
+            raise ConfigError(
+                key, str(path), reason, "Copy both files to such a directory and use that copy"
+            ) from error
         if _code(error).startswith("SQLITE_CORRUPT"):
             remedy = f"{RESTORE[0].upper()}{RESTORE[1:]}, or {remedy[0].lower()}{remedy[1:]}"
             raise ConfigError(key, str(path), f"it is damaged ({error})", remedy) from error
@@ -239,12 +258,19 @@ def _out_of_reach(path: Path) -> str:
 
 def _unreadable(db: Connection) -> str:
     """Why this crl does not read it; empty where it does."""
-    ((application,),), ((version,),) = db.execute("PRAGMA application_id"), db.execute("PRAGMA user_version")
+    ((application,),), ((version,),) = (
+        db.execute("PRAGMA application_id"),
+        db.execute("PRAGMA user_version"),
+    )
     if application != APPLICATION_ID:
         return "it is not a bank of crl"
     if version > SCHEMA_VERSION:
         return f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}"
-    return "" if version > 0 else f"its schema version {version} is one that no crl writes: the file is damaged"
+    return (
+        ""
+        if version > 0
+        else f"its schema version {version} is one that no crl writes: the file is damaged"
+    )
 
 
 def _unguiding(bank: Connection) -> str:
@@ -260,7 +286,9 @@ async def copy_database(source: Path, target: Path) -> None:
     """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
     _refuse_existing(target)
     with ThreadPoolExecutor(1) as thread:
-        await _whole_or_none(target, asyncio.get_running_loop().run_in_executor(thread, _copy, source, target))
+        await _whole_or_none(
+            target, asyncio.get_running_loop().run_in_executor(thread, _copy, source, target)
+        )
 
 
 async def _whole_or_none(target: Path, copying: asyncio.Future[None]) -> None:
@@ -292,7 +320,9 @@ def _open(path: Path) -> tuple[Connection, ExitStack]:
     """The connection, and what closes it."""
     with store_errors(path), ExitStack() as stack:
         stack.callback(WriterClaim(path).release)
-        connection = stack.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
+        connection = stack.enter_context(
+            closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+        )
         prepare(connection, path)
         return connection, stack.pop_all()
 
@@ -345,7 +375,9 @@ def _connect(path: Path, mode: str) -> Connection:
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        raise StoreError(f"{path}: it exists, and a bank is not copied over it. Choose another path.")
+        raise StoreError(
+            f"{path}: it exists, and a bank is not copied over it. Choose another path."
+        )
 
 
 def remove(path: Path) -> None:
@@ -381,7 +413,9 @@ def readable_rows(path: Path) -> Iterator[None]:
     except UnicodeEncodeError:  # of what was asked for, not of a row
         raise
     except (ValueError, TypeError, LookupError) as error:
-        raise StoreError(f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}") from error
+        raise StoreError(
+            f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}"
+        ) from error
 
 
 def _remedy(error: Exception) -> str:
@@ -394,7 +428,11 @@ def _remedy(error: Exception) -> str:
 
 def _code(error: Exception) -> str:
     """SQLite's name of the error, none where it is the system's; that of a damaged file for what cannot be text or JSON."""
-    return (getattr(error, "sqlite_errorname", "") or "") if isinstance(error, sqlite3.Error | OSError) else "SQLITE_CORRUPT"
+    return (
+        (getattr(error, "sqlite_errorname", "") or "")
+        if isinstance(error, sqlite3.Error | OSError)
+        else "SQLITE_CORRUPT"
+    )
 
 
 REMEDIES = {

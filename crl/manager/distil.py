@@ -31,15 +31,35 @@ class DistilSettings:
 class Distiller:
     """prompt: what the extractor is told of an episode; votes: it is asked for them too."""
 
-    def __init__(self, extractor: Extractor, keys: Keys, prompt: PromptWriter, limits: OpLimits, *, votes: bool) -> None:
-        self._extractor, self._keys, self._prompt, self._limits, self._votes = extractor, keys, prompt, limits, votes
+    def __init__(
+        self,
+        extractor: Extractor,
+        keys: Keys,
+        prompt: PromptWriter,
+        limits: OpLimits,
+        *,
+        votes: bool,
+    ) -> None:
+        self._extractor, self._keys, self._prompt, self._limits, self._votes = (
+            extractor,
+            keys,
+            prompt,
+            limits,
+            votes,
+        )
 
     async def distil(self, request: DistilRequest) -> Distilled:
         """Raises `RolloutError` when the request cannot be distilled, `TransientError` when it may be another time, `EngineError` when
         the engine is gone."""
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
-            parsed = parse_ops(completion, len(request.shown), thinking=thinking, votes=self._votes, limits=self._limits)
+            parsed = parse_ops(
+                completion,
+                len(request.shown),
+                thinking=thinking,
+                votes=self._votes,
+                limits=self._limits,
+            )
             return _one_word_each(completion, parsed, [hit.use for hit in request.shown])
 
         segments = await self._extractor.aside(partial(self._prompt, request))
@@ -52,7 +72,8 @@ class Distiller:
         writing = [(i, op) for i, op in enumerate(answer.ops) if op.kind in ("add", "update")]
         vectors = await self._keys.embed([(request.task.goal, op.text) for _, op in writing])
         return tuple(
-            Write(i, op.text, answer.spans[i], vector, _targets(request, op)) for (i, op), vector in zip(writing, vectors, strict=True)
+            Write(i, op.text, answer.spans[i], vector, _targets(request, op))
+            for (i, op), vector in zip(writing, vectors, strict=True)
         )
 
 

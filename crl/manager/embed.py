@@ -21,10 +21,14 @@ class HashEmbedder:
     """
 
     def __init__(self, dim: int = 384) -> None:
-        from sklearn.feature_extraction.text import HashingVectorizer  # a second of imports that only this class needs
+        from sklearn.feature_extraction.text import (
+            HashingVectorizer,
+        )  # a second of imports that only this class needs
 
         self.name, self.dim = f"hash-char_wb-2-4-{dim}", dim
-        self._vectorizer: Any = HashingVectorizer(analyzer="char_wb", ngram_range=(2, 4), n_features=dim, norm="l2")
+        self._vectorizer: Any = HashingVectorizer(
+            analyzer="char_wb", ngram_range=(2, 4), n_features=dim, norm="l2"
+        )
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """float32 [len(texts), dim], unit norm; texts without any n-gram share one arbitrary direction."""
@@ -70,7 +74,11 @@ class CachedEmbedder:
             fetched = await asyncio.shield(coming)
             found |= {text: fetched[text] for text in missing if text in fetched}
         self._remember(found)
-        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+        return (
+            np.stack([found[text] for text in texts])
+            if texts
+            else np.zeros((0, self.dim), np.float32)
+        )
 
     async def _fetch(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
         try:
@@ -79,7 +87,9 @@ class CachedEmbedder:
             for text in texts:
                 del self._coming[text]
         if made.shape != (len(texts), self.dim) or not np.isfinite(made).all():
-            raise EngineError(f"embedder {self.name}: its vectors of {len(texts)} texts are not each of {self.dim} finite numbers")
+            raise EngineError(
+                f"embedder {self.name}: its vectors of {len(texts)} texts are not each of {self.dim} finite numbers"
+            )
         vectors = dict(zip(texts, map(np.array, made), strict=True))
         self._remember(vectors)
         return vectors
@@ -106,7 +116,11 @@ class Keys:
     @property
     def name(self) -> str:
         """How they are made; vectors of another name do not compare with them."""
-        return self._embedder.name if self._weight is None else f"{self._embedder.name}: goal + {self._weight} text"
+        return (
+            self._embedder.name
+            if self._weight is None
+            else f"{self._embedder.name}: goal + {self._weight} text"
+        )
 
     async def embed(self, entries: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
         """The keys of (goal, text) pairs: float32 [len(entries), dim], unit norm."""

@@ -36,7 +36,14 @@ class Extractor:
     repeat samples the same."""
 
     def __init__(
-        self, engine: Engine, renderer: ChatRenderer, *, max_tokens: int, temperature: float, seed: int, threaded: bool = False
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        threaded: bool = False,
     ) -> None:
         self._engine, self._renderer, self._seed, self._threaded = engine, renderer, seed, threaded
         self._desk = asyncio.Lock()
@@ -50,26 +57,36 @@ class Extractor:
         """What `work` returns, which writes or reads what the extractor does: milliseconds of tokenising for a long episode."""
         if not self._threaded:
             return work()
-        async with self._desk:  # one at a time: several threads would keep the interpreter's lock from the event loop
+        async with (
+            self._desk
+        ):  # one at a time: several threads would keep the interpreter's lock from the event loop
             return await asyncio.to_thread(work)
 
-    async def answer(self, purpose: str, name: str, segments: Sequence[Segment], parse: Parser) -> Answer:
+    async def answer(
+        self, purpose: str, name: str, segments: Sequence[Segment], parse: Parser
+    ) -> Answer:
         """name: becomes the generation's id, unique within the bank.
 
         Raises `RolloutError` when the engine cannot serve this request, `EngineError` when it is gone.
         """
         text, prompt = await self.aside(partial(self._rendered, segments))
         version = self._engine.version
-        completion = await self._engine.generate(prompt, self._sampling, rng=derive_seed(self._seed, purpose, name))
+        completion = await self._engine.generate(
+            prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
+        )
         thinking = text.rstrip().endswith(THINKING_OPENS)
         parsed, head, spans = await self.aside(partial(self._read, completion, parse, thinking))
-        return Answer(Generation(name, version, prompt, completion, head), parsed.ops, spans, parsed.dropped)
+        return Answer(
+            Generation(name, version, prompt, completion, head), parsed.ops, spans, parsed.dropped
+        )
 
     def _rendered(self, segments: Sequence[Segment]) -> tuple[str, tuple[int, ...]]:
         text = self._renderer.text(segments)
         return text, self._renderer.encode(text)
 
-    def _read(self, completion: Completion, parse: Parser, thinking: bool) -> tuple[ParsedOps, int, tuple[Span, ...]]:
+    def _read(
+        self, completion: Completion, parse: Parser, thinking: bool
+    ) -> tuple[ParsedOps, int, tuple[Span, ...]]:
         """Return what was parsed, the tokens that `Generation.head` counts, and each op's tokens.
 
         The last op's tokens include the rest of the answer and its stop token: nothing else would

@@ -71,7 +71,9 @@ def _departure(text: str, start: int, error: json.JSONDecodeError) -> int:
     return at
 
 
-def wrong_at(text: str, span: Span, kinds: Sequence[str], shown: int, max_chars: int, about: str) -> int:
+def wrong_at(
+    text: str, span: Span, kinds: Sequence[str], shown: int, max_chars: int, about: str
+) -> int:
     """Return the first character that no usable op has in the place of a refused one.
 
     span: the refused op, an object with an "op"; kinds: those that could be used; shown: how many
@@ -94,7 +96,9 @@ def wrong_at(text: str, span: Span, kinds: Sequence[str], shown: int, max_chars:
     if text[start] == "[":
         wrong = (one for one in re.finditer(r"\d+", text[start:end]) if one[0] not in numbers)
         return next((start + one.start() for one in wrong), end - 1)
-    return start + min(_shared(text[start:end], [*numbers, *map(json.dumps, numbers)]), end - start - 1)
+    return start + min(
+        _shared(text[start:end], [*numbers, *map(json.dumps, numbers)]), end - start - 1
+    )
 
 
 def target_span(text: str, span: Span) -> Span | None:

@@ -54,7 +54,9 @@ class Build:
     live: those rows; rows_before: how many there were in all.
     """
 
-    def __init__(self, snapshot: Snapshot, tail: NDArray[np.float32], live: NDArray[np.intp], uids: list[str]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, tail: NDArray[np.float32], live: NDArray[np.intp], uids: list[str]
+    ) -> None:
         self.live, self.rows_before = live, len(snapshot) + len(tail)
         self._parts, self._old_uids = (snapshot.vectors, tail), uids
         self.snapshot = snapshot
@@ -99,13 +101,17 @@ class Index:
     @property
     def due(self) -> bool:
         """A large index whose tail takes about as long as its graph, and no next snapshot is being made."""
-        long = len(self._uids) - len(self._snapshot) >= max(GRAPH_FROM // 4, len(self._snapshot) // 16)
+        long = len(self._uids) - len(self._snapshot) >= max(
+            GRAPH_FROM // 4, len(self._snapshot) // 16
+        )
         return long and self._large and not self._building
 
     def put(self, uid: str, vector: Vector) -> None:
         """Adds `uid`, or gives it another vector. Raises `ValueError` for a vector of another size."""
         if vector.shape != (self.dim,):
-            raise ValueError(f"a vector of shape {vector.shape} does not fit an index of dimension {self.dim}")
+            raise ValueError(
+                f"a vector of shape {vector.shape} does not fit an index of dimension {self.dim}"
+            )
         self.remove(uid)
         if len(self._uids) == len(self._alive):
             self._make_room()
@@ -126,15 +132,22 @@ class Index:
         n, used = len(self._snapshot), len(self._uids)
         near = self._by_graph(query, k)
         # One matrix-vector product a query: in a larger product the last bits would depend on who else asks.
-        old = self._snapshot.vectors @ query if near is None else self._snapshot.vectors[near] @ query
+        old = (
+            self._snapshot.vectors @ query if near is None else self._snapshot.vectors[near] @ query
+        )
         rows = np.arange(used) if near is None else np.concatenate([near, np.arange(n, used)])
         scores = np.concatenate([old, self._tail[: used - n] @ query])
         scores[~self._alive[rows]] = -np.inf
         # All that are as good as the k-th best are sorted, so that equals are cut by age and not by chance.
-        bound = np.partition(scores, len(scores) - k)[len(scores) - k] if len(scores) > k else -np.inf
+        bound = (
+            np.partition(scores, len(scores) - k)[len(scores) - k] if len(scores) > k else -np.inf
+        )
         good = np.flatnonzero((scores >= bound) & (scores > -np.inf))
         best = good[np.argsort(-scores[good], kind="stable")][:k]
-        return [Neighbour(self._uids[row], score) for row, score in zip(rows[best].tolist(), scores[best].tolist(), strict=True)]
+        return [
+            Neighbour(self._uids[row], score)
+            for row, score in zip(rows[best].tolist(), scores[best].tolist(), strict=True)
+        ]
 
     def _by_graph(self, query: Vector, k: int) -> NDArray[np.intp] | None:
         """The snapshot's rows that are nearest, `k` of them alive, in order of age. None: it must be searched exactly."""
@@ -157,7 +170,12 @@ class Index:
         """Begins the next snapshot, of the rows that are alive now."""
         self._building = True
         used = len(self._uids)
-        return Build(self._snapshot, self._tail[: used - len(self._snapshot)], np.flatnonzero(self._alive[:used]), self._uids[:used])
+        return Build(
+            self._snapshot,
+            self._tail[: used - len(self._snapshot)],
+            np.flatnonzero(self._alive[:used]),
+            self._uids[:used],
+        )
 
     def swap(self, build: Build) -> None:
         """Puts the snapshot that was built in the place of the old one; what was put since it began is the tail."""
@@ -168,7 +186,12 @@ class Index:
         for row in np.flatnonzero(~alive[:n]):
             del build.rows[uids[row]]
         build.rows.update((uids[row], int(row)) for row in n + np.flatnonzero(alive[n:]))
-        self._snapshot, self._uids, self._rows, self._building = build.snapshot, uids, build.rows, False
+        self._snapshot, self._uids, self._rows, self._building = (
+            build.snapshot,
+            uids,
+            build.rows,
+            False,
+        )
         self._set_tail(young, alive, max(TAIL, n // 4, 2 * len(young)))
 
     @property

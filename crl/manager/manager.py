@@ -76,17 +76,27 @@ class ExperienceManager:
         self._progress = progress
         self._keys = Keys(embedder, settings.distil.key_text_weight)
         votes = settings.vote_out is not None
-        self._distiller = Distiller(extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes)
+        self._distiller = Distiller(
+            extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes
+        )
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._apply)
         self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
         self._merging = False
         self._merges_skipped = 0
-        self._refiner = Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
+        self._refiner = (
+            Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
+        )
         self._refines_failed = 0
         self._sampled_tokens = 0
         self._begin_empty()
         self._step = 0
-        self._rules = ApplyRules(settings.credit.malformed_reward, settings.cap, settings.size, settings.evict, settings.vote_out)
+        self._rules = ApplyRules(
+            settings.credit.malformed_reward,
+            settings.cap,
+            settings.size,
+            settings.evict,
+            settings.vote_out,
+        )
         self._places = asyncio.Semaphore(settings.concurrency)
         self._comparing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
@@ -114,9 +124,16 @@ class ExperienceManager:
         try:
             distil = settings.distil
             extractor = Extractor(
-                engine, renderer, max_tokens=distil.max_tokens, temperature=distil.temperature, seed=seed, threaded=settings.threaded
+                engine,
+                renderer,
+                max_tokens=distil.max_tokens,
+                temperature=distil.temperature,
+                seed=seed,
+                threaded=settings.threaded,
             )
-            manager = cls(store, extractor, prompts, engine, embedder, settings, seed, on_distilled, progress)
+            manager = cls(
+                store, extractor, prompts, engine, embedder, settings, seed, on_distilled, progress
+            )
             await manager._load()
         except BaseException:
             await store.aclose()
@@ -127,17 +144,28 @@ class ExperienceManager:
         retrieval = self._settings.retrieval
         self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
         self._searcher = Searcher(self._bank, self._embedder, retrieval)
-        least, with_goals = self._settings.duplicate, self._settings.distil.key_text_weight is not None
-        self._duplicates = None if least is None else DuplicateFilter(self._bank, self._embedder, least, with_goals=with_goals)
+        least, with_goals = (
+            self._settings.duplicate,
+            self._settings.distil.key_text_weight is not None,
+        )
+        self._duplicates = (
+            None
+            if least is None
+            else DuplicateFilter(self._bank, self._embedder, least, with_goals=with_goals)
+        )
 
     async def _load(self) -> None:
         """Fills the empty bank from the store, as far as there is room."""
         await self._store.fit(self._rules)
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
-        if await self._store.embedder() != self._keys.name or (vectors and len(vectors[0]) != self._embedder.dim):
+        if await self._store.embedder() != self._keys.name or (
+            vectors and len(vectors[0]) != self._embedder.dim
+        ):
             vectors = await self._embed_again([entry for entry, _ in entries])
-        await self._searcher.change([(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)])
+        await self._searcher.change(
+            [(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)]
+        )
 
     async def _embed_again(self, entries: Sequence[Entry]) -> list[Vector]:
         vectors: list[Vector] = []
@@ -145,9 +173,14 @@ class ExperienceManager:
             with self._progress(len(entries)) as advance:
                 for start in range(0, len(entries), EMBEDDED):
                     part = entries[start : start + EMBEDDED]
-                    vectors += list(await self._keys.embed([(entry.goal, entry.text) for entry in part]))
+                    vectors += list(
+                        await self._keys.embed([(entry.goal, entry.text) for entry in part])
+                    )
                     advance(len(part))
-        await self._store.set_vectors(self._keys.name, {entry.uid: vector for entry, vector in zip(entries, vectors, strict=True)})
+        await self._store.set_vectors(
+            self._keys.name,
+            {entry.uid: vector for entry, vector in zip(entries, vectors, strict=True)},
+        )
         return vectors
 
     async def aclose(self) -> None:
@@ -157,7 +190,9 @@ class ExperienceManager:
         await to_its_end(self._ending)
 
     async def _end(self) -> None:
-        async with AsyncExitStack() as stack:  # each of them, the last one first, whatever becomes of the others
+        async with (
+            AsyncExitStack() as stack
+        ):  # each of them, the last one first, whatever becomes of the others
             stack.push_async_callback(self._store.aclose)
             stack.push_async_callback(self._write_counts)
             stack.push_async_callback(self._searcher.aclose)
@@ -182,7 +217,9 @@ class ExperienceManager:
 
     # ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def search(self, requests: Sequence[SearchRequest], *, counted: bool = True) -> list[Hit | None]:
+    async def search(
+        self, requests: Sequence[SearchRequest], *, counted: bool = True
+    ) -> list[Hit | None]:
         """`Retriever`: at most one experience per request, picked in request order and counted at once.
 
         counted = False (evaluations): no counter moves and nothing is remembered.
@@ -210,18 +247,30 @@ class ExperienceManager:
         start = time.perf_counter()
         try:
             # Beside the places of `concurrency`: an agent waits, and there are no more of these than episodes in flight.
-            refined = await self._served(partial(self._refiner.refine, question, hit), self._settings.ask_deadline, "deadline")
+            refined = await self._served(
+                partial(self._refiner.refine, question, hit),
+                self._settings.ask_deadline,
+                "deadline",
+            )
         except RolloutError:
             self._refines_failed += counted
             refined = None
         if refined and counted:
             self._sampled_tokens += len(refined.generation.completion.ids)
-            await self._whole(self._store.refine(refined, Stamp(self._step, refined.generation.extractor), self._rules))
+            await self._whole(
+                self._store.refine(
+                    refined, Stamp(self._step, refined.generation.extractor), self._rules
+                )
+            )
         if counted:
             self._refine_times.append(time.perf_counter() - start)
         if refined is None or refined.text is None:
             return hit
-        return replace(hit, text=refined.text, use=replace(hit.use, generation=refined.generation.id, how="ask"))
+        return replace(
+            hit,
+            text=refined.text,
+            use=replace(hit.use, generation=refined.generation.id, how="ask"),
+        )
 
     def take_refine_times(self) -> list[float]:
         """Seconds that each counted `refine` took since the last call of this; the last TIMES."""
@@ -285,7 +334,9 @@ class ExperienceManager:
         async with self._places:
             return await self._served(ask, self._settings.lease, "lease")
 
-    async def _served(self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str) -> T:
+    async def _served(
+        self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str
+    ) -> T:
         """Raises `TransientError` also when it takes longer than `seconds`, and when the engine failed and serves again."""
         deadline = asyncio.timeout(seconds)
         try:
@@ -296,7 +347,11 @@ class ExperienceManager:
                     await self._engine.health()
                     raise TransientError("engine", str(error)) from error
         except TimeoutError as error:  # the deadline's, or the engine's own
-            said = f"no answer within the {bound} of {seconds:g} s" if deadline.expired() else f"it timed out ({error})"
+            said = (
+                f"no answer within the {bound} of {seconds:g} s"
+                if deadline.expired()
+                else f"it timed out ({error})"
+            )
             raise TransientError("engine", said) from error
 
     async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
@@ -317,7 +372,9 @@ class ExperienceManager:
         same at the same time both would get in."""
         async with self._comparing if self._duplicates else nullcontext():
             distilled = self._duplicates.novel(distilled) if self._duplicates else distilled
-            applied = await self._store.apply(distilled, Stamp(self._step, distilled.generation.extractor), self._rules)
+            applied = await self._store.apply(
+                distilled, Stamp(self._step, distilled.generation.extractor), self._rules
+            )
             await self._show(applied)
         for vote in applied.votes:
             self._bank.vote(vote.unit, vote.value)
@@ -325,7 +382,9 @@ class ExperienceManager:
 
     async def _show(self, applied: Applied) -> None:
         """What was written can be found from now on, and what went no more."""
-        await self._searcher.change([(entry, write.vector) for entry, write in applied.changed], applied.evicted)
+        await self._searcher.change(
+            [(entry, write.vector) for entry, write in applied.changed], applied.evicted
+        )
 
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
         """Runs a change of store and memory to its end, also when the caller is cancelled."""
@@ -376,7 +435,11 @@ class ExperienceManager:
         for entry in entries:
             costs[entry.unit] = self._merger.cost(entry)
             await asyncio.sleep(0)  # counting tokens takes its time, and a bank may be large
-        chunker = Chunker(entries, self._settings.merge_tokens, lambda e: costs.get(e.unit) or self._merger.cost(e))
+        chunker = Chunker(
+            entries,
+            self._settings.merge_tokens,
+            lambda e: costs.get(e.unit) or self._merger.cost(e),
+        )
         survivors: list[Entry] = []
         while chunk := chunker.next(self._still_current(survivors)):
             survivors = self._still_current(chunk)
@@ -402,7 +465,9 @@ class ExperienceManager:
         made: list[Entry] = []
 
         async def change() -> None:
-            applied = await self._store.merge(merged, Stamp(self._step, merged.generation.extractor), self._rules)
+            applied = await self._store.merge(
+                merged, Stamp(self._step, merged.generation.extractor), self._rules
+            )
             await self._show(applied)
             made.extend(entry for entry, _ in applied.changed)
             stats.removed += len(applied.evicted)
@@ -413,7 +478,14 @@ class ExperienceManager:
 
     # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def credit(self, uses: Sequence[ExperienceUse], success: bool, *, episode: str, expected: float | None = 0.0) -> None:
+    async def credit(
+        self,
+        uses: Sequence[ExperienceUse],
+        success: bool,
+        *,
+        episode: str,
+        expected: float | None = 0.0,
+    ) -> None:
         """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3); r̃(m) where it was judged (eq. 8).
 
         uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record (won of credited), and so does
@@ -546,7 +618,11 @@ class ExperienceManager:
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
-        figures = {"queue/refused": self._queue.refused, "queue/retried": self._queue.retried, "merge/skipped": self._merges_skipped}
+        figures = {
+            "queue/refused": self._queue.refused,
+            "queue/retried": self._queue.retried,
+            "merge/skipped": self._merges_skipped,
+        }
         figures["total/sampled_tokens/extractor"] = self._sampled_tokens
         if self._refiner:
             figures["refine/failed"] = self._refines_failed
@@ -554,7 +630,10 @@ class ExperienceManager:
 
     def latest(self, n: int) -> list[Experience]:
         """At most `n` active entries as they are now: those that guided an episode last, then the last written."""
-        order = sorted(reversed(self._bank.entries.values()), key=lambda entry: -(entry.last_returned_step or 0))
+        order = sorted(
+            reversed(self._bank.entries.values()),
+            key=lambda entry: -(entry.last_returned_step or 0),
+        )
         return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:

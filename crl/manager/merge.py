@@ -43,7 +43,9 @@ class Chunker:
         if not self._rest:
             return []
         chunk = self._fitting(carried, self._budget // 2)
-        fresh = self._fitting(self._rest, self._budget - sum(map(self._cost, chunk))) or self._rest[:1]
+        fresh = (
+            self._fitting(self._rest, self._budget - sum(map(self._cost, chunk))) or self._rest[:1]
+        )
         self._rest = self._rest[len(fresh) :]
         return chunk + fresh
 
@@ -60,7 +62,9 @@ class Chunker:
 class Merger:
     """Asks the extractor about chunks. Touches no bank."""
 
-    def __init__(self, extractor: Extractor, keys: Keys, prompt: MergePromptWriter, limits: OpLimits) -> None:
+    def __init__(
+        self, extractor: Extractor, keys: Keys, prompt: MergePromptWriter, limits: OpLimits
+    ) -> None:
         self._extractor, self._keys, self._prompt, self._limits = extractor, keys, prompt, limits
 
     @cached_property
@@ -79,10 +83,23 @@ class Merger:
 
         answer = await self._extractor.answer("merge", name, self._prompt(chunk), parse)
         merging = [(i, op) for i, op in enumerate(answer.ops) if op.kind == "merge"]
-        vectors = await self._keys.embed([(chunk[op.targets[0]].goal, op.text) for _, op in merging])
-        merges = [Write(i, op.text, answer.spans[i], vector, _units(chunk, op)) for (i, op), vector in zip(merging, vectors, strict=True)]
-        discards = [(i, _units(chunk, op)) for i, op in enumerate(answer.ops) if op.kind == "discard"]
-        return Merged(answer.generation, tuple(merges), tuple(discards), answer.dropped, malformed=not answer.ops)
+        vectors = await self._keys.embed(
+            [(chunk[op.targets[0]].goal, op.text) for _, op in merging]
+        )
+        merges = [
+            Write(i, op.text, answer.spans[i], vector, _units(chunk, op))
+            for (i, op), vector in zip(merging, vectors, strict=True)
+        ]
+        discards = [
+            (i, _units(chunk, op)) for i, op in enumerate(answer.ops) if op.kind == "discard"
+        ]
+        return Merged(
+            answer.generation,
+            tuple(merges),
+            tuple(discards),
+            answer.dropped,
+            malformed=not answer.ops,
+        )
 
 
 def _units(chunk: Sequence[Entry], op: Op) -> tuple[UnitKey, ...]:

@@ -104,7 +104,14 @@ class _Asked:
     """Characters of one text."""
 
 
-def parse_ops(completion: str, shown: int, *, thinking: bool = False, votes: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+def parse_ops(
+    completion: str,
+    shown: int,
+    *,
+    thinking: bool = False,
+    votes: bool = False,
+    limits: OpLimits | None = None,
+) -> ParsedOps:
     """Read an answer about an episode: add, update, return and, with `votes`, up and down, in order.
 
     shown: how many experiences the prompt numbered; thinking: the prompt itself opened the thinking, so that an answer comes
@@ -116,13 +123,19 @@ def parse_ops(completion: str, shown: int, *, thinking: bool = False, votes: boo
         kinds += ("update", "up", "down") if votes else ("update",)
 
     def read(value: Any, span: Span) -> Op | str:
-        return _vote(value, span, shown) if votes and value["op"] in ("up", "down") else _distil_op(value, span, shown, limits)
+        return (
+            _vote(value, span, shown)
+            if votes and value["op"] in ("up", "down")
+            else _distil_op(value, span, shown, limits)
+        )
 
     asked = _Asked(kinds, "return", limits.max_ops, shown, limits.max_chars)
     return _parse(completion, asked, read, thinking)
 
 
-def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+def parse_merge(
+    completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None
+) -> ParsedOps:
     """Read an answer about a chunk of `shown` experiences: merge, discard and keep, in order.
 
     Each experience is named once.
@@ -142,14 +155,18 @@ def parse_merge(completion: str, shown: int, *, thinking: bool = False, limits: 
     return _parse(completion, asked, read, thinking)
 
 
-def parse_refine(completion: str, *, thinking: bool = False, limits: OpLimits | None = None) -> ParsedOps:
+def parse_refine(
+    completion: str, *, thinking: bool = False, limits: OpLimits | None = None
+) -> ParsedOps:
     """Read an answer to a question: one refine or one return."""
     limits = limits or OpLimits()
     asked = _Asked(("refine", "return"), "return", 1, 0, limits.max_chars)
     return _parse(completion, asked, lambda value, span: _refine_op(value, span, limits), thinking)
 
 
-def _parse(completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str], thinking: bool) -> ParsedOps:
+def _parse(
+    completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str], thinking: bool
+) -> ParsedOps:
     """read: returns the op that an object is, or why it is refused."""
     start = _answer(completion, thinking)
     if start is None:
@@ -161,7 +178,13 @@ def _parse(completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str]
     closed = True
     for value, span in _objects(completion, start):
         head = span[0] if head is None else head
-        found = "too many ops" if len(ops) >= asked.most else "not JSON" if value is None else read(value, span)
+        found = (
+            "too many ops"
+            if len(ops) >= asked.most
+            else "not JSON"
+            if value is None
+            else read(value, span)
+        )
         closed = isinstance(found, Op)
         if isinstance(found, Op):
             ops.append(found)
@@ -178,7 +201,9 @@ def _parse(completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str]
     return ParsedOps(tuple(ops), dict(dropped), head, closed)
 
 
-def _departure(completion: str, asked: _Asked, answer: int, refused: Sequence[tuple[str, Span]]) -> int:
+def _departure(
+    completion: str, asked: _Asked, answer: int, refused: Sequence[tuple[str, Span]]
+) -> int:
     """Return where a completion without a usable op departs from those that have one."""
     if not refused:
         return broken_at(completion, answer, None)
@@ -306,7 +331,9 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def token_spans(decode: Callable[[Sequence[int]], str], ids: Sequence[int], spans: Sequence[Span]) -> list[Span]:
+def token_spans(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], spans: Sequence[Span]
+) -> list[Span]:
     """Character spans of decode(ids), in order, as token ranges [start, stop) that do not overlap.
 
     A token that lies across a border belongs to the span that it opens, and to the earlier of two spans that it lies in.

@@ -25,7 +25,13 @@ class DistilQueue:
         self, store: Store, settings: ManagerSettings, stamp: Callable[[], Stamp],
         attempt: Callable[[DistilRequest], Awaitable[Distilled]], settle: Callable[[DistilRequest, Outcome], Awaitable[None]],
     ) -> None:  # fmt: skip
-        self._store, self._settings, self._stamp, self._attempt, self._settle = store, settings, stamp, attempt, settle
+        self._store, self._settings, self._stamp, self._attempt, self._settle = (
+            store,
+            settings,
+            stamp,
+            attempt,
+            settle,
+        )
         self.refused = self.retried = 0
         self._settled = 0
         self._held: set[str] = set()  # what `run` has in its hands
@@ -77,7 +83,12 @@ class DistilQueue:
                 async with asyncio.TaskGroup() as tasks:
                     outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
                 # Begun in request order, and so written and put into memory in it.
-                await asyncio.gather(*(self._settle(r, outcome.result()) for r, outcome in zip(requests, outcomes, strict=True)))
+                await asyncio.gather(
+                    *(
+                        self._settle(r, outcome.result())
+                        for r, outcome in zip(requests, outcomes, strict=True)
+                    )
+                )
             except BaseException:
                 await self._store.release([request.id for request in requests])
                 raise
@@ -124,7 +135,9 @@ class DistilQueue:
             try:
                 return await self._attempt(request)
             except RolloutError as error:
-                reason = str(error).encode(errors="replace").decode()  # what it quotes may be no Unicode
+                reason = (
+                    str(error).encode(errors="replace").decode()
+                )  # what it quotes may be no Unicode
                 failed = await self._store.failed(request, reason)
                 if not isinstance(error, TransientError) or failed >= self._settings.attempts:
                     return reason

@@ -177,7 +177,9 @@ class Keys:
     def comparable(self, embedder: str, dim: int) -> bool:
         """With the vectors of that embedder."""
         by = self.made_by or ""
-        return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(len(vector) == dim for vector in self.vectors.values())
+        return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(
+            len(vector) == dim for vector in self.vectors.values()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,11 @@ class Comparison:
 
 def require_bank(path: Path) -> None:
     """Raises `ConfigError` where there is no bank that this crl reads."""
-    check_bank(path, "bank", "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl")
+    check_bank(
+        path,
+        "bank",
+        "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl",
+    )
 
 
 @contextmanager
@@ -273,22 +279,45 @@ class BankReader:
         short = short_uids(uids)
         names = dict.fromkeys((name, re.sub(r"@[0-9]+$", "", name)))  # a uid may end like that too
         exact = [[uid for uid in uids if wanted in (uid, _tail(uid))] for wanted in names]
-        begun = [[uid for uid in uids if wanted and (uid.startswith(wanted) or _tail(uid).startswith(wanted))] for wanted in names]
+        begun = [
+            [
+                uid
+                for uid in uids
+                if wanted and (uid.startswith(wanted) or _tail(uid).startswith(wanted))
+            ]
+            for wanted in names
+        ]
         fits = next(filter(None, exact + begun), None)
         if not fits:
-            raise ConfigError("uid", name, "no experience of this bank has it", "crl bank ls lists them; --status all the evicted ones too")
+            raise ConfigError(
+                "uid",
+                name,
+                "no experience of this bank has it",
+                "crl bank ls lists them; --status all the evicted ones too",
+            )
         if len(fits) > 1:
-            some = ", ".join(short[uid] for uid in sorted(fits)[:4]) + (", …" if len(fits) > 4 else "")
-            raise ConfigError("uid", name, f"{len(fits)} experiences begin with it: {some!r}", "Give more of it")
+            some = ", ".join(short[uid] for uid in sorted(fits)[:4]) + (
+                ", …" if len(fits) > 4 else ""
+            )
+            raise ConfigError(
+                "uid", name, f"{len(fits)} experiences begin with it: {some!r}", "Give more of it"
+            )
         entry = self._entries("uid = ?", fits[0])[0]
         if not (entry.uid.startswith(name) or _tail(entry.uid).startswith(name)):
             version = name.rpartition("@")[2]
             if len(version) > 9 or not 1 <= int(version) <= entry.version:
-                raise ConfigError("uid", name, f"the newest version of that experience is {entry.version}", "Leave the version out")
+                raise ConfigError(
+                    "uid",
+                    name,
+                    f"the newest version of that experience is {entry.version}",
+                    "Leave the version out",
+                )
         return entry
 
     def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
-        written = self._rows(f"SELECT data ->> 'uid', data ->> 'version', {STEP} FROM log WHERE {WROTE}")
+        written = self._rows(
+            f"SELECT data ->> 'uid', data ->> 'version', {STEP} FROM log WHERE {WROTE}"
+        )
         steps = {(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
         votes = "votes" if version > 2 else "0 AS votes"  # there were none before
@@ -323,7 +352,10 @@ class BankReader:
         return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
 
     def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
-        rows = self._rows(f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq", *parameters)
+        rows = self._rows(
+            f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq",
+            *parameters,
+        )
         return [_version(row, json.loads(row["data"])) for row in rows]
 
     def uses(self, uid: str) -> list[UseView]:
@@ -336,7 +368,10 @@ class BankReader:
     def lifts(self, uid: str) -> list[LiftView]:
         """Return what groups say of all versions of an entry, in order."""
         columns = f"{STEP}, origin, data ->> 'version', data ->> 'guided', data ->> 'free'"
-        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'lift' AND data ->> 'uid' = ? ORDER BY seq", uid)
+        rows = self._rows(
+            f"SELECT {columns} FROM log WHERE kind = 'lift' AND data ->> 'uid' = ? ORDER BY seq",
+            uid,
+        )
         return [LiftView(*row) for row in rows]
 
     def refinement(self, name: str) -> RefinementView | None:
@@ -349,13 +384,17 @@ class BankReader:
 
     def _refinements(self, where: str, *parameters: Any) -> list[RefinementView]:
         columns = f"origin, {STEP}, data ->> 'uid', data ->> 'version', data ->> 'text'"
-        rows = self._rows(f"SELECT {columns} FROM log WHERE kind = 'refine' AND {where} ORDER BY seq", *parameters)
+        rows = self._rows(
+            f"SELECT {columns} FROM log WHERE kind = 'refine' AND {where} ORDER BY seq", *parameters
+        )
         return [RefinementView(*row) for row in rows]
 
     def eviction(self, uid: str) -> Eviction | None:
         """None where the entry is not evicted."""
         columns = f"{STEP}, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
-        for row in self._rows(f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid):
+        for row in self._rows(
+            f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid
+        ):
             return Eviction(row[0], row[1], row[2])
         discards = f"log, json_each(data, '$.targets') WHERE kind = 'discard' AND {_UID_AT} = ?"
         for row in self._rows(f"SELECT {STEP}, origin FROM {discards}", f"{uid}@"):
@@ -364,19 +403,46 @@ class BankReader:
 
     def generation(self, unit: UnitKey) -> GenerationView | None:
         """What wrote a version; None when it is not kept (any more)."""
-        sql = "SELECT * FROM units JOIN generations ON id = generation WHERE uid = ? AND version = ?"
+        sql = (
+            "SELECT * FROM units JOIN generations ON id = generation WHERE uid = ? AND version = ?"
+        )
         for row in self._rows(sql, *unit):
-            prompt, sampled = (tuple(np.frombuffer(row[name], "<i4").tolist()) for name in ("prompt", "sampled"))
+            prompt, sampled = (
+                tuple(np.frombuffer(row[name], "<i4").tolist()) for name in ("prompt", "sampled")
+            )
             span = (row["start"], row["stop"])
-            return GenerationView(row["id"], row["extractor"], prompt, sampled, row["finish"], span, row["c_train"], row["t_last"])
+            return GenerationView(
+                row["id"],
+                row["extractor"],
+                prompt,
+                sampled,
+                row["finish"],
+                span,
+                row["c_train"],
+                row["t_last"],
+            )
         return None
 
     # ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def keys(self) -> Keys:
-        made_by = next((row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")), None)
-        rows = self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
-        return Keys(made_by, dict(zip((row["uid"] for row in rows), read_vectors(row["vector"] for row in rows), strict=True)))
+        made_by = next(
+            (row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")),
+            None,
+        )
+        rows = (
+            self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
+        )
+        return Keys(
+            made_by,
+            dict(
+                zip(
+                    (row["uid"] for row in rows),
+                    read_vectors(row["vector"] for row in rows),
+                    strict=True,
+                )
+            ),
+        )
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -410,9 +476,15 @@ class BankReader:
         ((kept,),) = self._rows("SELECT COUNT(*) FROM generations")
         ((ready,),) = self._rows("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL")
         ((step,),) = self._rows(f"SELECT {STEP} FROM log ORDER BY seq DESC LIMIT 1") or [(None,)]
-        ops = self._pairs(f"SELECT kind, COUNT(*) FROM log WHERE seq > {BEGUN} GROUP BY kind ORDER BY kind")
+        ops = self._pairs(
+            f"SELECT kind, COUNT(*) FROM log WHERE seq > {BEGUN} GROUP BY kind ORDER BY kind"
+        )
         ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {BEGUN}")
-        bins = Counter(min(BINS - 1, int(BINS * entry.won / entry.credited)) for entry in active if entry.credited)
+        bins = Counter(
+            min(BINS - 1, int(BINS * entry.won / entry.credited))
+            for entry in active
+            if entry.credited
+        )
         return {
             "bank": str(self.path),
             "bytes": self.path.stat().st_size + log_bytes(self.path),
@@ -420,7 +492,10 @@ class BankReader:
             "log": sum(ops.values()),
             "step": step,
             "earlier": earlier,
-            "entries": {task: _sizes([entry for entry in entries if entry.task == task]) for task in sorted({e.task for e in entries})},
+            "entries": {
+                task: _sizes([entry for entry in entries if entry.task == task])
+                for task in sorted({e.task for e in entries})
+            },
             "used": {
                 "active": len(active),
                 "retrieved": sum(entry.retrieved > 0 for entry in active),
@@ -456,12 +531,24 @@ def _lessons(entries: Sequence[EntryView]) -> dict[tuple[str, str, str], Lesson]
     for entry in entries:
         same.setdefault((entry.task, entry.goal, entry.text), []).append(entry)
     lessons = {key: _lesson(*key, group) for key, group in same.items()}
-    return dict(sorted(lessons.items(), key=lambda item: (lift_order(item[1].lift), item[1].credited - 2 * item[1].won)))
+    return dict(
+        sorted(
+            lessons.items(),
+            key=lambda item: (lift_order(item[1].lift), item[1].credited - 2 * item[1].won),
+        )
+    )
 
 
 def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesson:
     lift = pooled(entry.lift for entry in same)
-    return Lesson(task, goal, text, sum(entry.won for entry in same), sum(entry.credited for entry in same), lift)
+    return Lesson(
+        task,
+        goal,
+        text,
+        sum(entry.won for entry in same),
+        sum(entry.credited for entry in same),
+        lift,
+    )
 
 
 def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
@@ -472,7 +559,11 @@ def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
 
 def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
     """Return how far lifts are apart beyond their intervals, and how far rates are; the least where one of them is not known yet."""
-    lift = abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half, b.lift.half) if a.lift and b.lift else -math.inf
+    lift = (
+        abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half, b.lift.half)
+        if a.lift and b.lift
+        else -math.inf
+    )
     return lift, abs(a.rate - b.rate) if a.credited and b.credited else -1.0
 
 
@@ -500,17 +591,37 @@ def _unit(text: str) -> UnitKey:
 
 def _version(row: sqlite3.Row, data: dict[str, Any]) -> VersionView:
     unit = (data["uid"], data["version"])
-    return VersionView(row["seq"], *unit, row["step"], row["kind"], row["origin"], data["text"], tuple(data["parents"]))
+    return VersionView(
+        row["seq"],
+        *unit,
+        row["step"],
+        row["kind"],
+        row["origin"],
+        data["text"],
+        tuple(data["parents"]),
+    )
 
 
 def _request(row: sqlite3.Row) -> RequestView:
     request = DistilRequest.from_json(row["payload"])
     guided = tuple(hit.use.uid for hit in request.shown)
     task = request.task
-    return RequestView(row["id"], row["state"], row["step"], task.name, task.goal, request.success, guided, row["reason"])
+    return RequestView(
+        row["id"],
+        row["state"],
+        row["step"],
+        task.name,
+        task.goal,
+        request.success,
+        guided,
+        row["reason"],
+    )
 
 
 def _sizes(entries: Sequence[EntryView]) -> dict[str, int]:
     statuses = Counter(entry.status for entry in entries)
     goals = {entry.goal for entry in entries if entry.status == "active"}
-    return {**{status: statuses[status] for status in ("active", "evicted", "merged")}, "goals": len(goals)}
+    return {
+        **{status: statuses[status] for status in ("active", "evicted", "merged")},
+        "goals": len(goals),
+    }

@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Record, Segment, Task, TokenTrace, Trajectory, Verdict
+from crl.types import (
+    Completion,
+    Experience,
+    ExperienceStatus,
+    ExperienceUse,
+    Lift,
+    Record,
+    Segment,
+    Task,
+    TokenTrace,
+    Trajectory,
+    Verdict,
+)
 
 Evict = Literal["fifo", "lru", "credit"]
 """Which entry goes where there is no room. fifo: the first written. lru: the least recently returned. credit: the half
@@ -72,7 +84,9 @@ class DistilRequest:
 
     def __post_init__(self) -> None:
         if not self.run or "/" in self.run:
-            raise ValueError(f"a run's name in a request must not be empty nor hold a slash, not {self.run!r}")
+            raise ValueError(
+                f"a run's name in a request must not be empty nor hold a slash, not {self.run!r}"
+            )
 
     @classmethod
     def of(cls, run: str, trajectory: Trajectory) -> DistilRequest:
@@ -81,7 +95,15 @@ class DistilRequest:
             raise ValueError(f"a trajectory that failed is not distilled: {trajectory.error}")
         shown = tuple(map(Hit, trajectory.shown, trajectory.used))
         address = (trajectory.step, trajectory.group, trajectory.member)
-        return cls(run, *address, trajectory.task, trajectory.segments, trajectory.success, trajectory.truncated, shown)
+        return cls(
+            run,
+            *address,
+            trajectory.task,
+            trajectory.segments,
+            trajectory.success,
+            trajectory.truncated,
+            shown,
+        )
 
     @property
     def id(self) -> str:
@@ -105,7 +127,13 @@ class DistilRequest:
 
 def _hit(fields: Mapping[str, Any]) -> Hit:
     """Read a hit. Those of older banks have no record."""
-    return Hit(**{**fields, "use": ExperienceUse(**fields["use"]), "record": Record(**fields.get("record", {}))})
+    return Hit(
+        **{
+            **fields,
+            "use": ExperienceUse(**fields["use"]),
+            "record": Record(**fields.get("record", {})),
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +269,11 @@ class Entry:
 
     @property
     def record(self) -> Record:
-        return Record(self.credited, round((self.credited + self.credit) / 2), self.lift.mean if self.lift else None)
+        return Record(
+            self.credited,
+            round((self.credited + self.credit) / 2),
+            self.lift.mean if self.lift else None,
+        )
 
     @property
     def experience(self) -> Experience:
@@ -287,7 +319,12 @@ class Credit(NamedTuple):
         reward = experience_reward(use.verdict, success)
         if guided:
             reward = None if expected is None else reward - expected
-        return cls(UnitKey.earning(use), use.verdict, (1.0 if success else -1.0) if guided else None, reward)
+        return cls(
+            UnitKey.earning(use),
+            use.verdict,
+            (1.0 if success else -1.0) if guided else None,
+            reward,
+        )
 
 
 class GroupSuccess(NamedTuple):

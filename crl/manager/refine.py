@@ -30,7 +30,15 @@ class Refiner:
         def parse(completion: str, thinking: bool) -> ParsedOps:
             return parse_refine(completion, thinking=thinking, limits=self._limits)
 
-        answer = await self._extractor.answer("refine", question.name, self._prompt(question, hit), parse)
-        refined = [(op.text, span) for op, span in zip(answer.ops, answer.spans, strict=True) if op.kind == "refine"]
+        answer = await self._extractor.answer(
+            "refine", question.name, self._prompt(question, hit), parse
+        )
+        refined = [
+            (op.text, span)
+            for op, span in zip(answer.ops, answer.spans, strict=True)
+            if op.kind == "refine"
+        ]
         text, span = refined[0] if refined else (None, (0, 0))
-        return Refined(answer.generation, hit.use, text, span, answer.dropped, malformed=not answer.ops)
+        return Refined(
+            answer.generation, hit.use, text, span, answer.dropped, malformed=not answer.ops
+        )

@@ -46,7 +46,11 @@ class RetrievalSettings:
 
     def __post_init__(self) -> None:
         least = min(self.margin, self.lam, self.recent_steps, self.max_wait)
-        if min(self.candidates, self.batch, self.workers) < 1 or least < 0 or not 0 <= self.trials <= 1:
+        if (
+            min(self.candidates, self.batch, self.workers) < 1
+            or least < 0
+            or not 0 <= self.trials <= 1
+        ):
             raise ValueError(f"bad retrieval settings: {self}")
 
 
@@ -95,7 +99,9 @@ def is_trial(index: int, share: float, phase: float) -> bool:
     return math.floor((index + 1) * share + phase) > math.floor(index * share + phase)
 
 
-def diverse_scores(candidates: Sequence[Candidate], step: int, settings: RetrievalSettings) -> Iterator[float]:
+def diverse_scores(
+    candidates: Sequence[Candidate], step: int, settings: RetrievalSettings
+) -> Iterator[float]:
     """s(m) of CRL eq. 6 of each, as far as one may be the highest: it is s_rank at most. candidates: the most similar first.
 
     **Ours**: s_rank = −(number of candidates that are more similar), so that equals have one rank.
@@ -106,7 +112,12 @@ def diverse_scores(candidates: Sequence[Candidate], step: int, settings: Retriev
             rank += 1
         if -rank < best:
             return
-        score = diversity_score(-float(rank), entry.retrieved, is_recent(entry, step, settings.recent_steps), lam=settings.lam)
+        score = diversity_score(
+            -float(rank),
+            entry.retrieved,
+            is_recent(entry, step, settings.recent_steps),
+            lam=settings.lam,
+        )
         best = max(best, score)
         yield score
 
@@ -116,7 +127,9 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
 
     A step that is still to come was counted in another run, which the bank was copied from: not recent.
     """
-    return entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
+    return (
+        entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
+    )
 
 
 def known_score(credited: int, credit: float) -> float:

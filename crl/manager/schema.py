@@ -14,7 +14,9 @@ from crl.manager.snapshots import keep_images
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
-RESTORE = "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+RESTORE = (
+    "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+)
 DAMAGED = f"The file is damaged: {RESTORE} or choose another path."
 
 
@@ -28,18 +30,28 @@ def prepare(db: Connection, path: Path) -> None:
     db.create_function("known_score", 2, known_score, deterministic=True)
     version = _pragma(db, "user_version")
     if version > SCHEMA_VERSION:
-        raise StoreError(f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl.")
+        raise StoreError(
+            f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl."
+        )
     tables = db.execute("SELECT name FROM sqlite_master").fetchall()
     if tables and _pragma(db, "application_id") != APPLICATION_ID:
         raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
     if tables and version < 1:
-        raise StoreError(f"{path}: the bank has schema version {version}, which no crl writes. {DAMAGED}")
+        raise StoreError(
+            f"{path}: the bank has schema version {version}, which no crl writes. {DAMAGED}"
+        )
     if _pragma(db, "journal_mode = WAL") != "wal":
-        raise StoreError(f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk.")
+        raise StoreError(
+            f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk."
+        )
     db.execute("PRAGMA synchronous = FULL")
     # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
     db.execute("BEGIN IMMEDIATE")
-    for script in [f"upgrade_{old}_to_{old + 1}.sql" for old in range(version, SCHEMA_VERSION)] if tables else ["schema.sql"]:
+    for script in (
+        [f"upgrade_{old}_to_{old + 1}.sql" for old in range(version, SCHEMA_VERSION)]
+        if tables
+        else ["schema.sql"]
+    ):
         _run(db, script)
         keep_images(db)
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")

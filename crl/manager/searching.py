@@ -64,7 +64,9 @@ class Searcher:
         self._stop = threading.Event()
         threadpool_limits(1, user_api="blas")
 
-    async def search(self, requests: Sequence[SearchRequest], step: int, *, counted: bool) -> list[Hit | None]:
+    async def search(
+        self, requests: Sequence[SearchRequest], step: int, *, counted: bool
+    ) -> list[Hit | None]:
         """At most one experience per request. A caller that is cancelled before its pick leaves no trace. Raises what the embedder does."""
         if counted and (remembered := self._bank.remembered(requests)) is not None:
             return remembered
@@ -105,7 +107,9 @@ class Searcher:
 
     # ── one search ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _alone(self, requests: Sequence[SearchRequest], step: int, counted: bool) -> list[Hit | None]:
+    async def _alone(
+        self, requests: Sequence[SearchRequest], step: int, counted: bool
+    ) -> list[Hit | None]:
         """In the caller's own task, which the loop leaves only where the embedder or a change must be waited for."""
         self._last = batch = asyncio.get_running_loop().create_future()
         self._batches.add(batch)
@@ -151,12 +155,21 @@ class Searcher:
     async def _embed(self, requests: Sequence[SearchRequest]) -> Vectors:
         queries = list(dict.fromkeys(request.query for request in requests))
         try:
-            return dict(zip(queries, await self._embedder.embed(queries), strict=True)) if queries else {}
+            return (
+                dict(zip(queries, await self._embedder.embed(queries), strict=True))
+                if queries
+                else {}
+            )
         except Exception as error:
             if len(queries) == 1:
                 return {queries[0]: error}
         # One text may be what all of them failed for.
-        alone = await asyncio.gather(*(self._embed([request]) for request in {request.query: request for request in requests}.values()))
+        alone = await asyncio.gather(
+            *(
+                self._embed([request])
+                for request in {request.query: request for request in requests}.values()
+            )
+        )
         return {query: vector for vectors in alone for query, vector in vectors.items()}
 
     async def _near(self, batch: Sequence[Asked], vectors: Vectors) -> Near:
@@ -172,19 +185,37 @@ class Searcher:
             if self._is_large(request) and not self._bank.decided(request, counted=asked.counted)
             if not isinstance(vector := vectors[request.query], BaseException)
         }
-        jobs = [loop.run_in_executor(self._workers, self._bank.nearest, task, vector) for (task, _), vector in asking.items()]
+        jobs = [
+            loop.run_in_executor(self._workers, self._bank.nearest, task, vector)
+            for (task, _), vector in asking.items()
+        ]
         return dict(zip(asking, await asyncio.gather(*jobs, return_exceptions=True), strict=True))
 
     def _settle(self, asked: Asked, vectors: Vectors, near: Near) -> None:
         try:
-            asked.hits.set_result(self._pick(asked.requests, asked.step, asked.counted, vectors, near))
+            asked.hits.set_result(
+                self._pick(asked.requests, asked.step, asked.counted, vectors, near)
+            )
         except Exception as error:
             asked.hits.set_exception(error)
 
-    def _pick(self, requests: Sequence[SearchRequest], step: int, counted: bool, vectors: Vectors, near: Near) -> list[Hit | None]:
+    def _pick(
+        self,
+        requests: Sequence[SearchRequest],
+        step: int,
+        counted: bool,
+        vectors: Vectors,
+        near: Near,
+    ) -> list[Hit | None]:
         """Raises what went wrong for any of the requests, before one of them counts."""
-        found = [(r, _value(vectors[r.query]), _value(near.get((r.task.name, r.query)))) for r in requests]
-        return [self._bank.search(r, vector, step, counted=counted, near=nearest) for r, vector, nearest in found]
+        found = [
+            (r, _value(vectors[r.query]), _value(near.get((r.task.name, r.query))))
+            for r in requests
+        ]
+        return [
+            self._bank.search(r, vector, step, counted=counted, near=nearest)
+            for r, vector, nearest in found
+        ]
 
     def _is_large(self, request: SearchRequest) -> bool:
         return self._bank.size(request.task.name) > THREADS_FROM

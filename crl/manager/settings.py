@@ -71,7 +71,14 @@ class ManagerSettings:
 
     def __post_init__(self) -> None:
         counts = [self.concurrency, self.attempts, self.merge_tokens]
-        counts += [n for n in (self.queue_size, self.cap, self.size, self.vote_out) if n is not None]
+        counts += [
+            n for n in (self.queue_size, self.cap, self.size, self.vote_out) if n is not None
+        ]
         seconds = [n for n in (self.lease, self.ask_deadline) if n is not None]
-        if min(counts) < 1 or self.keep_steps < 0 or min(seconds, default=1) <= 0 or self.backoff < 0:
+        if (
+            min(counts) < 1
+            or self.keep_steps < 0
+            or min(seconds, default=1) <= 0
+            or self.backoff < 0
+        ):
             raise ValueError(f"bad manager settings: {self}")

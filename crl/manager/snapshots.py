@@ -18,10 +18,14 @@ def keep_images(db: Connection) -> None:
     for table in TABLES:
         columns, key = _columns(db, table)
         image_key = f"PRIMARY KEY ({', '.join(key)}, snapshot)"
-        db.execute(f"CREATE TABLE IF NOT EXISTS {table}_before (snapshot, existed, {', '.join(columns)}, {image_key})")
+        db.execute(
+            f"CREATE TABLE IF NOT EXISTS {table}_before (snapshot, existed, {', '.join(columns)}, {image_key})"
+        )
         for event, row in (("INSERT", "new"), ("UPDATE", "old"), ("DELETE", "old")):
             existed = event != "INSERT"
-            image = [f"{row}.{column}" if existed or column in key else "NULL" for column in columns]
+            image = [
+                f"{row}.{column}" if existed or column in key else "NULL" for column in columns
+            ]
             db.execute(f"""
                 CREATE TRIGGER IF NOT EXISTS {table}_{event.lower()} AFTER {event} ON {table} BEGIN
                     INSERT INTO {table}_before SELECT last, {int(existed)}, {", ".join(image)} FROM (SELECT MAX(seq) AS last FROM snapshots)
@@ -41,10 +45,14 @@ def go_back(db: Connection, seq: int) -> None:
     for table in TABLES:
         columns, key = _columns(db, table)
         names, keys = ", ".join(columns), ", ".join(key)
-        db.execute(f"DELETE FROM {table} WHERE ({keys}) IN (SELECT {keys} FROM {table}_before WHERE snapshot >= ?)", (seq,))
+        db.execute(
+            f"DELETE FROM {table} WHERE ({keys}) IN (SELECT {keys} FROM {table}_before WHERE snapshot >= ?)",
+            (seq,),
+        )
         first = f"SELECT MIN(snapshot) FROM {table}_before AS other WHERE snapshot >= ? AND {_both(key, 'other', 'image')}"
         db.execute(
-            f"INSERT INTO {table} ({names}) SELECT {names} FROM {table}_before AS image WHERE existed AND snapshot = ({first})", (seq,)
+            f"INSERT INTO {table} ({names}) SELECT {names} FROM {table}_before AS image WHERE existed AND snapshot = ({first})",
+            (seq,),
         )
         db.execute(f"DELETE FROM {table}_before WHERE snapshot >= ?", (seq,))
     db.execute("DELETE FROM log WHERE seq > ?", (seq,))
@@ -64,7 +72,10 @@ def _forget(db: Connection, seq: int, before: int | None) -> None:
     """The snapshot before it, None where there is none, takes over the images of rows that it has no image of."""
     for table in TABLES:
         if before is not None:
-            db.execute(f"UPDATE OR IGNORE {table}_before SET snapshot = ? WHERE snapshot = ?", (before, seq))
+            db.execute(
+                f"UPDATE OR IGNORE {table}_before SET snapshot = ? WHERE snapshot = ?",
+                (before, seq),
+            )
         db.execute(f"DELETE FROM {table}_before WHERE snapshot = ?", (seq,))
     db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))
 

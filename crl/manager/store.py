@@ -103,7 +103,9 @@ class Store:
             forget_all(db)
             db.execute("DELETE FROM requests")
             db.execute("DELETE FROM generations")
-            db.execute("UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL")
+            db.execute(
+                "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL"
+            )
             set_fact(db, "begun", str(last_seq(db)))
             self._tally.reset()
 
@@ -143,12 +145,21 @@ class Store:
 
         def archive(db: Connection) -> Path | None:
             if not db.execute("SELECT 1 FROM snapshots WHERE seq = ?", (seq,)).fetchone():
-                raise StoreError(f"{path}: it has no snapshot {seq} to go back to. Keep the bank as it is, or restore a copy.")
+                raise StoreError(
+                    f"{path}: it has no snapshot {seq} to go back to. Keep the bank as it is, or restore a copy."
+                )
             (last,) = db.execute("SELECT MAX(seq) FROM log").fetchone()
-            return path.with_name(f"{path.stem}-before-rollback-{last}{path.suffix}") if last != seq else None
+            return (
+                path.with_name(f"{path.stem}-before-rollback-{last}{path.suffix}")
+                if last != seq
+                else None
+            )
 
         def work(db: Connection) -> RolledBack:
-            done = RolledBack(db.execute("SELECT step FROM log WHERE seq = ?", (seq,)).fetchone()["step"], archive(db))
+            done = RolledBack(
+                db.execute("SELECT step FROM log WHERE seq = ?", (seq,)).fetchone()["step"],
+                archive(db),
+            )
             go_back(db, seq)
             self._tally.reset()
             return done
@@ -162,10 +173,16 @@ class Store:
 
         def work(db: Connection) -> bool:
             if bound is not None and _open_requests(db, bound) == bound:
-                return db.execute("SELECT 1 FROM requests WHERE id = ?", (request.id,)).fetchone() is not None
+                return (
+                    db.execute("SELECT 1 FROM requests WHERE id = ?", (request.id,)).fetchone()
+                    is not None
+                )
             values = (request.id, request.step, request.group, request.member, request.to_json())
             columns = "id, step, team, member, payload, state"
-            if db.execute(f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') ON CONFLICT DO NOTHING", values).rowcount:
+            if db.execute(
+                f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') ON CONFLICT DO NOTHING",
+                values,
+            ).rowcount:
                 log(db, stamp, "submit", request.id, 0, {})
             return True
 
@@ -176,7 +193,9 @@ class Store:
 
         def work(db: Connection) -> None:
             sql = "UPDATE requests SET state = 'pending' WHERE state = 'leased'"
-            db.execute(sql) if ids is None else db.executemany(f"{sql} AND id = ?", [(name,) for name in ids])
+            db.execute(sql) if ids is None else db.executemany(
+                f"{sql} AND id = ?", [(name,) for name in ids]
+            )
 
         await self._database.transaction(work)
 
@@ -190,7 +209,9 @@ class Store:
             sql = "SELECT id, payload FROM requests WHERE state = 'pending' ORDER BY step, team, member, id LIMIT ?"
             rows = db.execute(sql, (-1 if limit is None else limit,)).fetchall()
             taken.extend(row["id"] for row in rows)
-            db.executemany("UPDATE requests SET state = 'leased' WHERE id = ?", [(name,) for name in taken])
+            db.executemany(
+                "UPDATE requests SET state = 'leased' WHERE id = ?", [(name,) for name in taken]
+            )
             with readable_rows(self._database.path):
                 return [DistilRequest.from_json(row["payload"]) for row in rows]
 
@@ -226,14 +247,24 @@ class Store:
         """
 
         def work(db: Connection) -> list[str]:
-            dead = [row["id"] for row in db.execute("SELECT id FROM requests WHERE state = 'dead' ORDER BY step, team, member, id")]
+            dead = [
+                row["id"]
+                for row in db.execute(
+                    "SELECT id FROM requests WHERE state = 'dead' ORDER BY step, team, member, id"
+                )
+            ]
             wanted = set(dead if ids is None else ids)
             if unknown := sorted(wanted.difference(dead)):
                 names = ", ".join(unknown)
-                raise StoreError(f"{self._database.path}: no dead episodes: {names}. Nothing was changed; crl bank dead lists them.")
+                raise StoreError(
+                    f"{self._database.path}: no dead episodes: {names}. Nothing was changed; crl bank dead lists them."
+                )
             revived = [name for name in dead if name in wanted]
             for name in revived:
-                db.execute("UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?", (name,))
+                db.execute(
+                    "UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?",
+                    (name,),
+                )
                 log(db, last_stamp(db), "revive", name, 0, {})
             return revived
 
@@ -250,14 +281,28 @@ class Store:
             sql = "UPDATE requests SET state = 'done', payload = NULL, reason = NULL WHERE id = ? AND state IN ('pending', 'leased')"
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
-            changed = [(write_entry(db, request, write, stamp), write) for write in distilled.writes]
+            changed = [
+                (write_entry(db, request, write, stamp), write) for write in distilled.writes
+            ]
             if distilled.returned:
                 log(db, stamp, "return", request.id, 0, {"count": distilled.returned})
             votes = [vote for vote in distilled.votes if count_vote(db, request, vote, stamp)]
-            more = {"near duplicate": distilled.duplicates, "stale target": len(distilled.votes) - len(votes)}
-            log_dropped(db, request.id, {**distilled.dropped, **{reason: n for reason, n in more.items() if n}}, stamp)
+            more = {
+                "near duplicate": distilled.duplicates,
+                "stale target": len(distilled.votes) - len(votes),
+            }
+            log_dropped(
+                db,
+                request.id,
+                {**distilled.dropped, **{reason: n for reason, n in more.items() if n}},
+                stamp,
+            )
             learn_from(db, distilled.generation, bool(changed), distilled.malformed, rules, stamp)
-            evicted = vote_out(db, request, votes, rules.vote_out, stamp) if rules.vote_out is not None else []
+            evicted = (
+                vote_out(db, request, votes, rules.vote_out, stamp)
+                if rules.vote_out is not None
+                else []
+            )
             evicted += make_room(db, request, rules, stamp) if changed else []
             return Applied(tuple(changed), tuple(evicted), tuple(votes))
 
@@ -301,7 +346,14 @@ class Store:
         def work(db: Connection) -> None:
             if write_refinement(db, refined, stamp):
                 log_dropped(db, refined.generation.id, refined.dropped, stamp)
-                learn_from(db, refined.generation, refined.text is not None, refined.malformed, rules, stamp)
+                learn_from(
+                    db,
+                    refined.generation,
+                    refined.text is not None,
+                    refined.malformed,
+                    rules,
+                    stamp,
+                )
 
         await self._database.transaction(work)
 
@@ -315,7 +367,9 @@ class Store:
         """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
         rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
         with readable_rows(self._database.path):
-            return list(zip(map(read_entry, rows), read_vectors(row["vector"] for row in rows), strict=True))
+            return list(
+                zip(map(read_entry, rows), read_vectors(row["vector"] for row in rows), strict=True)
+            )
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
@@ -362,14 +416,23 @@ class Store:
         """What made the stored vectors; None in a new bank."""
         return await self._database.read(lambda db: fact(db, "embedder"))
 
-    async def retrieved(self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp) -> None:
+    async def retrieved(
+        self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp
+    ) -> None:
         """Sets retrieval counts and the step of the last return, by unit."""
 
         def work(db: Connection) -> None:
             for unit, (count, step) in counts.items():
                 sql = "UPDATE units SET retrieved = ?, last_returned_step = ? WHERE uid = ? AND version = ?"
                 db.execute(sql, (count, step, *unit))
-                log(db, stamp, "retrieve", unit.uid, unit.version, {"retrieved": count, "last_returned_step": step})
+                log(
+                    db,
+                    stamp,
+                    "retrieve",
+                    unit.uid,
+                    unit.version,
+                    {"retrieved": count, "last_returned_step": step},
+                )
 
         await self._database.transaction(work)
 
@@ -386,11 +449,15 @@ class Store:
             units: dict[UnitKey, Credit] = {}
             for one in given:
                 units.setdefault(one.unit, one)
-            return [one for op, one in enumerate(units.values()) if credit(db, stamp, episode, op, one)]
+            return [
+                one for op, one in enumerate(units.values()) if credit(db, stamp, episode, op, one)
+            ]
 
         return await self._database.transaction(work)
 
-    async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp) -> list[GroupSuccess]:
+    async def record_lifts(
+        self, found: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp
+    ) -> list[GroupSuccess]:
         """Record what groups, by their ids, say of units; return what this call recorded, in order.
 
         A repeat for a group is a no-op, and so is a unit that the bank does not know.
@@ -424,7 +491,9 @@ class Store:
         with readable_rows(self._database.path):
             return {row["id"]: read_generation(row) for row in rows}
 
-    async def mark_trained(self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp) -> None:
+    async def mark_trained(
+        self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp
+    ) -> None:
         """Takes the rewards that were trained on out of the pending ones and moves the counters of the generations.
 
         What came in since the batch was taken stays pending, and its unit is ready anew.
@@ -433,7 +502,10 @@ class Store:
         def work(db: Connection) -> None:
             for name in dict.fromkeys(generations):
                 log(db, stamp, "train", name, 0, {})
-                db.execute("UPDATE generations SET c_train = c_train + 1, t_last = ? WHERE id = ?", (step, name))
+                db.execute(
+                    "UPDATE generations SET c_train = c_train + 1, t_last = ? WHERE id = ?",
+                    (step, name),
+                )
             for pending in trained:
                 data = {"count": pending.count, "total": pending.total}
                 seq = log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
@@ -441,7 +513,10 @@ class Store:
                     UPDATE units SET pending_count = pending_count - :count, pending_sum = pending_sum - :total,
                         ready = CASE WHEN pending_count > :count THEN :seq END WHERE uid = :uid AND version = :version
                 """
-                db.execute(sql, {**data, "seq": seq, "uid": pending.unit.uid, "version": pending.unit.version})
+                db.execute(
+                    sql,
+                    {**data, "seq": seq, "uid": pending.unit.uid, "version": pending.unit.version},
+                )
 
         await self._database.transaction(work)
 
@@ -451,8 +526,18 @@ class Store:
         def work(db: Connection) -> None:
             for pending in surplus:
                 # Beside the ops that its answer was refused for, which are counted from 0.
-                log(db, stamp, "drop", pending.generation, -1, {"reason": "too many malformed", "count": 1})
-                db.execute("UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL WHERE uid = ? AND version = ?", pending.unit)
+                log(
+                    db,
+                    stamp,
+                    "drop",
+                    pending.generation,
+                    -1,
+                    {"reason": "too many malformed", "count": 1},
+                )
+                db.execute(
+                    "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL WHERE uid = ? AND version = ?",
+                    pending.unit,
+                )
 
         await self._database.transaction(work)
 
@@ -462,7 +547,12 @@ class Store:
         That is: no unit of it is the current version of an active entry, has pending reward, or was returned at or after the
         actor step `before` (an episode that it guides may still be running).
         """
-        return [row["id"] for row in await self._database.rows(f"SELECT id FROM generations WHERE {_SPENT}", (before,))]
+        return [
+            row["id"]
+            for row in await self._database.rows(
+                f"SELECT id FROM generations WHERE {_SPENT}", (before,)
+            )
+        ]
 
     async def prune(self, names: Iterable[str], before: int) -> None:
         """Drops those of these generations that are spent still."""
@@ -489,5 +579,7 @@ _SPENT = """
 
 def _open_requests(db: Connection, most: int) -> int:
     """Requests that wait or are in work; `most` stands for any greater number."""
-    sql = "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
+    sql = (
+        "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
+    )
     return db.execute(sql, (most,)).fetchone()[0]

@@ -54,7 +54,9 @@ SPARE = 100
 # ── the log, facts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def log(db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, object]) -> int | None:
+def log(
+    db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, object]
+) -> int | None:
     """The new row's sequence number; None when that origin did it before."""
     sql = "INSERT OR IGNORE INTO log (step, extractor, kind, origin, op, data) VALUES (?, ?, ?, ?, ?, ?)"
     cursor = db.execute(sql, (*stamp, kind, origin, op, json.dumps(data, ensure_ascii=False)))
@@ -67,7 +69,9 @@ def last_seq(db: Connection) -> int:
 
 def last_stamp(db: Connection) -> Stamp:
     """Of the run's last operation, for changes that no run makes; zeros before the first."""
-    row = db.execute(f"SELECT step, extractor FROM log WHERE seq > {BEGUN} ORDER BY seq DESC LIMIT 1").fetchone()
+    row = db.execute(
+        f"SELECT step, extractor FROM log WHERE seq > {BEGUN} ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
     return Stamp(*row) if row else Stamp(0, 0)
 
 
@@ -77,7 +81,10 @@ def fact(db: Connection, name: str) -> str | None:
 
 
 def set_fact(db: Connection, name: str, value: str) -> None:
-    db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", (name, value))
+    db.execute(
+        "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        (name, value),
+    )
 
 
 # ── distilled answers ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,14 +98,25 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
     parents = tuple(map(str, write.targets))
-    entry = Entry(*unit, write.text, request.task.name, request.task.goal, request.id, write.span, parents)
+    entry = Entry(
+        *unit, write.text, request.task.name, request.task.goal, request.id, write.span, parents
+    )
     _put(db, kind, entry, write, stamp)
     return entry
 
 
 def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stamp) -> Entry:
     """The entry that takes the place of the write's targets. first: the first one's row."""
-    entry = Entry(f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], name, write.span, tuple(map(str, write.targets)))
+    entry = Entry(
+        f"{name}#{write.op}",
+        1,
+        write.text,
+        first["task"],
+        first["goal"],
+        name,
+        write.span,
+        tuple(map(str, write.targets)),
+    )
     _put(db, "merge", entry, write, stamp)
     return entry
 
@@ -116,12 +134,20 @@ def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) ->
 def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
     """The unit of a refinement, returned at once; False: it was written before."""
     name, (start, stop) = refined.generation.id, refined.span
-    data = {"uid": refined.source.uid, "version": refined.source.version, "text": refined.text, "span": refined.span}
+    data = {
+        "uid": refined.source.uid,
+        "version": refined.source.version,
+        "text": refined.text,
+        "span": refined.span,
+    }
     if log(db, stamp, "refine", name, 0, data) is None:
         return False
     if refined.text is not None:
         columns = "uid, version, generation, start, stop, retrieved, last_returned_step"
-        db.execute(f"INSERT INTO units ({columns}) VALUES (?, 1, ?, ?, ?, 1, ?)", (name, name, start, stop, stamp.step))
+        db.execute(
+            f"INSERT INTO units ({columns}) VALUES (?, 1, ?, ?, ?, 1, ?)",
+            (name, name, start, stop, stamp.step),
+        )
     return True
 
 
@@ -132,14 +158,31 @@ def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
     seq = log(db, stamp, "import", entry.uid, entry.version, data)
     _insert_entry(db, seq, entry, b"")
     columns = "uid, version, generation, start, stop, retrieved, credited, credit, votes"
-    unit = (*entry.unit, entry.generation, *entry.span, entry.retrieved, entry.credited, entry.credit, entry.votes)
+    unit = (
+        *entry.unit,
+        entry.generation,
+        *entry.span,
+        entry.retrieved,
+        entry.credited,
+        entry.credit,
+        entry.votes,
+    )
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", unit)
     if entry.lift:
         _set_lift(db, entry.unit, entry.lift)
 
 
 def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) -> None:
-    row = (seq, *entry.unit, entry.text, entry.task, entry.goal, json.dumps(entry.parents), entry.status, vector)
+    row = (
+        seq,
+        *entry.unit,
+        entry.text,
+        entry.task,
+        entry.goal,
+        json.dumps(entry.parents),
+        entry.status,
+        vector,
+    )
     columns = "written, uid, version, text, task, goal, parents, status, vector"
     db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
@@ -164,7 +207,14 @@ def log_dropped(db: Connection, origin: str, dropped: Mapping[str, int], stamp: 
         log(db, stamp, "drop", origin, op, {"reason": reason, "count": count})
 
 
-def learn_from(db: Connection, generation: Generation, wrote: bool, malformed: bool, rules: ApplyRules, stamp: Stamp) -> None:
+def learn_from(
+    db: Connection,
+    generation: Generation,
+    wrote: bool,
+    malformed: bool,
+    rules: ApplyRules,
+    stamp: Stamp,
+) -> None:
     """Keeps the generation when it can earn credit, for what it wrote or for having said nothing usable."""
     punished = malformed and rules.malformed_reward is not None
     if punished:
@@ -190,12 +240,23 @@ def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp)
     """Counts the vote; False: what it is about is no longer the current version of an active entry, and nothing changes."""
     if not current(db, [vote.unit]):
         return False
-    log(db, stamp, "up" if vote.value > 0 else "down", request.id, vote.op, {"uid": vote.unit.uid, "version": vote.unit.version})
-    db.execute("UPDATE units SET votes = votes + ? WHERE uid = ? AND version = ?", (vote.value, *vote.unit))
+    log(
+        db,
+        stamp,
+        "up" if vote.value > 0 else "down",
+        request.id,
+        vote.op,
+        {"uid": vote.unit.uid, "version": vote.unit.version},
+    )
+    db.execute(
+        "UPDATE units SET votes = votes + ? WHERE uid = ? AND version = ?", (vote.value, *vote.unit)
+    )
     return True
 
 
-def vote_out(db: Connection, request: DistilRequest, votes: Sequence[Vote], least: int, stamp: Stamp) -> list[str]:
+def vote_out(
+    db: Connection, request: DistilRequest, votes: Sequence[Vote], least: int, stamp: Stamp
+) -> list[str]:
     """Evicts those of what was voted on that have `least` net down votes."""
     sql = "SELECT 1 FROM units WHERE uid = ? AND version = ? AND votes <= ?"
     units = [vote.unit for vote in votes if db.execute(sql, (*vote.unit, -least)).fetchone()]
@@ -210,11 +271,21 @@ def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: 
 def fit(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
     """Evicts what is over the bounds, of any goal and of the bank: it was made with others."""
     crowded = "SELECT task, goal FROM entries WHERE status = 'active' GROUP BY task, goal HAVING COUNT(*) > ?"
-    goals = [] if rules.cap is None else [(task, goal) for task, goal in db.execute(crowded, (rules.cap,))]
+    goals = (
+        []
+        if rules.cap is None
+        else [(task, goal) for task, goal in db.execute(crowded, (rules.cap,))]
+    )
     return _bound(db, goals, rules, {"reason": "room"}, stamp)
 
 
-def _bound(db: Connection, goals: Iterable[tuple[str, str]], rules: ApplyRules, data: Mapping[str, object], stamp: Stamp) -> list[str]:
+def _bound(
+    db: Connection,
+    goals: Iterable[tuple[str, str]],
+    rules: ApplyRules,
+    data: Mapping[str, object],
+    stamp: Stamp,
+) -> list[str]:
     gone = []
     if rules.cap is not None:
         for task, goal in goals:
@@ -226,17 +297,26 @@ def _bound(db: Connection, goals: Iterable[tuple[str, str]], rules: ApplyRules, 
     return gone
 
 
-def _surplus(db: Connection, evict: Evict, most: int, spare: int, where: str = "", **values: str) -> list[UnitKey]:
+def _surplus(
+    db: Connection, evict: Evict, most: int, spare: int, where: str = "", **values: str
+) -> list[UnitKey]:
     """Of active entries those that go first, so that `most` remain; `spare` less when it must be any."""
-    (active,) = db.execute(f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values).fetchone()
+    (active,) = db.execute(
+        f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values
+    ).fetchone()
     if active <= most:
         return []
     sql = f"SELECT uid, version FROM entries JOIN units USING (uid, version) WHERE status = 'active' {where}"
-    rows = db.execute(f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT :gone", {**values, "most": most, "gone": active - most + spare})
+    rows = db.execute(
+        f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT :gone",
+        {**values, "most": most, "gone": active - most + spare},
+    )
     return [UnitKey(*row) for row in rows]
 
 
-def _evict(db: Connection, units: Sequence[UnitKey], data: Mapping[str, object], stamp: Stamp) -> list[str]:
+def _evict(
+    db: Connection, units: Sequence[UnitKey], data: Mapping[str, object], stamp: Stamp
+) -> list[str]:
     """The entries stay in the history; their uids."""
     for unit in units:
         log(db, stamp, "evict", unit.uid, unit.version, data)
@@ -252,7 +332,9 @@ def _keep_generation(db: Connection, generation: Generation) -> None:
         np.asarray(completion.versions, "<i4").tobytes(),
     )
     sql = "INSERT INTO generations (id, extractor, prompt, sampled, logprobs, versions, finish, head) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-    db.execute(sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head))
+    db.execute(
+        sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head)
+    )
 
 
 # ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,14 +346,19 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
     In the log `reward` is r = ±1, which a rejected use has not.
     """
     unit, outcome = given.unit, given.outcome
-    data = {"uid": unit.uid, "version": unit.version} | ({"reward": outcome} if outcome is not None else {})
+    data = {"uid": unit.uid, "version": unit.version} | (
+        {"reward": outcome} if outcome is not None else {}
+    )
     data |= {"verdict": given.verdict} if given.verdict else {}
     known = db.execute("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit).fetchone()
     seq = log(db, stamp, "credit" if known else "stray", episode, op, data)
     if seq is None or not known:
         return False
     if outcome is not None:
-        db.execute("UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?", (outcome, *unit))
+        db.execute(
+            "UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?",
+            (outcome, *unit),
+        )
     if given.reward is None:
         return True
     sql = """
@@ -289,7 +376,12 @@ def record_lift(db: Connection, stamp: Stamp, group: str, op: int, found: GroupS
     """
     sql = "SELECT lift_groups, lift_mean, lift_m2 FROM units WHERE uid = ? AND version = ?"
     row = db.execute(sql, found.unit).fetchone()
-    data = {"uid": found.unit.uid, "version": found.unit.version, "guided": found.guided, "free": found.free}
+    data = {
+        "uid": found.unit.uid,
+        "version": found.unit.version,
+        "guided": found.guided,
+        "free": found.free,
+    }
     if row is None or log(db, stamp, "lift", group, op, data) is None:
         return False
     before = read_lift(row)
@@ -298,7 +390,9 @@ def record_lift(db: Connection, stamp: Stamp, group: str, op: int, found: GroupS
 
 
 def _set_lift(db: Connection, unit: UnitKey, lift: Lift) -> None:
-    sql = "UPDATE units SET lift_groups = ?, lift_mean = ?, lift_m2 = ? WHERE uid = ? AND version = ?"
+    sql = (
+        "UPDATE units SET lift_groups = ?, lift_mean = ?, lift_m2 = ? WHERE uid = ? AND version = ?"
+    )
     db.execute(sql, (lift.groups, lift.mean, lift.m2, *unit))
 
 
@@ -314,7 +408,9 @@ def read_entry(row: Row) -> Entry:
 
 
 def read_lift(row: Row) -> Lift | None:
-    return Lift(row["lift_groups"], row["lift_mean"], row["lift_m2"]) if row["lift_groups"] else None
+    return (
+        Lift(row["lift_groups"], row["lift_mean"], row["lift_m2"]) if row["lift_groups"] else None
+    )
 
 
 def read_generation(row: Row) -> Generation:
@@ -325,7 +421,9 @@ def read_generation(row: Row) -> Generation:
         row["finish"],
     )
     prompt = tuple(np.frombuffer(row["prompt"], "<i4").tolist())
-    return Generation(row["id"], row["extractor"], prompt, completion, row["head"], row["c_train"], row["t_last"])
+    return Generation(
+        row["id"], row["extractor"], prompt, completion, row["head"], row["c_train"], row["t_last"]
+    )
 
 
 def vector_bytes(vector: np.ndarray) -> bytes:

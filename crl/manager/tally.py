@@ -25,14 +25,23 @@ class Tally:
     def read(self, db: Connection) -> dict[str, int]:
         """Figures by name, see `Store.counts`."""
         self._count_new(db)
-        found: Counter[str] = Counter({f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")})
-        found.update({f"ops/{kind}": 0 for kind in ("add", "update", "return", "up", "down", "drop", "merge", "discard")})
+        found: Counter[str] = Counter(
+            {f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")}
+        )
+        found.update(
+            {
+                f"ops/{kind}": 0
+                for kind in ("add", "update", "return", "up", "down", "drop", "merge", "discard")
+            }
+        )
         found.update(self._counts)
         sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
         undone = {f"queue/{state}": number for state, number in db.execute(sql)}
         found.update(undone)
         found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
-        (found["buffer/ready"],) = db.execute("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL").fetchone()
+        (found["buffer/ready"],) = db.execute(
+            "SELECT COUNT(*) FROM units WHERE ready IS NOT NULL"
+        ).fetchone()
         (found["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
         return {**found, "log/seq": last_seq(db)}
 

@@ -48,7 +48,11 @@ def lowest_credit(entries: Sequence[EntryView], keep: int) -> list[EntryView]:
 
 def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
     """Those that were written before `step` actor steps of the run were completed, or in another run, and not retrieved since."""
-    return [entry for entry in entries if all(known is None or known < step for known in (entry.step, entry.last_returned_step))]
+    return [
+        entry
+        for entry in entries
+        if all(known is None or known < step for known in (entry.step, entry.last_returned_step))
+    ]
 
 
 async def evict(path: Path, units: Sequence[UnitKey]) -> int:
@@ -117,7 +121,9 @@ class _Lift(BaseModel):
     @model_validator(mode="after")
     def _adds_up(self) -> _Lift:
         if self.m2 > self.groups * (1 - self.mean**2) + ROUNDING:
-            raise ValueError(f"{self.groups} differences in [−1, 1] of this mean cannot spread by an m2 of {self.m2:g}")
+            raise ValueError(
+                f"{self.groups} differences in [−1, 1] of this mean cannot spread by an m2 of {self.m2:g}"
+            )
         return self
 
 
@@ -141,7 +147,9 @@ class _Line(BaseModel):
     @model_validator(mode="after")
     def _adds_up(self) -> _Line:
         if abs(self.credit) > self.credited:
-            raise ValueError(f"{self.credited} credited episodes, each of them 1 or −1, cannot sum to a credit of {self.credit:g}")
+            raise ValueError(
+                f"{self.credited} credited episodes, each of them 1 or −1, cannot sum to a credit of {self.credit:g}"
+            )
         return self
 
 
@@ -150,7 +158,12 @@ def parse_exported(path: Path) -> list[Entry]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ConfigError("file", str(path), f"cannot be read ({error.strerror})", "Give what crl bank export wrote") from error
+        raise ConfigError(
+            "file",
+            str(path),
+            f"cannot be read ({error.strerror})",
+            "Give what crl bank export wrote",
+        ) from error
     expected = _read_header(path, lines[0])
     entries: dict[str, Entry] = {}
     places: dict[str, int] = {}
@@ -159,11 +172,20 @@ def parse_exported(path: Path) -> list[Entry]:
             continue
         entry = _entry(path, number, line)
         if entry.uid in entries:
-            raise _refused(path, number, ".uid", entry.uid, f"line {places[entry.uid]} has it too", "Give each experience a uid of its own")
+            raise _refused(
+                path,
+                number,
+                ".uid",
+                entry.uid,
+                f"line {places[entry.uid]} has it too",
+                "Give each experience a uid of its own",
+            )
         entries[entry.uid], places[entry.uid] = entry, number
     if expected not in (None, len(entries)):
         remedy = "Export it again; where lines were taken out or added on purpose, write their number here or nothing"
-        raise _refused(path, 1, ".entries", expected, f"{len(entries)} follow, so it may be cut off", remedy)
+        raise _refused(
+            path, 1, ".entries", expected, f"{len(entries)} follow, so it may be cut off", remedy
+        )
     return list(entries.values())
 
 
@@ -178,7 +200,9 @@ def _read_header(path: Path, line: bytes) -> int | None:
     if type(version) is not int or version < 1:  # a bool is an int too
         raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)
     if version > FORMAT:
-        raise _refused(path, 1, ".crl_bank", version, f"is newer than this crl's {FORMAT}", "Upgrade crl")
+        raise _refused(
+            path, 1, ".crl_bank", version, f"is newer than this crl's {FORMAT}", "Upgrade crl"
+        )
     if not (entries is None or (type(entries) is int and entries >= 0)):
         raise _refused(path, 1, ".entries", entries, "is no number of experiences", wanted)
     return entries
@@ -188,7 +212,9 @@ def _entry(path: Path, number: int, line: bytes) -> Entry:
     try:
         read = _Line.model_validate_json(line)
     except ValidationError as error:
-        found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")[0]
+        found = sorted(
+            error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
+        )[0]
         key = "".join(f".{part}" for part in found["loc"])
         reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
         remedy = f"Each line after the first is a JSON object of {', '.join(_Line.model_fields)}; only task, goal and text must be there"
@@ -202,7 +228,9 @@ def _entry(path: Path, number: int, line: bytes) -> Entry:
     )  # fmt: skip
 
 
-def _refused(path: Path, number: int, key: str, value: object, reason: str, remedy: str) -> ConfigError:
+def _refused(
+    path: Path, number: int, key: str, value: object, reason: str, remedy: str
+) -> ConfigError:
     value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     shown = f"{value[:60]}…" if isinstance(value, str) and len(value) > 60 else value
     return ConfigError(f"{path}:{number}{key}", shown, reason, remedy)
@@ -213,14 +241,21 @@ def make_bank(path: Path, entries: Sequence[Entry]) -> None:
     try:
         for file in files_of(path):
             if file.exists():
-                raise ConfigError("bank", str(file), "it exists, and is not written over", "Choose another path for the new bank")
+                raise ConfigError(
+                    "bank",
+                    str(file),
+                    "it exists, and is not written over",
+                    "Choose another path for the new bank",
+                )
         with TemporaryDirectory(prefix=".crl-import-", dir=path.parent) as folder:
             draft = Path(folder) / path.name
             asyncio.run(_fill(draft, entries))
             draft.rename(path)
     except OSError as error:
         remedy = "Choose a directory that exists and is writable"
-        raise ConfigError("bank", str(path), f"cannot be made ({error.strerror})", remedy) from error
+        raise ConfigError(
+            "bank", str(path), f"cannot be made ({error.strerror})", remedy
+        ) from error
 
 
 async def _fill(path: Path, entries: Sequence[Entry]) -> None:

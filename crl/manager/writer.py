@@ -21,7 +21,11 @@ def beside(bank: Path, suffix: str) -> Path:
 def several_names(bank: Path) -> str:
     """Why it cannot be used: what is beside a hard link is not beside the file's other names. Empty where it has one name, or none."""
     names = bank.stat().st_nlink if bank.exists() else 1
-    return f"it has {names} names (hard links), and its log lies beside one of them. Copy the file, and use the copy" if names > 1 else ""
+    return (
+        f"it has {names} names (hard links), and its log lies beside one of them. Copy the file, and use the copy"
+        if names > 1
+        else ""
+    )
 
 
 class WriterClaim:
@@ -44,7 +48,9 @@ class WriterClaim:
             raise StoreError(f"{bank}: {error.strerror}. {remedy}.") from error
 
     def release(self) -> None:
-        self._path.unlink(missing_ok=True)  # before the lock ends: else it could be the next holder's file
+        self._path.unlink(
+            missing_ok=True
+        )  # before the lock ends: else it could be the next holder's file
         self._file.close()
 
     def _locked(self, bank: Path) -> TextIO:
@@ -58,7 +64,9 @@ class WriterClaim:
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read() or "another process"
-                raise StoreError(f"{bank}: {holder} is writing to it. End that one first, or work on a copy.") from None
+                raise StoreError(
+                    f"{bank}: {holder} is writing to it. End that one first, or work on a copy."
+                ) from None
             except BaseException:
                 file.close()
                 raise

@@ -10,7 +10,14 @@ from __future__ import annotations
 from crl.config.schema import RunConfig
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
-from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SelfDistillation, SplitAdvantage, actor_role
+from crl.methods.parts.training import (
+    CispoLoss,
+    GroupAdvantage,
+    ListeningAdvantage,
+    SelfDistillation,
+    SplitAdvantage,
+    actor_role,
+)
 from crl.protocols import AdvantageTerm, ContextProvider, ExtractorRole, Method
 
 
@@ -21,7 +28,9 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
     terms: list[AdvantageTerm] = [compared(config.actor.advantage_scale)]
     if switches.listening:
         terms.append(ListeningAdvantage(switches.listening))
-    distillation = SelfDistillation(switches.self_distillation) if switches.self_distillation else None
+    distillation = (
+        SelfDistillation(switches.self_distillation) if switches.self_distillation else None
+    )
     trained = extractor.train and not config.bank.frozen
     return Method(
         planner=GuidedShare(switches.guided),
@@ -29,5 +38,7 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, *terms, distillation=distillation),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
-        extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch) if trained else None,
+        extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch)
+        if trained
+        else None,
     )

@@ -18,7 +18,16 @@ import torch
 from crl.config.load import versions
 from crl.errors import ConfigError
 from crl.models.drills import ACTOR_DRILLS, EXTRACTOR_DRILLS, Drill, webshop
-from crl.models.warm_start import END, Schooling, Shape, demonstrated_trace, epoch, new_model, school, train_tokenizer
+from crl.models.warm_start import (
+    END,
+    Schooling,
+    Shape,
+    demonstrated_trace,
+    epoch,
+    new_model,
+    school,
+    train_tokenizer,
+)
 from crl.seeds import derive_seed, generator
 from crl.tokens import ChatRenderer
 
@@ -58,23 +67,44 @@ def _make_directories(directories: Sequence[Path]) -> None:
     """At the start: a bad path should not show after minutes of training."""
     for directory in directories:
         if directory.exists():
-            raise ConfigError("--out", str(directory), "it exists already", "give another directory, or remove it first")
+            raise ConfigError(
+                "--out",
+                str(directory),
+                "it exists already",
+                "give another directory, or remove it first",
+            )
     for directory in directories:
         try:
             directory.mkdir(parents=True)
         except OSError as error:
-            raise ConfigError("--out", str(directory), f"cannot be made ({error.strerror})", "give another directory") from error
+            raise ConfigError(
+                "--out",
+                str(directory),
+                f"cannot be made ({error.strerror})",
+                "give another directory",
+            ) from error
 
 
 def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
     """A model that speaks like the drills' demonstrators, with a tokenizer of its own, in a directory that exists."""
     begin = time.monotonic()
-    torch.set_num_threads(1)  # two are slower on matrices this small, and one is the same everywhere
+    torch.set_num_threads(
+        1
+    )  # two are slower on matrices this small, and one is the same everywhere
     print(f"{directory.name}: demonstrations")
-    drilled = {drill.name: list(drill.make(generator(seed, "drill", drill.name), drill.count)) for drill in recipe.drills}
-    tokenizer = train_tokenizer([x for demonstrations in drilled.values() for x in demonstrations[:TOKENIZER_SAMPLE]], SHAPE.vocabulary)
+    drilled = {
+        drill.name: list(drill.make(generator(seed, "drill", drill.name), drill.count))
+        for drill in recipe.drills
+    }
+    tokenizer = train_tokenizer(
+        [x for demonstrations in drilled.values() for x in demonstrations[:TOKENIZER_SAMPLE]],
+        SHAPE.vocabulary,
+    )
     renderer = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
-    traces = {name: [demonstrated_trace(x, renderer) for x in demonstrations] for name, demonstrations in drilled.items()}
+    traces = {
+        name: [demonstrated_trace(x, renderer) for x in demonstrations]
+        for name, demonstrations in drilled.items()
+    }
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
     everything = [trace for some in traces.values() for trace in some]
     tokens, parameters = sum(len(t.ids) for t in everything), model.num_parameters()
@@ -85,11 +115,18 @@ def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
     first = [trace for drill in recipe.first for trace in traces[drill.name]]
     draw, size = generator(seed, "school"), recipe.schooling.batch_tokens
     courses = [first] * recipe.first_epochs + [everything] * recipe.epochs
-    loss = school(model, [batch for course in courses for batch in epoch(course, size, draw)], recipe.schooling, print)
+    loss = school(
+        model,
+        [batch for course in courses for batch in epoch(course, size, draw)],
+        recipe.schooling,
+        print,
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "crl.json").write_text(json.dumps({"profile": "compact"}) + "\n", "utf-8")
-    (directory / "recipe.json").write_text(json.dumps(_record(recipe, seed, loss), indent=2) + "\n", "utf-8")
+    (directory / "recipe.json").write_text(
+        json.dumps(_record(recipe, seed, loss), indent=2) + "\n", "utf-8"
+    )
     print(f"{directory.name}: done in {time.monotonic() - begin:.0f} s: {directory}")
 
 

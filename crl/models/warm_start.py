@@ -70,7 +70,9 @@ def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) ->
     It is Qwen2's own class, cut as Qwen2 cuts text: transformers loads a Qwen2 model's tokenizer as that, whatever was saved.
     """
     texts = [segment.text for demonstration in demonstrations for segment in demonstration]
-    roles = ["system\n", "user\n", "assistant\n"] * (len(texts) // 2)  # as frequent as the template makes them
+    roles = ["system\n", "user\n", "assistant\n"] * (
+        len(texts) // 2
+    )  # as frequent as the template makes them
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         [*roles, *texts],
         vocab_size=vocabulary,
@@ -119,12 +121,24 @@ def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> 
     return trace
 
 
-def school(model: Qwen2ForCausalLM, batches: Sequence[Sequence[TokenTrace]], schooling: Schooling, report: Callable[[str], None]) -> float:
+def school(
+    model: Qwen2ForCausalLM,
+    batches: Sequence[Sequence[TokenTrace]],
+    schooling: Schooling,
+    report: Callable[[str], None],
+) -> float:
     """Teaches the model the batches, an update each. Returns the mean negative log-likelihood over the last tenth, nats a token."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schooling.learning_rate, weight_decay=schooling.weight_decay, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=schooling.learning_rate,
+        weight_decay=schooling.weight_decay,
+        betas=(0.9, 0.98),
+    )
 
     def rate(update: int) -> float:
-        return min(1.0, (update + 1) / schooling.warmup_updates) * max(schooling.floor, 1 - update / len(batches))
+        return min(1.0, (update + 1) / schooling.warmup_updates) * max(
+            schooling.floor, 1 - update / len(batches)
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
@@ -133,20 +147,32 @@ def school(model: Qwen2ForCausalLM, batches: Sequence[Sequence[TokenTrace]], sch
         losses.append(_update(model, batch, optimizer, schooling.context_weight))
         schedule.step()
         if update % 50 == 0 or update == len(batches):
-            report(f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token")
+            report(
+                f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token"
+            )
     model.eval()
     last = losses[-max(len(losses) // 10, 1) :]
     return sum(last) / len(last)
 
 
-def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: torch.optim.Optimizer, context_weight: float) -> float:
+def _update(
+    model: Qwen2ForCausalLM,
+    traces: Sequence[TokenTrace],
+    optimizer: torch.optim.Optimizer,
+    context_weight: float,
+) -> float:
     """One update; returns the mean negative log-likelihood of what the demonstrators said, nats a token."""
     width = max(len(t.ids) for t in traces)
     ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
     said = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
-    told = torch.tensor([[0, *(1 - m for m in t.mask[1:]), *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
+    told = torch.tensor(
+        [[0, *(1 - m for m in t.mask[1:]), *[0] * (width - len(t.ids))] for t in traces],
+        dtype=torch.bool,
+    )
     logp = token_logprobs(model, ids, said | told).logp
-    saying, hearing = (nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told))  # means over tokens
+    saying, hearing = (
+        nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told)
+    )  # means over tokens
     optimizer.zero_grad(set_to_none=True)
     (saying + context_weight * hearing).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -154,12 +180,17 @@ def _update(model: Qwen2ForCausalLM, traces: Sequence[TokenTrace], optimizer: to
     return saying.item()
 
 
-def epoch(traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random) -> list[list[TokenTrace]]:
+def epoch(
+    traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random
+) -> list[list[TokenTrace]]:
     """Batches of similar length, in random order; who shares a batch differs between epochs."""
     order = list(range(len(traces)))
     draw.shuffle(order)
     # Lengths are blurred so that samples of neighbouring lengths mix.
     blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
-    batches = [[traces[order[i]] for i in batch] for batch in micro_batches(blurred, batch_tokens, padded=True)]
+    batches = [
+        [traces[order[i]] for i in batch]
+        for batch in micro_batches(blurred, batch_tokens, padded=True)
+    ]
     draw.shuffle(batches)
     return batches

@@ -33,7 +33,11 @@ class FileMonitor:
         if clash := RESERVED & figures.keys():
             raise ValueError(f"figures may not be named {sorted(clash)}")
         seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
-        _write(self._metrics, {"step": step, "kind": kind, "time": seconds} | {name: plain(value) for name, value in figures.items()})
+        _write(
+            self._metrics,
+            {"step": step, "kind": kind, "time": seconds}
+            | {name: plain(value) for name, value in figures.items()},
+        )
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -79,7 +83,9 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "score": trajectory.score,
         "turns": trajectory.turns,
         "overtime_turns": trajectory.overtime_turns,
-        "segments": [{"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments],
+        "segments": [
+            {"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments
+        ],
         **_columns(trajectory.traces),
         "used": [dataclasses.asdict(use) for use in trajectory.used],
         "rejected": [dataclasses.asdict(use) for use in trajectory.rejected],
@@ -92,7 +98,10 @@ def _columns(traces: Sequence[TokenTrace]) -> dict[str, list[Any]]:
     if len(traces) == 1:
         return _trace_columns(traces[0])
     columns = [_trace_columns(trace) for trace in traces]
-    return {name: [column[name] for column in columns] for name in ("ids", "mask", "logprobs", "versions")}
+    return {
+        name: [column[name] for column in columns]
+        for name in ("ids", "mask", "logprobs", "versions")
+    }
 
 
 def _trace_columns(trace: TokenTrace) -> dict[str, list[Any]]:

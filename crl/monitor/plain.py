@@ -62,7 +62,11 @@ BANK_COLUMNS: Columns = (
     ("p95 ms", "perf/search_p95_ms", ".1f"),
 )
 
-COLUMNS: Mapping[str, Columns] = {"train": TRAIN_COLUMNS, "extractor": EXTRACTOR_COLUMNS, "bank": BANK_COLUMNS}
+COLUMNS: Mapping[str, Columns] = {
+    "train": TRAIN_COLUMNS,
+    "extractor": EXTRACTOR_COLUMNS,
+    "bank": BANK_COLUMNS,
+}
 
 SECONDS = {
     "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
@@ -95,13 +99,24 @@ def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = N
         table = TABLES[kind](figures)
         if len(table) > 1:
             return _aligned(head, table, seconds)
-        cells = [f"{task}/{column} {cell}" for task, row in table.items() for column, cell in row.items()]
+        cells = [
+            f"{task}/{column} {cell}" for task, row in table.items() for column, cell in row.items()
+        ]
     elif kind in COLUMNS:
-        left_out = {name for name in UNLESS_ZERO if not figures.get(name)} | (set() if figures.keys() >= CONDITIONS else CONDITIONS)
-        cells = [f"{label} {_cell(figures, name, form)}" for label, name, form in COLUMNS[kind] if name in figures.keys() - left_out]
+        left_out = {name for name in UNLESS_ZERO if not figures.get(name)} | (
+            set() if figures.keys() >= CONDITIONS else CONDITIONS
+        )
+        cells = [
+            f"{label} {_cell(figures, name, form)}"
+            for label, name, form in COLUMNS[kind]
+            if name in figures.keys() - left_out
+        ]
         cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
     else:
-        cells = [f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}" for name, value in figures.items()]
+        cells = [
+            f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}"
+            for name, value in figures.items()
+        ]
     return "  ".join([head, *cells, *seconds])
 
 
@@ -110,7 +125,11 @@ def _cell(figures: Figures, name: str, form: str) -> str:
     cell = _number(figures[name], form)
     if name != "rollout/success":
         return cell
-    tasks = [f"{match[1]} {_number(figures[other], form)}" for other in figures if (match := TRAIN_SUCCESS.fullmatch(other))]
+    tasks = [
+        f"{match[1]} {_number(figures[other], form)}"
+        for other in figures
+        if (match := TRAIN_SUCCESS.fullmatch(other))
+    ]
     return f"{cell} ({', '.join(tasks)})" if tasks else cell
 
 
@@ -147,7 +166,13 @@ TABLES: Mapping[str, Callable[[Figures], Table]] = {"eval": _evaluated, "probe":
 def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
     """A row a task under the names of the columns; what a task has no figure for is a dash."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    rows = [[head, *columns], *([f"  {task}", *(row.get(column, "–") for column in columns)] for task, row in table.items())]
+    rows = [
+        [head, *columns],
+        *(
+            [f"  {task}", *(row.get(column, "–") for column in columns)]
+            for task, row in table.items()
+        ),
+    ]
     rows[0] += tail
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

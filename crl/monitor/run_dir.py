@@ -22,7 +22,12 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError("run_dir", str(path), f"cannot be made ({error.strerror})", "Choose another --run-dir") from error
+            raise ConfigError(
+                "run_dir",
+                str(path),
+                f"cannot be made ({error.strerror})",
+                "Choose another --run-dir",
+            ) from error
         return cls(path)
 
     def clear(self) -> None:
@@ -64,4 +69,6 @@ def require_free(path: Path) -> None:
         return
     if path.exists():
         what = "it exists and is not empty" if path.is_dir() else "it exists and is no directory"
-        raise ConfigError("run_dir", str(path), what, "Choose another --run-dir, or remove it first")
+        raise ConfigError(
+            "run_dir", str(path), what, "Choose another --run-dir, or remove it first"
+        )

@@ -204,12 +204,23 @@ def number(value: Any) -> float | None:
 
 
 def _train(s: Snapshot, step: int, figures: Figures) -> Snapshot:
-    total = (s.actor.updates.last or 0.0) + (number(figures.get("actor/updates")) or 0.0)  # the line counts those of its step
-    seconds = {name.removeprefix("time/"): number(value) or 0.0 for name, value in figures.items() if name.startswith("time/")}
+    total = (s.actor.updates.last or 0.0) + (
+        number(figures.get("actor/updates")) or 0.0
+    )  # the line counts those of its step
+    seconds = {
+        name.removeprefix("time/"): number(value) or 0.0
+        for name, value in figures.items()
+        if name.startswith("time/")
+    }
     actor = _extend(s.actor, {**figures, "actor/updates": total}, "actor")
     played = [task for task in s.run.tasks if f"rollout/{task}/success" in figures]
-    tasks = {**s.tasks, **{task: _extend(s.tasks.get(task, TaskRollout()), figures, task) for task in played}}
-    return replace(s, step=step, rollout=_extend(s.rollout, figures), tasks=tasks, actor=actor, seconds=seconds)
+    tasks = {
+        **s.tasks,
+        **{task: _extend(s.tasks.get(task, TaskRollout()), figures, task) for task in played},
+    }
+    return replace(
+        s, step=step, rollout=_extend(s.rollout, figures), tasks=tasks, actor=actor, seconds=seconds
+    )
 
 
 def _extractor(s: Snapshot, step: int, figures: Figures) -> Snapshot:
@@ -217,7 +228,9 @@ def _extractor(s: Snapshot, step: int, figures: Figures) -> Snapshot:
 
 
 def _bank(s: Snapshot, step: int, figures: Figures) -> Snapshot:
-    sizes = {m.group(1): number(figures[name]) for name in figures if (m := _BANK_TASK.fullmatch(name))}
+    sizes = {
+        m.group(1): number(figures[name]) for name in figures if (m := _BANK_TASK.fullmatch(name))
+    }
     bank = _extend(s.bank or Bank(), figures)
     by_task = {**bank.by_task, **{task: size for task, size in sizes.items() if size is not None}}
     return replace(s, bank=replace(bank, by_task=by_task))
@@ -229,9 +242,13 @@ def _eval(s: Snapshot, step: int, figures: Figures) -> Snapshot:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
             known = evals.get(f"{task}/{split}", EvalSet(step, {}))
-            value, low, high = (number(figures.get(f"{name}{end}")) for end in ("", "/low", "/high"))
+            value, low, high = (
+                number(figures.get(f"{name}{end}")) for end in ("", "/low", "/high")
+            )
             first = known.rates[condition].first if condition in known.rates else value
-            evals[f"{task}/{split}"] = EvalSet(step, {**known.rates, condition: Rate(value, low, high, first)})
+            evals[f"{task}/{split}"] = EvalSet(
+                step, {**known.rates, condition: Rate(value, low, high, first)}
+            )
     return replace(s, evals=evals, seconds=_with_seconds(s, step, figures, "eval"))
 
 
@@ -272,7 +289,9 @@ def _extend(record: R, figures: Figures, subject: str = "") -> R:
 def _followed(record: type) -> dict[str, str]:
     """Which figure each series of a record follows."""
     hints = get_type_hints(record, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {
+        name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")
+    }
 
 
 # ── the monitor ─────────────────────────────────────────────────────────────────────────────────────────────────────

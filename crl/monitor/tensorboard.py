@@ -20,15 +20,24 @@ class TensorBoardMonitor:
             from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            reason, remedy = f"TensorBoard cannot be imported ({error})", "Install it with pip install 'crl[tensorboard]'"
+            reason, remedy = (
+                f"TensorBoard cannot be imported ({error})",
+                "Install it with pip install 'crl[tensorboard]'",
+            )
             raise ConfigError("monitor.tensorboard", True, reason, remedy) from error
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 
     def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
         numbers = {name: plain(value) for name, value in figures.items()}
-        scalars = [self._summary.Value(tag=n, simple_value=v) for n, v in numbers.items() if isinstance(v, int | float)]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+        scalars = [
+            self._summary.Value(tag=n, simple_value=v)
+            for n, v in numbers.items()
+            if isinstance(v, int | float)
+        ]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars))
+        )
         self._writer.flush()
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:

@@ -19,10 +19,17 @@ class WandbMonitor:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
-            reason, remedy = f"wandb cannot be imported ({error})", "Install it with pip install 'crl[wandb]'"
+            reason, remedy = (
+                f"wandb cannot be imported ({error})",
+                "Install it with pip install 'crl[wandb]'",
+            )
             raise ConfigError("monitor.wandb", project, reason, remedy) from error
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
-        self._run.define_metric("*", step_metric="step")  # W&B's own step refuses a second line for the same step
+        self._run = wandb.init(
+            project=project, name=folder.name, dir=str(folder), config=dict(config)
+        )
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # W&B's own step refuses a second line for the same step
 
     def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
         self._run.log({"step": step} | {name: plain(value) for name, value in figures.items()})

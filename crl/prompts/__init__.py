@@ -62,13 +62,27 @@ def _read(name: str, overrides: Overrides) -> str:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"prompts.{name}", str(path), f"cannot be read ({reason})", remedy) from error
+        raise ConfigError(
+            f"prompts.{name}", str(path), f"cannot be read ({reason})", remedy
+        ) from error
     slots = {slot[2] for slot in _SLOT.finditer(text) if slot[2]}
     if missing := SLOTS[name] - slots:
-        raise ConfigError(f"prompts.{name}", str(path), f"has no {_listed(missing)}, so the model would not be told", remedy)
+        raise ConfigError(
+            f"prompts.{name}",
+            str(path),
+            f"has no {_listed(missing)}, so the model would not be told",
+            remedy,
+        )
     if unknown := slots - SLOTS[name]:
-        reason = f"has {_listed(unknown)}, which nothing fills; its slots are {_listed(SLOTS[name])}"
-        raise ConfigError(f"prompts.{name}", str(path), reason, f"Write {{{{name}}}} where braces are meant, or: {remedy}")
+        reason = (
+            f"has {_listed(unknown)}, which nothing fills; its slots are {_listed(SLOTS[name])}"
+        )
+        raise ConfigError(
+            f"prompts.{name}",
+            str(path),
+            reason,
+            f"Write {{{{name}}}} where braces are meant, or: {remedy}",
+        )
     return text
 
 

@@ -19,7 +19,14 @@ class Collector:
     """
 
     def __init__(
-        self, runner: EpisodeRunner, source: TaskSource, planner: RolloutPlanner, gate: StalenessGate, *, group_size: int, steps: int
+        self,
+        runner: EpisodeRunner,
+        source: TaskSource,
+        planner: RolloutPlanner,
+        gate: StalenessGate,
+        *,
+        group_size: int,
+        steps: int,
     ) -> None:
         self._runner, self._source, self._planner, self._gate = runner, source, planner, gate
         self._group_size, self._steps = group_size, steps
@@ -33,13 +40,17 @@ class Collector:
         async with asyncio.TaskGroup() as tasks:
             for step in range(self._gate.completed_steps, self._steps):
                 async with self._changed:
-                    await self._changed.wait_for(lambda first=step * size: self._gate.may_start(first))
+                    await self._changed.wait_for(
+                        lambda first=step * size: self._gate.may_start(first)
+                    )
                 self._source_states[step] = self._source.state()
                 drawn = list(enumerate(self._source.draw(size), start=step * size))
                 keys = {group: self._join(step, group) for group, _ in drawn}
                 for group, task in drawn:
                     tasks.create_task(self._play(group, task, keys[group]), name=f"group {group}")
-                    await asyncio.sleep(0)  # hundreds of first prompts at once would keep everything else waiting
+                    await asyncio.sleep(
+                        0
+                    )  # hundreds of first prompts at once would keep everything else waiting
 
     def _join(self, step: int, group: int) -> list[EpisodeKey]:
         self._gate.start(group)
@@ -51,7 +62,10 @@ class Collector:
     async def _play(self, group: int, task: Task, keys: Sequence[EpisodeKey]) -> None:
         plans = self._planner.plan(task, len(keys), keys[0].step)
         async with asyncio.TaskGroup() as members:
-            episodes = [members.create_task(self._runner.play(key, task, plan)) for key, plan in zip(keys, plans, strict=True)]
+            episodes = [
+                members.create_task(self._runner.play(key, task, plan))
+                for key, plan in zip(keys, plans, strict=True)
+            ]
         async with self._changed:
             self._groups[group] = [episode.result() for episode in episodes]
             self._gate.finish(group)
@@ -62,7 +76,9 @@ class Collector:
         async with self._changed:
             await self._changed.wait_for(lambda: self._gate.ready(step))
         size = self._gate.groups_per_step
-        return [t for group in range(step * size, (step + 1) * size) for t in self._groups.pop(group)]
+        return [
+            t for group in range(step * size, (step + 1) * size) for t in self._groups.pop(group)
+        ]
 
     async def complete(self, step: int) -> None:
         """The trainer is done with `step`, whether or not it could train on it."""

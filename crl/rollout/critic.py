@@ -37,7 +37,9 @@ MAX_CHARS = OpLimits().max_chars
 TIMES = 4096
 """Times of critiques that are kept for whoever takes them."""
 
-_VERDICT = re.compile(r"\W*(?:\w+\s*:\W*)?(accept|refine|reject)(?:e?d)?\b[\s:*]*(.*)", re.IGNORECASE | re.DOTALL)
+_VERDICT = re.compile(
+    r"\W*(?:\w+\s*:\W*)?(accept|refine|reject)(?:e?d)?\b[\s:*]*(.*)", re.IGNORECASE | re.DOTALL
+)
 _VERDICTS = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
 _AROUND = " \t\r\n.,;:!?\"'`*"
 
@@ -70,7 +72,11 @@ def parse_critique(completion: str, *, thinking: bool = False) -> Critique:
     if not ended and (thinking or THINKING_OPENS in completion):
         return MALFORMED  # cut off in thought
     tagged = tagged_answers(answer)
-    places = list(reversed(tagged)) if tagged is not None else [*answer.strip().splitlines()[-1:], answer]
+    places = (
+        list(reversed(tagged))
+        if tagged is not None
+        else [*answer.strip().splitlines()[-1:], answer]
+    )
     return next((critique for critique in map(_critique, places) if critique), MALFORMED)
 
 
@@ -94,12 +100,16 @@ class Case:
     verdict from nobody.
     """
 
-    def __init__(self, sampler: Sampler, session: str, asking: Coroutine[Any, Any, Critique]) -> None:
+    def __init__(
+        self, sampler: Sampler, session: str, asking: Coroutine[Any, Any, Critique]
+    ) -> None:
         self._sampler, self._session = sampler, session
         self._waiting: set[str] = set()
         sampler.join(session)
         self._asking = asyncio.create_task(asking, name=session)
-        self._asking.add_done_callback(self._over)  # the first callback: before anyone who waits is woken
+        self._asking.add_done_callback(
+            self._over
+        )  # the first callback: before anyone who waits is woken
 
     def close(self) -> None:
         """Nobody will want the verdict any more."""
@@ -176,7 +186,10 @@ class Critic:
         if not self._seconds:
             return {}
         critiques = self._counts["critiques"]
-        shares = {f"critic/{name}": self._counts[name] / critiques for name in (*get_args(Verdict), "malformed")}
+        shares = {
+            f"critic/{name}": self._counts[name] / critiques
+            for name in (*get_args(Verdict), "malformed")
+        }
         figures = {
             "critic/critiques": critiques,
             **shares,
@@ -194,7 +207,9 @@ class Critic:
         except RolloutError:
             critique = MALFORMED
         self._seconds.append(time.perf_counter() - begin)
-        self._counts.update(["critiques", critique.verdict, *(["malformed"] if critique.malformed else [])])
+        self._counts.update(
+            ["critiques", critique.verdict, *(["malformed"] if critique.malformed else [])]
+        )
         return critique
 
     async def _answer(self, session: str, task: Task, hit: Hit) -> Critique:
@@ -203,7 +218,11 @@ class Critic:
         room = self._max_context - len(prompt)
         if room < 1:
             return MALFORMED
-        sampling = Sampling(min(self._max_response_tokens[task.name], room), self._renderer.stop_ids, self._temperature)
+        sampling = Sampling(
+            min(self._max_response_tokens[task.name], room),
+            self._renderer.stop_ids,
+            self._temperature,
+        )
         draw = derive_seed(self._seed, "critic", session)
         completion = await self._sampler.generate(prompt, sampling, session=session, rng=draw)
         self._counts["sampled_tokens"] += len(completion.ids)

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from crl.errors import RolloutError, TransientError
-from crl.protocols import ContextProvider, Environment, EnvironmentPool, Hit, Question, Retriever, RewardShaper, SearchRequest
+from crl.protocols import (
+    ContextProvider,
+    Environment,
+    EnvironmentPool,
+    Hit,
+    Question,
+    Retriever,
+    RewardShaper,
+    SearchRequest,
+)
 from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
@@ -153,42 +162,70 @@ class EpisodeRunner:
             used=tuple(hit.use for hit in record.hits), shown=tuple(hit.text for hit in record.hits),
             rejected=tuple(hit.use for hit in record.rejected), truncated=record.truncated, error=record.error,
         )  # fmt: skip
-        return trajectory if trajectory.error else trajectory.with_rewards(self.shaper.shape(trajectory))
+        return (
+            trajectory
+            if trajectory.error
+            else trajectory.with_rewards(self.shaper.shape(trajectory))
+        )
 
-    async def _attempt(self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False) -> tuple[Conversation, Record]:
+    async def _attempt(
+        self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False
+    ) -> tuple[Conversation, Record]:
         """The episode as far as it went. Raises `TransientError`, unless it is the last attempt."""
         limits = self.limits[task.name]
         conversation, record = Conversation(self.renderer, limits.window), Record()
         try:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
-            late = record.played >= limits.turns  # in overtime the episode is finished, and its record ends here
+            late = (
+                record.played >= limits.turns
+            )  # in overtime the episode is finished, and its record ends here
             if isinstance(error, TransientError) and not (last or late):
                 raise
             record.error = None if late else str(error)
         return conversation, record
 
-    async def _play(self, key: EpisodeKey, task: Task, plan: RolloutPlan, conversation: Conversation, record: Record) -> None:
+    async def _play(
+        self,
+        key: EpisodeKey,
+        task: Task,
+        plan: RolloutPlan,
+        conversation: Conversation,
+        record: Record,
+    ) -> None:
         environment = await self.pool.acquire(task)
         try:
             observation, hit = await self._begin(key, task, plan, environment, record)
             await self.turnstile.passed()
-            limits = self.limits[task.name] if plan.condition == "guided" else replace(self.limits[task.name], asks=0)
+            limits = (
+                self.limits[task.name]
+                if plan.condition == "guided"
+                else replace(self.limits[task.name], asks=0)
+            )
             conversation.add(self.context.opening(task, observation, hit, asks=limits.asks))
             await self._converse(key, task, limits, environment, conversation, record)
         finally:
             await self.pool.release(environment)
 
     async def _begin(
-        self, key: EpisodeKey, task: Task, plan: RolloutPlan, environment: Environment, record: Record
+        self,
+        key: EpisodeKey,
+        task: Task,
+        plan: RolloutPlan,
+        environment: Environment,
+        record: Record,
     ) -> tuple[Observation, Hit | None]:
         """Resets the environment; for a guided episode looks for experience, meanwhile where the query can be told before."""
         if plan.condition == "free":
             return await environment.reset(task), None
         if self.context.query_observes(task):
             observation = await environment.reset(task)
-            return observation, await self._guide(key, task, self.context.query(task, observation), record)
-        return await _both(environment.reset(task), self._guide(key, task, self.context.query(task, None), record))
+            return observation, await self._guide(
+                key, task, self.context.query(task, observation), record
+            )
+        return await _both(
+            environment.reset(task), self._guide(key, task, self.context.query(task, None), record)
+        )
 
     async def _guide(self, key: EpisodeKey, task: Task, query: str, record: Record) -> Hit | None:
         """What is found for the episode, unless the agent rejects it."""
@@ -202,13 +239,23 @@ class EpisodeRunner:
         record.hits.append(judged)
         return judged
 
-    async def _retrieve(self, key: EpisodeKey, task: Task, query: str, *, asked: int = 0) -> Hit | None:
+    async def _retrieve(
+        self, key: EpisodeKey, task: Task, query: str, *, asked: int = 0
+    ) -> Hit | None:
         await self.sampler.turn(key.session)
-        (hit,) = await self.retriever.search([SearchRequest(query, task, key.group, key.member, asked)])
+        (hit,) = await self.retriever.search(
+            [SearchRequest(query, task, key.group, key.member, asked)]
+        )
         return hit
 
     async def _converse(
-        self, key: EpisodeKey, task: Task, limits: Limits, environment: Environment, conversation: Conversation, record: Record
+        self,
+        key: EpisodeKey,
+        task: Task,
+        limits: Limits,
+        environment: Environment,
+        conversation: Conversation,
+        record: Record,
     ) -> None:
         while not record.over:
             late = record.played >= limits.turns
@@ -220,9 +267,13 @@ class EpisodeRunner:
             if room < 1:
                 record.truncated = True
                 return
-            sampling = Sampling(min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature)
+            sampling = Sampling(
+                min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature
+            )
             draw = derive_seed(self.seed, "sampling", key.draws, record.played + record.asked)
-            completion = await self.sampler.generate(prompt, sampling, session=key.session, rng=draw)
+            completion = await self.sampler.generate(
+                prompt, sampling, session=key.session, rng=draw
+            )
             await self.turnstile.passed()
             record.sampled_tokens += len(completion.ids)
             record.truncated |= completion.finish == "length"
@@ -234,14 +285,18 @@ class EpisodeRunner:
             record.add(result, late=late)
             conversation.add(self.context.following(result))
 
-    async def _ask(self, key: EpisodeKey, task: Task, query: str, conversation: Conversation, record: Record) -> None:
+    async def _ask(
+        self, key: EpisodeKey, task: Task, query: str, conversation: Conversation, record: Record
+    ) -> None:
         """search_and_ask (CRL §3.2.2): what is found is refined for the situation. Takes no turn of the game."""
         conversation.asked()
         record.asked += 1
         hit = await self._retrieve(key, task, self.context.asked(task, query), asked=record.asked)
         if hit:
             await self.sampler.turn(key.session)  # the extractor too is asked in order
-            hit = await self.retriever.refine(Question(f"{key}/{record.asked}", task, query, conversation.segments), hit)
+            hit = await self.retriever.refine(
+                Question(f"{key}/{record.asked}", task, query, conversation.segments), hit
+            )
         if hit:
             record.hits.append(replace(hit, use=replace(hit.use, verdict=self.judge.of_asked)))
         conversation.add(self.context.reply(task, hit))
@@ -283,5 +338,7 @@ async def _both(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> t
     tasks = asyncio.create_task(one), asyncio.create_task(other)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     if errors := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-        raise min(errors, key=lambda error: isinstance(error, RolloutError))  # what ends the run comes first
+        raise min(
+            errors, key=lambda error: isinstance(error, RolloutError)
+        )  # what ends the run comes first
     return tasks[0].result(), tasks[1].result()

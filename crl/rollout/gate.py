@@ -13,7 +13,9 @@ class StalenessGate:
 
     def __init__(self, groups_per_step: int, max_staleness: int, completed_steps: int = 0) -> None:
         if groups_per_step < 1 or max_staleness < 0 or completed_steps < 0:
-            raise ValueError(f"bad gate: G={groups_per_step}, max_staleness={max_staleness}, completed_steps={completed_steps}")
+            raise ValueError(
+                f"bad gate: G={groups_per_step}, max_staleness={max_staleness}, completed_steps={completed_steps}"
+            )
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.completed_steps = completed_steps
         self._next = completed_steps * groups_per_step
@@ -25,7 +27,9 @@ class StalenessGate:
     def start(self, group: int) -> None:
         """Groups start in order, each once. Raises `ValueError` for one that may not start now."""
         if group != self._next or not self.may_start(group):
-            raise ValueError(f"group {group} may not start: next is {self._next}, completed steps {self.completed_steps}")
+            raise ValueError(
+                f"group {group} may not start: next is {self._next}, completed steps {self.completed_steps}"
+            )
         self._next += 1
         self._running.add(group)
 
@@ -41,5 +45,7 @@ class StalenessGate:
     def complete(self, step: int) -> None:
         """The trainer is done with `step`. Raises `ValueError` out of order or while groups of it run."""
         if step != self.completed_steps or not self.ready(step):
-            raise ValueError(f"step {step} cannot complete: {self.completed_steps} completed, ready: {self.ready(step)}")
+            raise ValueError(
+                f"step {step} cannot complete: {self.completed_steps} completed, ready: {self.ready(step)}"
+            )
         self.completed_steps += 1

@@ -13,7 +13,9 @@ UNSAMPLED = -1
 """Policy version of tokens that no policy sampled from the prompt before them."""
 
 
-def unguided_traces(trajectory: Trajectory, renderer: ChatRenderer, limits: Mapping[str, Limits]) -> tuple[TokenTrace, ...]:
+def unguided_traces(
+    trajectory: Trajectory, renderer: ChatRenderer, limits: Mapping[str, Limits]
+) -> tuple[TokenTrace, ...]:
     """Return the trajectory's trained answers after the prompts of an unguided episode.
 
     Experience, the offer of the tool, questions and their answers are left out. The trained tokens
@@ -47,4 +49,6 @@ def _answers(trajectory: Trajectory) -> Iterator[tuple[int, ...]]:
 
 def _completion(ids: tuple[int, ...], renderer: ChatRenderer) -> Completion:
     stopped = ids[-1] in renderer.stop_ids
-    return Completion(ids, (0.0,) * len(ids), (UNSAMPLED,) * len(ids), "stop" if stopped else "length")
+    return Completion(
+        ids, (0.0,) * len(ids), (UNSAMPLED,) * len(ids), "stop" if stopped else "length"
+    )

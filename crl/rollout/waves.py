@@ -23,7 +23,9 @@ class Sampler(Protocol):
         """Returns when this episode may do what must happen in order, such as a search."""
         ...
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion: ...
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
+    ) -> Completion: ...
 
 
 class Direct:
@@ -41,7 +43,9 @@ class Direct:
     async def turn(self, session: str) -> None:
         """Nobody waits for anybody here."""
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
+    ) -> Completion:
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
 
@@ -66,7 +70,9 @@ class Waves:
         self._release_soon()
         await turn
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
+    ) -> Completion:
         await self.turn(session)
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 

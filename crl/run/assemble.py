@@ -44,10 +44,26 @@ from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
 from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
-from crl.modeling import load_model, load_tokenizer, precision, require_packing, resolve_device, stop_ids
+from crl.modeling import (
+    load_model,
+    load_tokenizer,
+    precision,
+    require_packing,
+    resolve_device,
+    stop_ids,
+)
 from crl.monitor.run_dir import RunDir
 from crl.prompts import prompt
-from crl.protocols import Embedder, Engine, EnvironmentPool, Learner, Loss, Method, Monitor, Retriever
+from crl.protocols import (
+    Embedder,
+    Engine,
+    EnvironmentPool,
+    Learner,
+    Loss,
+    Method,
+    Monitor,
+    Retriever,
+)
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
@@ -79,7 +95,12 @@ CACHE_BYTES = 96 << 20
 
 @asynccontextmanager
 async def training(
-    config: RunConfig, run: RunDir, monitor: Monitor, *, adviser: Retriever | None = None, bar: bool = False
+    config: RunConfig,
+    run: RunDir,
+    monitor: Monitor,
+    *,
+    adviser: Retriever | None = None,
+    bar: bool = False,
 ) -> AsyncIterator[Loop]:
     """A run ready to start; its parts are closed on the way out, whatever happened.
 
@@ -91,8 +112,13 @@ async def training(
         if adviser:
             method = replace(method, distiller=None, extractor=None)
         learner = await _learner(config, gpus, actor, method.actor.loss, stack)
-        engine, pool = await _engine(config, gpus, actor, stack), tasks.environment_pool(config, specs, stack, monitor.note)
-        experience, bank = await _experience(config, specs, gpus, method, run, monitor, stack, bar=bar)
+        engine, pool = (
+            await _engine(config, gpus, actor, stack),
+            tasks.environment_pool(config, specs, stack, monitor.note),
+        )
+        experience, bank = await _experience(
+            config, specs, gpus, method, run, monitor, stack, bar=bar
+        )
         retriever = experience.retriever if experience else adviser or Nothing()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
         critic = _critic_side(config, specs, runner) if config.critic.enabled else None
@@ -101,7 +127,9 @@ async def training(
         source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         size = config.rollout.group_size
-        evaluator, probe = _measures(config, specs, runner, engine, bank, critic.rates if critic else None)
+        evaluator, probe = _measures(
+            config, specs, runner, engine, bank, critic.rates if critic else None
+        )
         yield Loop(
             method=method,
             schedule=Schedule(
@@ -113,7 +141,9 @@ async def training(
                 probe_every=config.eval.probe_every,
             ),
             source=source,
-            collector=Collector(runner, source, method.planner, gate, group_size=size, steps=config.run.steps),
+            collector=Collector(
+                runner, source, method.planner, gate, group_size=size, steps=config.run.steps
+            ),
             environments=pool,
             engine=engine,
             learner=learner,
@@ -124,7 +154,8 @@ async def training(
             critic=critic,
             monitor=monitor,
             checkpoints=run.checkpoints,
-            companions={"actor": actor.path} | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
+            companions={"actor": actor.path}
+            | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
         )
 
 
@@ -134,16 +165,28 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
-        engine, pool = await _engine(config, gpus, actor, stack), tasks.environment_pool(config, specs, stack)
+        engine, pool = (
+            await _engine(config, gpus, actor, stack),
+            tasks.environment_pool(config, specs, stack),
+        )
         bank = None
         if method.distiller:
             trained = checkpoint / "extractor"
-            extractor = replace(_extractor(config), path=trained) if trained.is_dir() else _extractor(config)
+            extractor = (
+                replace(_extractor(config), path=trained)
+                if trained.is_dir()
+                else _extractor(config)
+            )
             progress = embedding_progress(partial(print, file=sys.stderr))
             parts = await _bank_parts(config, specs, gpus, progress, stack)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if not run.bank.is_file():
-                raise ConfigError("run", str(run.path), f"its bank is gone: there is no {run.bank.name}", "Restore the file")
+                raise ConfigError(
+                    "run",
+                    str(run.path),
+                    f"its bank is gone: there is no {run.bank.name}",
+                    "Restore the file",
+                )
             await copy_database(run.bank, folder / run.bank.name)
             distilling = await _engine(config, gpus, extractor, stack)
             manager = await parts.open(folder / run.bank.name, distilling, stack)
@@ -184,7 +227,9 @@ def _actor(config: RunConfig) -> ModelRole:
 
 
 def _extractor(config: RunConfig) -> ModelRole:
-    return ModelRole("extractor", resolve_model(config.extractor.model, "extractor.model"), config.extractor)
+    return ModelRole(
+        "extractor", resolve_model(config.extractor.model, "extractor.model"), config.extractor
+    )
 
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
@@ -196,14 +241,26 @@ def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     return module.build(config, context)
 
 
-async def _learner(config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, loss: Loss, stack: AsyncExitStack) -> Learner:
+async def _learner(
+    config: RunConfig,
+    gpus: Mapping[str, Assigned],
+    role: ModelRole,
+    loss: Loss,
+    stack: AsyncExitStack,
+) -> Learner:
     section, settings = role.section, _train_settings(config, role.section)
     if config.learner.kind == "deepspeed":
-        learner = await _deepspeed_learner(config, gpus.get(f"{role.name} learner", NO_GPU), role, loss, settings)
+        learner = await _deepspeed_learner(
+            config, gpus.get(f"{role.name} learner", NO_GPU), role, loss, settings
+        )
     else:
-        model = load_model(role.path, _learner_device(config), _precision(config, role), key=role.key)
+        model = load_model(
+            role.path, _learner_device(config), _precision(config, role), key=role.key
+        )
         require_packing(model, role.path, role.key)
-        learner = LocalLearner(model, loss, section.optimizer, settings, threads=config.learner.threads)
+        learner = LocalLearner(
+            model, loss, section.optimizer, settings, threads=config.learner.threads
+        )
     stack.push_async_callback(learner.aclose)
     return learner
 
@@ -215,12 +272,19 @@ async def _deepspeed_learner(
     half = _precision(config, role) == torch.bfloat16
     if half and not learner.zero:
         reason = "keeps no float32 weights, which training in bfloat16 needs"
-        raise ConfigError("learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32")
+        raise ConfigError(
+            "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
+        )
     if cuda:
         _require_assigned("learner.device", learner.device, assigned, "learner.device=cpu")
     nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
     if nccl and not cuda:
-        raise ConfigError("engine.transfer", "nccl", "NCCL sends from GPU to GPU, and the learner has none", "Use engine.transfer=file")
+        raise ConfigError(
+            "engine.transfer",
+            "nccl",
+            "NCCL sends from GPU to GPU, and the learner has none",
+            "Use engine.transfer=file",
+        )
     ranks = RankSettings(
         model=role.path,
         key=role.key,
@@ -237,7 +301,9 @@ async def _deepspeed_learner(
     )
     receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
     gpus = assigned.gpus if cuda else ()
-    return await DeepSpeedLearner.start(ranks, learner.ranks, deadline=learner.deadline, gpus=gpus, receivers=receivers)
+    return await DeepSpeedLearner.start(
+        ranks, learner.ranks, deadline=learner.deadline, gpus=gpus, receivers=receivers
+    )
 
 
 def _require_assigned(key: str, value: str, assigned: Assigned, remedy: str) -> None:
@@ -260,23 +326,37 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
     )
 
 
-async def _engine(config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, stack: AsyncExitStack) -> Engine:
+async def _engine(
+    config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, stack: AsyncExitStack
+) -> Engine:
     assigned = gpus.get(f"{role.name} engine", NO_GPU)
     return await _open_engine(config, assigned, role, config.engine.replicas, stack)
 
 
-async def _untrained_engine(config: RunConfig, gpus: Mapping[str, Assigned], stack: AsyncExitStack) -> Engine:
+async def _untrained_engine(
+    config: RunConfig, gpus: Mapping[str, Assigned], stack: AsyncExitStack
+) -> Engine:
     """One replica of the extractor that the run started with, beside all others."""
-    return await _open_engine(config, gpus.get("untrained extractor", NO_GPU), _extractor(config), 1, stack)
+    return await _open_engine(
+        config, gpus.get("untrained extractor", NO_GPU), _extractor(config), 1, stack
+    )
 
 
-async def _open_engine(config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int, stack: AsyncExitStack) -> Engine:
-    engine = await _vllm_engine(config, assigned, role, replicas) if config.engine.kind == "vllm" else _torch_engine(config, role)
+async def _open_engine(
+    config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int, stack: AsyncExitStack
+) -> Engine:
+    engine = (
+        await _vllm_engine(config, assigned, role, replicas)
+        if config.engine.kind == "vllm"
+        else _torch_engine(config, role)
+    )
     stack.push_async_callback(engine.aclose)
     return engine
 
 
-async def _vllm_engine(config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int) -> Engine:
+async def _vllm_engine(
+    config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int
+) -> Engine:
     prepare_vllm("engine.kind", "vllm")
     _require_assigned("engine.kind", "vllm", assigned, "engine.kind=torch")
     from crl.engines.vllm import VllmEngine, VllmSettings
@@ -299,12 +379,21 @@ async def _vllm_engine(config: RunConfig, assigned: Assigned, role: ModelRole, r
 
 def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's matrix products refuse to be deterministic
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # without it CUDA's matrix products refuse to be deterministic
         torch.use_deterministic_algorithms(True)
-    model = load_model(role.path, resolve_device(config.engine.device, "engine.device"), _precision(config, role), key=role.key)
+    model = load_model(
+        role.path,
+        resolve_device(config.engine.device, "engine.device"),
+        _precision(config, role),
+        key=role.key,
+    )
     context = role.section.max_context_tokens
     require_context(role.name, context, getattr(model.config, "max_position_embeddings", None))
-    return TorchEngine(model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads)
+    return TorchEngine(
+        model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads
+    )
 
 
 def _learner_device(config: RunConfig) -> torch.device:
@@ -327,7 +416,11 @@ def _runner(
         shaper=method.shaper,
         retriever=retriever,
         renderer=role.renderer,
-        limits=_limits(config, overtime=config.distils and method.distiller is not None, asks=config.ask.questions),
+        limits=_limits(
+            config,
+            overtime=config.distils and method.distiller is not None,
+            asks=config.ask.questions,
+        ),
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
         seed=config.run.seed,
@@ -337,7 +430,13 @@ def _runner(
 def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits]:
     """overtime: only where somebody reads what is played in it."""
     return {
-        name: Limits(task.turns, task.max_response_tokens, task.window, task.overtime if overtime else 0, asks)
+        name: Limits(
+            task.turns,
+            task.max_response_tokens,
+            task.window,
+            task.overtime if overtime else 0,
+            asks,
+        )
         for name, task in config.tasks.items()
     }
 
@@ -349,18 +448,25 @@ def _sampler(config: RunConfig, engine: Engine) -> Sampler:
 def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Critic:
     """The judge of this runner's episodes."""
     compact = model_profile(_actor(config).path) == "compact"
-    tokens = {name: config.critic.max_response_tokens or task.max_response_tokens for name, task in config.tasks.items()}
+    tokens = {
+        name: config.critic.max_response_tokens or task.max_response_tokens
+        for name, task in config.tasks.items()
+    }
     return Critic(
         runner.sampler, runner.renderer, CompactCriticPrompt() if compact else FullCriticPrompt(prompt("critic", config.prompts.files)),
         rates, tokens, max_context=runner.max_context, temperature=runner.temperature, seed=runner.seed,
     )  # fmt: skip
 
 
-def _critic_side(config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner) -> CriticSide:
+def _critic_side(
+    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner
+) -> CriticSide:
     rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
     playing = replace(runner, retriever=Nothing(), limits=_limits(config, overtime=False, asks=0))
     source = tasks.train_stream(config, specs)
-    warmup = Warmup(playing, source, config.critic.warmup, config.rollout.groups, config.rollout.group_size)
+    warmup = Warmup(
+        playing, source, config.critic.warmup, config.rollout.groups, config.rollout.group_size
+    )
     return CriticSide(_critic(config, runner, rates), rates, warmup)
 
 
@@ -408,7 +514,9 @@ class RunBank:
     untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
 
     @asynccontextmanager
-    async def scratch(self, on_distilled: Callable[[Distilled], None]) -> AsyncIterator[ExperienceManager]:
+    async def scratch(
+        self, on_distilled: Callable[[Distilled], None]
+    ) -> AsyncIterator[ExperienceManager]:
         """A copy of the bank."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
@@ -418,18 +526,24 @@ class RunBank:
             yield manager
 
     @asynccontextmanager
-    async def untrained(self, on_distilled: Callable[[Distilled], None]) -> AsyncIterator[ExperienceManager]:
+    async def untrained(
+        self, on_distilled: Callable[[Distilled], None]
+    ) -> AsyncIterator[ExperienceManager]:
         """An empty bank."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
-            yield await self.parts.open(path, await self.untrained_engine(stack), stack, on_distilled)
+            yield await self.parts.open(
+                path, await self.untrained_engine(stack), stack, on_distilled
+            )
 
 
 async def _bank_parts(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], progress: Progress, stack: AsyncExitStack
 ) -> BankParts:  # fmt: skip
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
-    trained = extractor.train and not bank.frozen  # else answers would be kept for a training that never comes
+    trained = (
+        extractor.train and not bank.frozen
+    )  # else answers would be kept for a training that never comes
     settings = ManagerSettings(
         scope=bank.scope,
         # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
@@ -445,7 +559,9 @@ async def _bank_parts(
         merge_tokens=extractor.merge_tokens,
         threaded=not config.run.deterministic,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
-        distil=DistilSettings(extractor.max_response_tokens, extractor.temperature, bank.key_text_weight),
+        distil=DistilSettings(
+            extractor.max_response_tokens, extractor.temperature, bank.key_text_weight
+        ),
         credit=CreditSettings(
             extractor.cooldown,
             extractor.alpha,
@@ -464,7 +580,12 @@ async def _bank_parts(
 def _embedder(config: RunConfig, assigned: Assigned) -> AbstractAsyncContextManager[Embedder]:
     if config.embedder.kind == "vllm":
         _require_assigned("embedder.kind", "vllm", assigned, "embedder.kind=local")
-    return open_embedder(config.embedder, deterministic=config.run.deterministic, gpus=assigned.gpus, fraction=assigned.fraction)
+    return open_embedder(
+        config.embedder,
+        deterministic=config.run.deterministic,
+        gpus=assigned.gpus,
+        fraction=assigned.fraction,
+    )
 
 
 def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> Prompts:
@@ -473,11 +594,20 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
     extractor, ask = config.extractor, config.ask.enabled
     if model_profile(_extractor(config).path, "extractor.model") == "compact":
         digests = {name: spec.digest or whole_text for name, spec in specs.items()}
-        return Prompts(CompactDistilPrompt(digests), CompactMergePrompt(), CompactRefinePrompt(digests) if ask else None)
+        return Prompts(
+            CompactDistilPrompt(digests),
+            CompactMergePrompt(),
+            CompactRefinePrompt(digests) if ask else None,
+        )
     text = partial(prompt, overrides=config.prompts.files)
     room = extractor.max_context_tokens - extractor.max_response_tokens
     return Prompts(
-        FullDistilPrompt(text("distil"), renderer, room, text("vote") if config.bank.vote_out is not None else None),
+        FullDistilPrompt(
+            text("distil"),
+            renderer,
+            room,
+            text("vote") if config.bank.vote_out is not None else None,
+        ),
         FullMergePrompt(text("merge")),
         FullRefinePrompt(text("refine"), renderer, room) if ask else None,
     )
@@ -496,14 +626,20 @@ async def _experience(
     mark = "run"
     if config.bank.init:
         await ExperienceManager.start_from(Path(config.bank.init), run.bank)
-        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]  # its ids must differ from those that are there
+        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[
+            :8
+        ]  # its ids must differ from those that are there
     background = not config.run.deterministic
     queue_size = config.bank.queue_size if background else None
-    manager = await parts.open(run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size)
+    manager = await parts.open(
+        run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size
+    )
     trainer = None
     if method.extractor:
         learner = await _learner(config, gpus, role, method.extractor.loss, stack)
-        trainer = ExtractorTrainer(manager, method.extractor, learner, engine, monitor, diagnostics.answers)
+        trainer = ExtractorTrainer(
+            manager, method.extractor, learner, engine, monitor, diagnostics.answers
+        )
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
         run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,
@@ -526,7 +662,14 @@ def _measures(
     sets = tasks.eval_sets(config, specs)
     seed = derive_seed(config.run.seed, "eval")
     sampler, temperature = _sampler(config, engine), config.eval.temperature
-    watched = replace(runner, sampler=sampler, temperature=temperature, seed=seed, retriever=Nothing(), judge=Unasked())
+    watched = replace(
+        runner,
+        sampler=sampler,
+        temperature=temperature,
+        seed=seed,
+        retriever=Nothing(),
+        judge=Unasked(),
+    )
     probed = replace(watched, limits=_limits(config, overtime=False, asks=0))
     if rates:
         watched = replace(watched, judge=_critic(config, watched, rates))

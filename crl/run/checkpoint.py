@@ -16,7 +16,13 @@ from crl.protocols import Learner, State
 MANIFEST = "manifest.json"
 
 
-async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner], companions: Mapping[str, Path], state: State) -> Path:
+async def save_checkpoint(
+    root: Path,
+    step: int,
+    learners: Mapping[str, Learner],
+    companions: Mapping[str, Path],
+    state: State,
+) -> Path:
     """Writes RUN/checkpoints/STEP. companions: by role, the model directory whose tokenizer and profile belong beside the weights."""
     target, draft = root / str(step), root / f".{step}.part"
     if (target / MANIFEST).is_file():
@@ -29,7 +35,9 @@ async def save_checkpoint(root: Path, step: int, learners: Mapping[str, Learner]
             await learner.save(directory)
         except LearnerError as error:
             shutil.rmtree(draft, ignore_errors=True)
-            raise LearnerError(f"{directory}: not written, {error}. Is the disk full? The checkpoints that are there are whole.") from error
+            raise LearnerError(
+                f"{directory}: not written, {error}. Is the disk full? The checkpoints that are there are whole."
+            ) from error
         for file in companions[role].iterdir():
             if _travels(file) and not (directory / file.name).exists():
                 shutil.copy2(file, directory / file.name)
@@ -47,14 +55,23 @@ def read_state(checkpoint: Path) -> State:
 def _travels(file: Path) -> bool:
     """A tokenizer's file, or the profile; an index of weights and a recipe are of the old ones."""
     about_old_weights = file.name.endswith(".index.json") or file.name == "recipe.json"
-    return file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and not about_old_weights
+    return (
+        file.is_file()
+        and file.suffix in {".json", ".jinja", ".txt", ".model"}
+        and not about_old_weights
+    )
 
 
 def latest_checkpoint(root: Path) -> Path:
     """The newest complete checkpoint under RUN/checkpoints. Raises `ConfigError` when there is none."""
     complete = _complete(root)
     if not complete:
-        raise ConfigError("run", str(root.parent), "it holds no complete checkpoint", "Give a run that reached its first checkpoint")
+        raise ConfigError(
+            "run",
+            str(root.parent),
+            "it holds no complete checkpoint",
+            "Give a run that reached its first checkpoint",
+        )
     return max(complete, key=lambda path: int(path.name))
 
 

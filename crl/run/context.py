@@ -19,14 +19,18 @@ def chat_context(
     """By the tasks' renderings. asks: guided agents may ask; goal_keys: experiences are found by their goal; records: guided agents are
     told their experience's record."""
     full = [name for name, task in tasks.items() if task.rendering == "full"]
-    tools = {name: full_tool(prompt("ask", files)) if name in full else COMPACT_TOOL for name in tasks}
+    tools = {
+        name: full_tool(prompt("ask", files)) if name in full else COMPACT_TOOL for name in tasks
+    }
     return ChatContext(
         {name: _instructions(task, specs[name], files) for name, task in tasks.items()},
         introductions=dict.fromkeys(full, prompt("experience", files)),
         tools=tools if asks else {},
         observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
         goal_keys=goal_keys,
-        records={name: full_record if name in full else compact_record for name in tasks} if records else {},
+        records={name: full_record if name in full else compact_record for name in tasks}
+        if records
+        else {},
     )
 
 
@@ -35,4 +39,6 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     if task.rendering == "compact":
         return ""
     example = spec.actions[0] if spec.actions else "your action"
-    return fill(prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example)
+    return fill(
+        prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example
+    )

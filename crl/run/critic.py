@@ -35,7 +35,11 @@ class Warmup:
 
     async def _play(self, batch: int, drawn: Sequence[Task]) -> list[Trajectory]:
         first = batch * self.groups
-        keys = [EpisodeKey("warmup", batch, first + group, m) for group in range(self.groups) for m in range(self.group_size)]
+        keys = [
+            EpisodeKey("warmup", batch, first + group, m)
+            for group in range(self.groups)
+            for m in range(self.group_size)
+        ]
         tasks = [task for task in drawn for _ in range(self.group_size)]
         return await EpisodeScheduler(len(keys)).play(self.runner, "free", keys, tasks)
 

@@ -75,11 +75,17 @@ class Diagnostics:
             if advisor and t.error is None:
                 for text in t.shown:
                     kind = advisor.judge(t.task, text).kind
-                    counts[t.task.name] += Counter({f"{kind}/episodes": 1, f"{kind}/won": int(t.success)})
+                    counts[t.task.name] += Counter(
+                        {f"{kind}/episodes": 1, f"{kind}/won": int(t.success)}
+                    )
         return counts
 
 
-def _by_task(prefix: str, counts: Mapping[str, Counter[str]], figures: Callable[[str, Counter[str]], dict[str, float]]) -> dict[str, float]:
+def _by_task(
+    prefix: str,
+    counts: Mapping[str, Counter[str]],
+    figures: Callable[[str, Counter[str]], dict[str, float]],
+) -> dict[str, float]:
     """Figures of all counts together and, where several tasks have some, of each."""
     found = figures(prefix, sum(counts.values(), Counter()))
     if len(counts) > 1:
@@ -98,7 +104,11 @@ def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     total = counts["all"]
     if not total:
         return {}
-    figures = {f"{prefix}/{name}": count / total for name, count in sorted(counts.items()) if name.startswith("kind/")}
+    figures = {
+        f"{prefix}/{name}": count / total
+        for name, count in sorted(counts.items())
+        if name.startswith("kind/")
+    }
     figures |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
     if counts["informed"]:
         figures[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
@@ -110,7 +120,10 @@ def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name in sorted(name for name in counts if name.endswith("/episodes")):
         kind, episodes = name.removesuffix("/episodes"), counts[name]
-        figures |= {f"{prefix}/{kind}/success": counts[f"{kind}/won"] / episodes, f"{prefix}/{name}": episodes}
+        figures |= {
+            f"{prefix}/{kind}/success": counts[f"{kind}/won"] / episodes,
+            f"{prefix}/{name}": episodes,
+        }
     return figures
 
 

@@ -38,7 +38,22 @@ LARGEST_SHARE = 0.85
 BUSY = 0.05
 """Share of a GPU's memory in use from which on somebody else is at work there."""
 
-SHOWN = ("CUDA_", "NCCL_", "VLLM_", "DS_", "HF_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "OPENBLAS_", "CRL_", "ALFWORLD_", "WEBSHOP_", "RAY_")
+SHOWN = (
+    "CUDA_",
+    "NCCL_",
+    "VLLM_",
+    "DS_",
+    "HF_",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "CRL_",
+    "ALFWORLD_",
+    "WEBSHOP_",
+    "RAY_",
+)
 """Beginnings of the names of environment variables that change what a run does; a report shows these alone."""
 
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
@@ -54,14 +69,22 @@ class Check:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict:<5} {self.name:<16} {self.found}" + (f"\n{'':<22} → {self.remedy}" if self.remedy else "")
+        return f"{self.verdict:<5} {self.name:<16} {self.found}" + (
+            f"\n{'':<22} → {self.remedy}" if self.remedy else ""
+        )
 
 
 def diagnose(preset: str) -> list[Check]:
     """All checks for a run with this preset. Raises `ConfigError` for a preset that there is not."""
     config, gpus = _config(preset), visible_gpus()
     checks = [*_packages(config), *_torch(config, gpus), *_gpus(config, gpus), *_models(config)]
-    return [*checks, _memory(config), _disk(config, Path.cwd()), _shared_memory(config, Path("/dev/shm")), _open_files()]
+    return [
+        *checks,
+        _memory(config),
+        _disk(config, Path.cwd()),
+        _shared_memory(config, Path("/dev/shm")),
+        _open_files(),
+    ]
 
 
 def failed(checks: list[Check]) -> bool:
@@ -81,12 +104,25 @@ def _packages(config: RunConfig) -> Iterator[Check]:
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("crl") or ()]
     except importlib.metadata.PackageNotFoundError:
-        yield Check("packages", "warn", "crl is not installed, so nothing says which versions it needs", "Run pip install .")
+        yield Check(
+            "packages",
+            "warn",
+            "crl is not installed, so nothing says which versions it needs",
+            "Run pip install .",
+        )
         return
-    base = [requirement for requirement in required if requirement.marker is None or requirement.marker.evaluate({"extra": ""})]
+    base = [
+        requirement
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
     yield _versions("packages", base)
     for extra in _extras(config):
-        yield _versions(extra, [requirement for requirement in required if _of_extra(requirement, extra)], extra=extra)
+        yield _versions(
+            extra,
+            [requirement for requirement in required if _of_extra(requirement, extra)],
+            extra=extra,
+        )
 
 
 def _extras(config: RunConfig) -> Iterator[str]:
@@ -99,23 +135,38 @@ def _extras(config: RunConfig) -> Iterator[str]:
 
 def _of_extra(requirement: Requirement, extra: str) -> bool:
     marker = requirement.marker
-    return marker is not None and not marker.evaluate({"extra": ""}) and marker.evaluate({"extra": extra})
+    return (
+        marker is not None
+        and not marker.evaluate({"extra": ""})
+        and marker.evaluate({"extra": extra})
+    )
 
 
 def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Check:
     wrong = [(requirement, _version(requirement.name)) for requirement in required]
     wrong = [
-        (requirement, version) for requirement, version in wrong if version is None or not requirement.specifier.contains(version, True)
+        (requirement, version)
+        for requirement, version in wrong
+        if version is None or not requirement.specifier.contains(version, True)
     ]
     if not wrong:
         named = (
-            ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in required) if extra else f"all {len(required)}"
+            ", ".join(
+                f"{requirement.name} {_version(requirement.name)}" for requirement in required
+            )
+            if extra
+            else f"all {len(required)}"
         )
         return Check(name, "ok", f"{named} as pinned")
     found = ", ".join(
-        f"{requirement.name} {version or 'missing'}, needs {requirement.specifier or 'any'}" for requirement, version in wrong
+        f"{requirement.name} {version or 'missing'}, needs {requirement.specifier or 'any'}"
+        for requirement, version in wrong
     )
-    wanted = f"'crl[{extra}]'" if extra else " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
+    wanted = (
+        f"'crl[{extra}]'"
+        if extra
+        else " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
+    )
     return Check(name, "fail", found, f"Run pip install {wanted}")
 
 
@@ -134,20 +185,29 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
     try:
         import torch
     except Exception as error:  # a broken install fails in many ways
-        yield Check("torch", "fail", f"cannot be imported ({type(error).__name__}: {error})", "Install it again: pip install torch")
+        yield Check(
+            "torch",
+            "fail",
+            f"cannot be imported ({type(error).__name__}: {error})",
+            "Install it again: pip install torch",
+        )
         return
     seen, built = (
         torch.cuda.device_count(),
         f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for the CPU'}",
     )
     if gpus and seen != len(gpus):
-        remedy = "Install a torch that is built for this driver's CUDA, or mend CUDA_VISIBLE_DEVICES"
+        remedy = (
+            "Install a torch that is built for this driver's CUDA, or mend CUDA_VISIBLE_DEVICES"
+        )
         yield Check("torch", "fail", f"{built}: sees {seen} of {len(gpus)} GPUs", remedy)
         return
     yield Check("torch", "ok", f"{built}, sees {f'{seen} GPUs' if seen else 'no GPU'}")
     several = config.gpus is not None and config.gpus > 1
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        version = ".".join(map(str, torch.cuda.nccl.version())) if seen else "not started without a GPU"  # pyright: ignore
+        version = (
+            ".".join(map(str, torch.cuda.nccl.version())) if seen else "not started without a GPU"
+        )  # pyright: ignore
         yield Check("NCCL", "ok", version)
     else:
         verdict = "fail" if several and config.learner.kind == "deepspeed" else "ok"
@@ -158,14 +218,23 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
 def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
     if not gpus:
         wanted = config.gpus is not None
-        found = f"none, the preset {config.preset} asks for {config.gpus}" if wanted else "none: models run on the CPU"
+        found = (
+            f"none, the preset {config.preset} asks for {config.gpus}"
+            if wanted
+            else "none: models run on the CPU"
+        )
         remedy = "Install the NVIDIA driver (nvidia-smi must list GPUs), mend CUDA_VISIBLE_DEVICES, or use --preset cpu"
         yield Check("GPUs", "fail" if wanted else "ok", found, remedy if wanted else "")
         return
     for gpu in gpus:
         found = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
         if gpu.used > BUSY * gpu.memory:
-            yield Check(f"GPU {gpu.index}", "warn", f"{found}, {gpu.used / GIB:.1f} GiB in use", "End what else runs there (nvidia-smi)")
+            yield Check(
+                f"GPU {gpu.index}",
+                "warn",
+                f"{found}, {gpu.used / GIB:.1f} GiB in use",
+                "End what else runs there (nvidia-smi)",
+            )
         else:
             yield Check(f"GPU {gpu.index}", "ok", found)
     yield _plan(config, gpus)
@@ -174,13 +243,17 @@ def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
 def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
     if config.gpus is not None and config.gpus > len(gpus):
         found = f"the preset {config.preset} asks for {config.gpus} GPUs, {len(gpus)} are visible"
-        return Check("GPU plan", "fail", found, f"--set gpus={len(gpus)} --dry-run says what would fit")
+        return Check(
+            "GPU plan", "fail", found, f"--set gpus={len(gpus)} --dry-run says what would fit"
+        )
     try:
         plan = gpu_plan(config, gpus)
         if plan:
             plan.require_fit()
     except ConfigError as error:
-        return Check("GPU plan", "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy)
+        return Check(
+            "GPU plan", "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy
+        )
     return Check("GPU plan", "ok", f"the preset {config.preset} fits")
 
 
@@ -207,14 +280,21 @@ def _models(config: RunConfig) -> Iterator[Check]:
         if path is None:
             yield Check(key, "fail", f"{name}: not downloaded", f"Run hf download {name}")
         elif not any(path.glob("*.safetensors")):
-            yield Check(key, "fail", f"{path}: no safetensors files", f"Download it again: hf download {name}")
+            yield Check(
+                key,
+                "fail",
+                f"{path}: no safetensors files",
+                f"Download it again: hf download {name}",
+            )
         else:
             yield Check(key, "ok", str(path))
 
 
 def _shapes(config: RunConfig) -> list[ModelShape]:
     """Of the two models, where their sizes can be told."""
-    roles = {"actor": config.actor.model} | ({"extractor": config.extractor.model} if config.with_experience else {})
+    roles = {"actor": config.actor.model} | (
+        {"extractor": config.extractor.model} if config.with_experience else {}
+    )
     found = []
     for role, name in roles.items():
         try:
@@ -227,14 +307,28 @@ def _shapes(config: RunConfig) -> list[ModelShape]:
 def _memory(config: RunConfig) -> Check:
     """Of the machine: optimizers that are offloaded to it, weights on their way, and whole models in ranks that start."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offloaded, sizes = sum(host_memory(shape, config.learner) for shape in _shapes(config)), _sizes(config)
-    copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1  # where there is a reference
-    starting = copies * config.learner.ranks * max(sizes) if config.learner.kind == "deepspeed" and sizes else 0
+    offloaded, sizes = (
+        sum(host_memory(shape, config.learner) for shape in _shapes(config)),
+        _sizes(config),
+    )
+    copies = (
+        2 if config.actor.kl_coef or config.extractor.kl_coef else 1
+    )  # where there is a reference
+    starting = (
+        copies * config.learner.ranks * max(sizes)
+        if config.learner.kind == "deepspeed" and sizes
+        else 0
+    )
     wanted = offloaded + _published(config, sizes) + starting
     found = f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts take {wanted / GIB:.1f}"
     if total >= max(2 * GIB, wanted / LARGEST_SHARE):
         return Check("memory", "ok", found)
-    return Check("memory", "fail", found, "Use --set learner.offload=false on more GPUs" if offloaded else "Use a machine with more")
+    return Check(
+        "memory",
+        "fail",
+        found,
+        "Use --set learner.offload=false on more GPUs" if offloaded else "Use a machine with more",
+    )
 
 
 def _disk(config: RunConfig, where: Path) -> Check:
@@ -243,7 +337,12 @@ def _disk(config: RunConfig, where: Path) -> Check:
     wanted = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
     found = f"{free / GIB:.1f} GiB free in {where}, two checkpoints take {wanted / GIB:.1f}"
     verdict = "ok" if free >= 2 * wanted else "warn" if free >= wanted else "fail"
-    return Check("disk", verdict, found, "" if verdict == "ok" else "Free some space, or give a --run-dir on another disk")
+    return Check(
+        "disk",
+        verdict,
+        found,
+        "" if verdict == "ok" else "Free some space, or give a --run-dir on another disk",
+    )
 
 
 def _shared_memory(config: RunConfig, where: Path) -> Check:
@@ -286,7 +385,12 @@ def _open_files() -> Check:
     if soft == resource.RLIM_INFINITY or soft >= MANY_FILES:
         return Check("open files", "ok", found)
     most = hard if hard != resource.RLIM_INFINITY else 65536
-    return Check("open files", "warn" if soft >= FEW_FILES else "fail", found, f"Run ulimit -n {max(soft, min(most, 65536))}")
+    return Check(
+        "open files",
+        "warn" if soft >= FEW_FILES else "fail",
+        found,
+        f"Run ulimit -n {max(soft, min(most, 65536))}",
+    )
 
 
 # ── a bug report ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,14 +404,18 @@ def report(checks: list[Check]) -> str:
         "checks": lambda: "\n".join(map(str, checks)),
         "environment": lambda: "\n".join(environment(os.environ)) or "nothing that matters is set",
     }
-    return _without_home("\n\n".join(f"── {title} ──\n{text()}" for title, text in sections.items()))
+    return _without_home(
+        "\n\n".join(f"── {title} ──\n{text()}" for title, text in sections.items())
+    )
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[str]:
     """The variables that change what a run does, by name; of one that may hold a secret, that it is set."""
     for name in sorted(variables):
         if name.startswith(SHOWN):
-            secret = any(word in name.upper() for word in SECRET) or "@" in variables[name]  # a URL may hold a password
+            secret = (
+                any(word in name.upper() for word in SECRET) or "@" in variables[name]
+            )  # a URL may hold a password
             yield f"{name}={'(set, not shown)' if secret else variables[name]}"
 
 
@@ -331,14 +439,28 @@ def _installed() -> str:
 def _machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     processor = _processor(Path("/proc/cpuinfo"))
-    lines = [platform.platform(), f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs{processor}, {memory:.1f} GiB", sys.executable]
-    return "\n".join(lines + [f"GPU {gpu.index}: {gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}" for gpu in visible_gpus()])
+    lines = [
+        platform.platform(),
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs{processor}, {memory:.1f} GiB",
+        sys.executable,
+    ]
+    return "\n".join(
+        lines
+        + [
+            f"GPU {gpu.index}: {gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
+            for gpu in visible_gpus()
+        ]
+    )
 
 
 def _processor(file: Path) -> str:
     if not file.is_file():
         return ""
-    names = [line.partition(":")[2].strip() for line in file.read_text("utf-8").splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in file.read_text("utf-8").splitlines()
+        if line.startswith("model name")
+    ]
     return f" ({names[0]})" if names else ""
 
 

@@ -40,8 +40,13 @@ class Rate:
         if not n:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
-        return centre - half if self.successes else 0.0, centre + half if self.successes < self.episodes else 1.0  # at the ends exactly
+        half = (
+            z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
+        )
+        return (
+            centre - half if self.successes else 0.0,
+            centre + half if self.successes < self.episodes else 1.0,
+        )  # at the ends exactly
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -77,7 +82,11 @@ class MeanRate:
 
 def difference(before: Rate | MeanRate, after: Rate | MeanRate) -> tuple[float, float]:
     """The 95 % interval of after − before, by the same (Newcombe 1998), as if the two were independent."""
-    value, (low, high), (low_after, high_after) = after.value - before.value, before.interval, after.interval
+    value, (low, high), (low_after, high_after) = (
+        after.value - before.value,
+        before.interval,
+        after.interval,
+    )
     return (
         value - math.hypot(after.value - low_after, high - before.value),
         value + math.hypot(high_after - after.value, before.value - low),
@@ -117,7 +126,11 @@ class Evaluation:
         settings: defaultdict[Setting, list[Rate]] = defaultdict(list)
         for (_, split, setting), rate in self.rates.items():
             settings[OVERALL, split, setting].append(rate)
-        return {setting: MeanRate(tuple(rates)) for setting, rates in settings.items() if len(rates) == len(tasks) > 1}
+        return {
+            setting: MeanRate(tuple(rates))
+            for setting, rates in settings.items()
+            if len(rates) == len(tasks) > 1
+        }
 
     def figures(self) -> dict[str, float]:
         """For metrics.jsonl: eval/TASK/SPLIT/success/SETTING and others; of several tasks also eval/overall/…"""
@@ -127,15 +140,29 @@ class Evaluation:
             name = f"eval/{task}/{split}/success/{setting}"
             figures |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
             figures |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
-        figures |= {f"eval/{task}/{split}/turns/{setting}": turns for (task, split, setting), turns in self.turns.items()}
+        figures |= {
+            f"eval/{task}/{split}/turns/{setting}": turns
+            for (task, split, setting), turns in self.turns.items()
+        }
         for (task, split, setting), score in self.scores.items():
             figures[f"eval/{task}/{split}/score/{setting}"] = score
         for task, visits in self.visits.items():
-            figures |= {f"eval/{task}/new/success/online/visit{i}": rate.value for i, rate in enumerate(visits, start=1)}
+            figures |= {
+                f"eval/{task}/new/success/online/visit{i}": rate.value
+                for i, rate in enumerate(visits, start=1)
+            }
         for task, lift in self.lift.items():
-            figures |= {f"eval/{task}/new/lift": lift.value, f"eval/{task}/new/lift/half_width": lift.half}
-        figures |= {f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()}
-        figures |= {f"eval/{task}/lessons/correct/untrained": rate.value for task, rate in self.untrained_lessons.items()}
+            figures |= {
+                f"eval/{task}/new/lift": lift.value,
+                f"eval/{task}/new/lift/half_width": lift.half,
+            }
+        figures |= {
+            f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()
+        }
+        figures |= {
+            f"eval/{task}/lessons/correct/untrained": rate.value
+            for task, rate in self.untrained_lessons.items()
+        }
         return figures | {"eval/errors": self.errors}
 
 
@@ -171,17 +198,31 @@ class Evaluator:
         for name, result in found.items():
             visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
             visited[name, "new", "alone"] = [t for visit in result.alone for t in visit]
-        rates = {setting: rate(ts) for setting, ts in played.items()} | {setting: rate_of_visits(ts) for setting, ts in visited.items()}
+        rates = {setting: rate(ts) for setting, ts in played.items()} | {
+            setting: rate_of_visits(ts) for setting, ts in visited.items()
+        }
         played |= visited
         return Evaluation(
             rates=rates,
             turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
             errors=sum(t.error is not None for ts in played.values() for t in ts),
-            scores={setting: score for setting, ts in played.items() if (score := mean_score(ts)) is not None},
-            visits={name: [rate(visit) for visit in result.visits] for name, result in found.items()},
+            scores={
+                setting: score
+                for setting, ts in played.items()
+                if (score := mean_score(ts)) is not None
+            },
+            visits={
+                name: [rate(visit) for visit in result.visits] for name, result in found.items()
+            },
             lift={name: Mean.of(result.lift) for name, result in found.items()},
-            lessons={name: Rate(*result.lessons) for name, result in found.items() if result.lessons},
-            untrained_lessons={name: Rate(*result.untrained_lessons) for name, result in found.items() if result.untrained_lessons},
+            lessons={
+                name: Rate(*result.lessons) for name, result in found.items() if result.lessons
+            },
+            untrained_lessons={
+                name: Rate(*result.untrained_lessons)
+                for name, result in found.items()
+                if result.untrained_lessons
+            },
         )
 
     async def _play_sets(self) -> dict[Setting, list[Trajectory]]:

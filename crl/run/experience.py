@@ -14,8 +14,26 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 
-from crl.manager import CachedEmbedder, DistilRequest, ExperienceManager, ExtractorSample, Generation, GroupSuccess, UnitKey
-from crl.protocols import Distiller, Engine, ExtractorRole, Hit, Learner, Monitor, Question, SearchRequest, State
+from crl.manager import (
+    CachedEmbedder,
+    DistilRequest,
+    ExperienceManager,
+    ExtractorSample,
+    Generation,
+    GroupSuccess,
+    UnitKey,
+)
+from crl.protocols import (
+    Distiller,
+    Engine,
+    ExtractorRole,
+    Hit,
+    Learner,
+    Monitor,
+    Question,
+    SearchRequest,
+    State,
+)
 from crl.run.diagnostics import Diagnostics
 from crl.run.mismatch import MismatchWatch
 from crl.run.sync import sync
@@ -64,7 +82,11 @@ class ExtractorTrainer:
             if samples is None:
                 return False
             begin = time.monotonic()
-            fresh = [answer.trace for answer in self._answers if set(answer.completion.versions) == {self._engine.version}]
+            fresh = [
+                answer.trace
+                for answer in self._answers
+                if set(answer.completion.versions) == {self._engine.version}
+            ]
             stats = await self.learner.step(extractor_minibatches(samples, fresh))
             trained = time.monotonic()
             if stats.skipped:
@@ -74,7 +96,11 @@ class ExtractorTrainer:
             sent = await sync(self.learner, self._engine) if stats.updates else 0
         self.updates += stats.updates
         self.skipped += stats.skipped
-        spent = {} if stats.skipped else {"extractor/reward": fmean(sample.reward for sample in samples)}
+        spent = (
+            {}
+            if stats.skipped
+            else {"extractor/reward": fmean(sample.reward for sample in samples)}
+        )
         self._monitor.log(
             step,
             "extractor",
@@ -105,10 +131,16 @@ async def completed(work: asyncio.Task[bool]) -> bool:
         raise
 
 
-def extractor_minibatches(samples: Sequence[ExtractorSample], probe: Collection[TokenTrace] = ()) -> tuple[Minibatch, ...]:
+def extractor_minibatches(
+    samples: Sequence[ExtractorSample], probe: Collection[TokenTrace] = ()
+) -> tuple[Minibatch, ...]:
     """One optimizer update: CRL eq. 3 divides by the tokens of the whole batch, samples without signal included. probe: see `Minibatch`."""
     tokens = sum(sum(sample.trace.mask) for sample in samples)
-    signal = tuple(TrainSample(s.trace, s.advantage, 1 / len(samples)) for s in samples if s.advantage and any(s.trace.mask))
+    signal = tuple(
+        TrainSample(s.trace, s.advantage, 1 / len(samples))
+        for s in samples
+        if s.advantage and any(s.trace.mask)
+    )
     return (Minibatch(signal, tokens, tuple(probe)),) if signal else ()
 
 
@@ -124,7 +156,9 @@ class WatchedRetriever:
         return hits
 
     async def refine(self, question: Question, hit: Hit) -> Hit:
-        return await self._manager.refine(replace(question, name=f"{self._run}/{question.name}"), hit)
+        return await self._manager.refine(
+            replace(question, name=f"{self._run}/{question.name}"), hit
+        )
 
 
 class Uncounted:
@@ -151,7 +185,12 @@ class ExperienceSide:
     ) -> None:  # fmt: skip
         self._cache, self._merge_every, self._against_free = cache, merge_every, against_free
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
-        self._distiller, self._monitor, self._run, self._background = distiller, monitor, run, background
+        self._distiller, self._monitor, self._run, self._background = (
+            distiller,
+            monitor,
+            run,
+            background,
+        )
         self._engine, self._busy = engine, engine.busy
         self._credited, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
         self.retriever = WatchedRetriever(manager, diagnostics, run=run)
@@ -176,7 +215,13 @@ class ExperienceSide:
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
         """Credits what guided these episodes and queues them for distillation: durable when it returns."""
-        await learn(self.manager, self._run, batch, self._distiller.select(batch), against_free=self._against_free)
+        await learn(
+            self.manager,
+            self._run,
+            batch,
+            self._distiller.select(batch),
+            against_free=self._against_free,
+        )
         self._credited.set()
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
@@ -200,9 +245,15 @@ class ExperienceSide:
 
     async def _report(self, batch: Sequence[Trajectory]) -> None:
         busy, self._busy = self._busy, self._engine.busy
-        figures = {**await self.manager.stats(), **self.diagnostics.take(batch), "perf/distil_busy_s": self._busy - busy}
+        figures = {
+            **await self.manager.stats(),
+            **self.diagnostics.take(batch),
+            "perf/distil_busy_s": self._busy - busy,
+        }
         figures["perf/embed_cache_hits"] = self._cache.hit_rate
-        figures |= percentiles("search", self.manager.take_search_times()) | percentiles("refine", self.manager.take_refine_times())
+        figures |= percentiles("search", self.manager.take_search_times()) | percentiles(
+            "refine", self.manager.take_refine_times()
+        )
         self._monitor.log(self.manager.step, "bank", figures)
         self._monitor.experiences(self.manager.latest(SHOWN))
 
@@ -224,14 +275,26 @@ class ExperienceSide:
 
         saved: of the checkpoints that there are; to other snapshots the bank does not go back any more.
         """
-        state: State = {"bank": await self.manager.snapshot(kept=[one["bank"] for one in saved]), "mark": self._run}
+        state: State = {
+            "bank": await self.manager.snapshot(kept=[one["bank"] for one in saved]),
+            "mark": self._run,
+        }
         if trainer := self.trainer:
-            state["extractor"] = {"learner": trainer.learner.state(), "updates": trainer.updates, "skipped_updates": trainer.skipped}
+            state["extractor"] = {
+                "learner": trainer.learner.state(),
+                "updates": trainer.updates,
+                "skipped_updates": trainer.skipped,
+            }
         return state
 
 
 async def learn(
-    bank: ExperienceManager, run: str, played: Sequence[Trajectory], distilled: Sequence[Trajectory], *, against_free: bool = False
+    bank: ExperienceManager,
+    run: str,
+    played: Sequence[Trajectory],
+    distilled: Sequence[Trajectory],
+    *,
+    against_free: bool = False,
 ) -> None:
     """Credit what was found for the episodes `played`, record its lift, and queue those `distilled`.
 
@@ -245,7 +308,10 @@ async def learn(
     await asyncio.gather(
         *(
             bank.credit(
-                [*t.used, *t.rejected], t.success, episode=DistilRequest.of(run, t).id, expected=expected.get((t.step, t.group), unknown)
+                [*t.used, *t.rejected],
+                t.success,
+                episode=DistilRequest.of(run, t).id,
+                expected=expected.get((t.step, t.group), unknown),
             )
             for t in credited
         ),
@@ -271,7 +337,9 @@ def group_successes(run: str, played: Iterable[Trajectory]) -> dict[str, list[Gr
                 guided[unit].append(t.success)
         free = [t.success for t in members if t.condition == "free"]
         if guided and free:
-            found[f"{run}/{step}/{group}"] = [GroupSuccess(unit, fmean(won), fmean(free)) for unit, won in guided.items()]
+            found[f"{run}/{step}/{group}"] = [
+                GroupSuccess(unit, fmean(won), fmean(free)) for unit, won in guided.items()
+            ]
     return found
 
 
@@ -289,4 +357,7 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     ordered = sorted(seconds)
-    return {f"perf/{name}_p{q}_ms": 1000 * ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 95)}
+    return {
+        f"perf/{name}_p{q}_ms": 1000 * ordered[min(len(ordered) - 1, len(ordered) * q // 100)]
+        for q in (50, 95)
+    }

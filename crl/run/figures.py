@@ -38,7 +38,10 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
             groups[trajectory.task.name, trajectory.group].append(trajectory)
     gaps = []
     for members in groups.values():
-        guided, free = ([t.success for t in members if t.condition == c and (c == "free" or t.used)] for c in ("guided", "free"))
+        guided, free = (
+            [t.success for t in members if t.condition == c and (c == "free" or t.used)]
+            for c in ("guided", "free")
+        )
         if guided and free:
             task = members[0].task
             gaps.append(GroupGap((task.name, task.goal), fmean(guided) - fmean(free)))
@@ -72,7 +75,10 @@ def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
     figures = {"rollout/asks": asks / len(able)}
     if asks:
         found = answers["ask"] + answers["ask_unrefined"]
-        figures |= {"rollout/asks/found": found / asks, "rollout/asks/refined": answers["ask"] / asks}
+        figures |= {
+            "rollout/asks/found": found / asks,
+            "rollout/asks/refined": answers["ask"] / asks,
+        }
     return figures
 
 
@@ -110,5 +116,7 @@ def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     if (score := mean_score(batch)) is not None:
         figures[f"{prefix}/score"] = score
     for condition in sorted({t.condition for t in batch}):
-        figures[f"{prefix}/success/{condition}"] = fmean(t.success for t in batch if t.condition == condition)
+        figures[f"{prefix}/success/{condition}"] = fmean(
+            t.success for t in batch if t.condition == condition
+        )
     return figures

@@ -61,14 +61,19 @@ def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     return 2 if half else 4
 
 
-def learner_memory(shape: ModelShape, learner: LearnerSection, tokens: int, *, reference: bool = False) -> Memory:
+def learner_memory(
+    shape: ModelShape, learner: LearnerSection, tokens: int, *, reference: bool = False
+) -> Memory:
     """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term, whole on
     every rank.
 
     What is offloaded takes the gradients along.
     """
     n, width = shape.parameters, number_bytes(shape, learner)
-    deepspeed, zero = learner.kind == "deepspeed", learner.zero if learner.kind == "deepspeed" else 0
+    deepspeed, zero = (
+        learner.kind == "deepspeed",
+        learner.zero if learner.kind == "deepspeed" else 0,
+    )
     away = deepspeed and learner.offload
 
     def cut(stage: int) -> int:
@@ -78,22 +83,34 @@ def learner_memory(shape: ModelShape, learner: LearnerSection, tokens: int, *, r
         weights=n * width / cut(3) + n * width * reference,
         gradients=0.0 if away and zero >= 2 else n * 4 / cut(2),
         optimizer=0.0 if away else n * _optimizer_bytes(zero, width) / cut(1),
-        activations=_activations(shape, tokens, width, checkpointing=learner.activation_checkpointing) + _logits(shape, tokens),
-        other=PROCESS + (_buckets(n, zero, width) if deepspeed else n * width),  # the local learner publishes a copy
+        activations=_activations(
+            shape, tokens, width, checkpointing=learner.activation_checkpointing
+        )
+        + _logits(shape, tokens),
+        other=PROCESS
+        + (
+            _buckets(n, zero, width) if deepspeed else n * width
+        ),  # the local learner publishes a copy
     )
 
 
 def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
     """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, gradients for them, and a buffer that
     DeepSpeed keeps beside them (at stage 3 for fp32 gradients once more, below for weights)."""
-    return OFFLOADED * float(shape.parameters) if learner.kind == "deepspeed" and learner.offload else 0.0
+    return (
+        OFFLOADED * float(shape.parameters)
+        if learner.kind == "deepspeed" and learner.offload
+        else 0.0
+    )
 
 
 def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
     """Bytes of weights, gradients and optimizer of all ranks together, wherever they are, each counted once."""
     width, zero = number_bytes(shape, learner), learner.zero if learner.kind == "deepspeed" else 0
     here = 4 + _optimizer_bytes(zero, width)
-    return width * shape.parameters + (host_memory(shape, learner) or float(here * shape.parameters))
+    return width * shape.parameters + (
+        host_memory(shape, learner) or float(here * shape.parameters)
+    )
 
 
 def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
@@ -101,7 +118,9 @@ def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int
 
     width: bytes of its numbers.
     """
-    heads = max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads  # fewer heads than GPUs are copied to several
+    heads = (
+        max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads
+    )  # fewer heads than GPUs are copied to several
     return Memory(
         weights=width * shape.parameters / tensor_parallel, cache=tokens * shape.kv_bytes(width) * heads, other=PROCESS + SERVING
     )  # fmt: skip
@@ -144,7 +163,11 @@ def _layer(shape: ModelShape, width: int) -> int:
 def _activations(shape: ModelShape, tokens: int, width: int, *, checkpointing: bool) -> float:
     """Kept for the backward pass, and the gradients of the MLP's hidden layer that is being gone back through. With checkpointing every
     layer's input, and one layer in full."""
-    layers = shape.layers * width * shape.hidden + _layer(shape, width) if checkpointing else shape.layers * _layer(shape, width)
+    layers = (
+        shape.layers * width * shape.hidden + _layer(shape, width)
+        if checkpointing
+        else shape.layers * _layer(shape, width)
+    )
     return tokens * float(layers + 3 * width * shape.intermediate)
 
 

@@ -47,7 +47,14 @@ FRACTIONS = (0.8, 0.5, 0.3)
 MOST_GPUS = 64
 """Up to here it is tried how many GPUs would do."""
 
-Role = Literal["actor engine", "actor learner", "extractor engine", "extractor learner", "untrained extractor", "embedder"]
+Role = Literal[
+    "actor engine",
+    "actor learner",
+    "extractor engine",
+    "extractor learner",
+    "untrained extractor",
+    "embedder",
+]
 
 SHARING: tuple[Role, ...] = ("untrained extractor", "embedder")
 """Roles that are no reason to give another one less."""
@@ -111,16 +118,26 @@ class GpuPlan:
     def require_fit(self) -> None:
         """Raises `ConfigError` for an impossible plan, with what would fit."""
         if self.problems:
-            key, value, reason = self.problems[0].key, self.problems[0].value, self.problems[0].reason
+            key, value, reason = (
+                self.problems[0].key,
+                self.problems[0].value,
+                self.problems[0].reason,
+            )
             would = "; or ".join(self.alternatives)
-            remedy = f"What would fit: {would}" if would else "No change of settings was found that would fit: use smaller models"
+            remedy = (
+                f"What would fit: {would}"
+                if would
+                else "No change of settings was found that would fit: use smaller models"
+            )
             raise ConfigError(key, value, reason, remedy)
 
 
 # ── making a plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True) -> GpuPlan | None:
+def gpu_plan(
+    config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True
+) -> GpuPlan | None:
     """None for a run without GPUs. visible: this machine's GPUs; learners: False where nothing is trained, as in an evaluation. Raises
     `ConfigError` for a model whose size cannot be told, or that cannot be served as the settings ask.
 
@@ -131,7 +148,12 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learner
     count = len(visible) if config.gpus is None else config.gpus
     if not count:
         return None
-    unasked = config.gpus is None and config.engine.kind == "torch" and config.learner.kind == "local" and config.embedder.kind == "local"
+    unasked = (
+        config.gpus is None
+        and config.engine.kind == "torch"
+        and config.learner.kind == "local"
+        and config.embedder.kind == "local"
+    )
     try:
         shapes = _shapes(config)
     except ConfigError:
@@ -144,8 +166,12 @@ def gpu_plan(config: RunConfig, visible: Sequence[Gpu] | None = None, *, learner
     placements, problems = _place(config, needs, count, sizes)
     if unasked:
         problems = []
-    alternatives = tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
-    return GpuPlan(count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives)
+    alternatives = (
+        tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
+    )
+    return GpuPlan(
+        count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives
+    )
 
 
 @dataclass(frozen=True)
@@ -164,17 +190,26 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assi
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
         if learners or not visible:
-            remedy = f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
-            raise ConfigError("gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy)
+            remedy = (
+                f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
+            )
+            raise ConfigError(
+                "gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy
+            )
         config = config.model_copy(update={"gpus": len(visible)})
     plan = gpu_plan(config, visible, learners=learners)
     if plan is None:
         return {}
     plan.require_fit()
-    return {p.need.role: Assigned(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction) for p in plan.placements}
+    return {
+        p.need.role: Assigned(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction)
+        for p in plan.placements
+    }
 
 
-def _sizes(config: RunConfig, count: int, visible: Sequence[Gpu]) -> tuple[tuple[float, ...] | None, str]:
+def _sizes(
+    config: RunConfig, count: int, visible: Sequence[Gpu]
+) -> tuple[tuple[float, ...] | None, str]:
     if len(visible) >= count:
         names = ", ".join(sorted({gpu.name for gpu in visible[:count]}))
         return tuple(float(gpu.memory) for gpu in visible[:count]), f"{names} of this machine"
@@ -196,30 +231,48 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
 def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
     """What no number of GPUs would mend."""
     for model in (role for role in ("actor", "extractor") if role in shapes):
-        require_context(model, _section(config, model).max_context_tokens, shapes[model].max_context)
+        require_context(
+            model, _section(config, model).max_context_tokens, shapes[model].max_context
+        )
         if config.engine.kind == "vllm":
             require_divisible(model, config.engine.tensor_parallel, shapes[model].heads)
 
 
 def _encoder_shape(model: str) -> ModelShape:
-    return model_shape(model if model in KNOWN else str(encoder_folder(Path(model))), "embedder.model")
+    return model_shape(
+        model if model in KNOWN else str(encoder_folder(Path(model))), "embedder.model"
+    )
 
 
 def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool) -> list[Need]:
-    trained = {"actor": learners, "extractor": learners and config.extractor.train and not config.bank.frozen}
+    trained = {
+        "actor": learners,
+        "extractor": learners and config.extractor.train and not config.bank.frozen,
+    }
     needs = []
     for model in ("actor", "extractor") if config.with_experience else ("actor",):
         if config.engine.kind == "vllm" or config.engine.device != "cpu":
             needs.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
             needs.append(_learner(config, model, shapes[model]))
-    if _lessons_compared(config) and (config.engine.kind == "vllm" or config.engine.device != "cpu"):
+    if _lessons_compared(config) and (
+        config.engine.kind == "vllm" or config.engine.device != "cpu"
+    ):
         needs.append(_untrained(config, _engine(config, "extractor", shapes["extractor"])))
     embedder = config.embedder
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
         what = f"{_billions(shapes['embedder'])}, {'in this process' if local else 'vLLM pooling engine, small: where there is most room'}"
-        needs.append(Need("embedder", 1, embedder_memory(shapes["embedder"], vllm=not local), what, vllm=not local, first=local))
+        needs.append(
+            Need(
+                "embedder",
+                1,
+                embedder_memory(shapes["embedder"], vllm=not local),
+                what,
+                vllm=not local,
+                first=local,
+            )
+        )
     return needs
 
 
@@ -227,26 +280,44 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
     engine, tokens = config.engine, _section(config, model).max_context_tokens
     role: Role = "actor engine" if model == "actor" else "extractor engine"
     if engine.kind == "torch":
-        memory = torch_engine_memory(shape, engine.max_batch, tokens, number_bytes(shape, config.learner))
+        memory = torch_engine_memory(
+            shape, engine.max_batch, tokens, number_bytes(shape, config.learner)
+        )
         what = f"{_billions(shape)}, torch, in this process: rows for {engine.max_batch} sequences of {tokens:,} tokens"
         return Need(role, 1, memory, what, first=True)
     width, number = engine.tensor_parallel, number_bytes(shape, config.learner)
-    memory, kv = vllm_memory(shape, width, tokens, number), shape.kv_bytes(number) / min(width, shape.kv_heads)
-    what = f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
+    memory, kv = (
+        vllm_memory(shape, width, tokens, number),
+        shape.kv_bytes(number) / min(width, shape.kv_heads),
+    )
+    what = (
+        f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
+    )
     gpus = engine.replicas * width
     return Need(role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv)
 
 
 def _lessons_compared(config: RunConfig) -> bool:
     """Whether the extractor that the run starts with is asked again at the end (crl.run.online)."""
-    return config.with_experience and not config.bank.frozen and any(task.eval.online for task in config.tasks.values())
+    return (
+        config.with_experience
+        and not config.bank.frozen
+        and any(task.eval.online for task in config.tasks.values())
+    )
 
 
 def _untrained(config: RunConfig, engine: Need) -> Need:
     """One replica like the extractor's, with the least cache."""
     what = f"{engine.what.partition(',')[0]}, as at the start, for a comparison after the last step"
     gpus = config.engine.tensor_parallel if engine.vllm else 1
-    return replace(engine, role="untrained extractor", gpus=gpus, what=what, key="engine.tensor_parallel", grows=False)
+    return replace(
+        engine,
+        role="untrained extractor",
+        gpus=gpus,
+        what=what,
+        key="engine.tensor_parallel",
+        grows=False,
+    )
 
 
 def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
@@ -256,11 +327,19 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
     memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
     states = f"{_gib(state_memory(shape, learner))} GiB of states"
     if learner.kind == "local":
-        return Need(role, 1, memory, f"{_billions(shape)}, in this process: {states}; {tokens:,} tokens at a time", first=True)
-    away = f", {_gib(host)} of them in the machine's memory" if (host := host_memory(shape, learner)) else ""
-    what = (
-        f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: {states}{away}; {tokens:,} tokens at a time"
+        return Need(
+            role,
+            1,
+            memory,
+            f"{_billions(shape)}, in this process: {states}; {tokens:,} tokens at a time",
+            first=True,
+        )
+    away = (
+        f", {_gib(host)} of them in the machine's memory"
+        if (host := host_memory(shape, learner))
+        else ""
     )
+    what = f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: {states}{away}; {tokens:,} tokens at a time"
     return Need(role, learner.ranks, memory, what, key="learner.ranks", host=host)
 
 
@@ -283,14 +362,18 @@ def _place(
         return not need.first, need.role in SHARING, -need.memory.total if crowded else 0.0
 
     for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
-        aside = need.role == "untrained extractor"  # beside learners, which rest then, and not in the place of a cache
+        aside = (
+            need.role == "untrained extractor"
+        )  # beside learners, which rest then, and not in the place of a cache
         freest = sorted(range(count), key=lambda gpu: (aside and growing[gpu], loads[gpu], gpu))
         gpus = tuple(sorted(range(1) if need.first else freest[: need.gpus]))
         chosen[need.role] = gpus
         for gpu in gpus:
             loads[gpu] += need.memory.total
             growing[gpu] |= need.grows
-    placed = [Placement(need, chosen[need.role], need.memory) for need in needs if need.role in chosen]
+    placed = [
+        Placement(need, chosen[need.role], need.memory) for need in needs if need.role in chosen
+    ]
     if sizes:
         placed, refused = _sized(config, placed, sizes)
         problems += refused
@@ -299,7 +382,9 @@ def _place(
 
 def _asked(needs: Sequence[Need]) -> int:
     """By engines and learners, those of this process on one; other roles always share."""
-    return any(need.first for need in needs) + sum(need.gpus for need in needs if not need.first and need.role not in SHARING)
+    return any(need.first for need in needs) + sum(
+        need.gpus for need in needs if not need.first and need.role not in SHARING
+    )
 
 
 def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
@@ -308,14 +393,19 @@ def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
     return Problem(need.key, getattr(getattr(config, section), name), reason)
 
 
-def _sized(config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float]) -> tuple[list[Placement], list[Problem]]:
+def _sized(
+    config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float]
+) -> tuple[list[Placement], list[Problem]]:
     """Engines grown into what is left; and what does not fit."""
     problems = []
     for gpu, size in enumerate(sizes):
         here = [placement for placement in placed if gpu in placement.gpus]
         wanted = sum(_least(config, placement, size) for placement in here)
         if wanted > USABLE * size:
-            parts = ", ".join(f"{placement.need.role} {_gib(_least(config, placement, size))}" for placement in here)
+            parts = ", ".join(
+                f"{placement.need.role} {_gib(_least(config, placement, size))}"
+                for placement in here
+            )
             reason = f"GPU {gpu} would hold {_gib(wanted)} GiB of {_gib(USABLE * size)} usable ones ({parts})"
             problems.append(Problem("gpus", len(sizes), reason))
             break  # the others are much the same
@@ -325,15 +415,28 @@ def _sized(config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float
     for placement in placed:
         size = min(sizes[gpu] for gpu in placement.gpus)
         if not placement.need.grows:
-            grown.append(replace(placement, fraction=placement.memory.total / size if placement.need.vllm else None))
+            grown.append(
+                replace(
+                    placement,
+                    fraction=placement.memory.total / size if placement.need.vllm else None,
+                )
+            )
             continue
         share = min(_share(config, placed, gpu, sizes[gpu]) for gpu in placement.gpus)
-        fraction = config.engine.memory_fraction or min(LARGEST_FRACTION, (placement.memory.total + share) / size)
+        fraction = config.engine.memory_fraction or min(
+            LARGEST_FRACTION, (placement.memory.total + share) / size
+        )
         more = fraction * size - placement.memory.total
         if more < 0:
             reason = f"the {placement.need.role} needs {_gib(placement.memory.total)} of {_gib(size)} GiB with room for one whole sequence"
             problems.append(Problem("engine.memory_fraction", fraction, reason))
-        grown.append(replace(placement, memory=replace(placement.memory, cache=placement.memory.cache + more), fraction=fraction))
+        grown.append(
+            replace(
+                placement,
+                memory=replace(placement.memory, cache=placement.memory.cache + more),
+                fraction=fraction,
+            )
+        )
     return grown, problems
 
 
@@ -350,8 +453,13 @@ def _share(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float
     return left / sum(placement.need.grows for placement in here)
 
 
-def _shared_transfer(config: RunConfig, chosen: Mapping[Role, tuple[int, ...]]) -> Iterator[Problem]:
-    pairs: tuple[tuple[Role, Role], ...] = (("actor engine", "actor learner"), ("extractor engine", "extractor learner"))
+def _shared_transfer(
+    config: RunConfig, chosen: Mapping[Role, tuple[int, ...]]
+) -> Iterator[Problem]:
+    pairs: tuple[tuple[Role, Role], ...] = (
+        ("actor engine", "actor learner"),
+        ("extractor engine", "extractor learner"),
+    )
     for engine, learner in pairs:
         shared = set(chosen.get(engine, ())) & set(chosen.get(learner, ()))
         if shared and config.engine.kind == "vllm" and config.engine.transfer == "nccl":
@@ -374,14 +482,24 @@ def _alternatives(
             break
     knobs = list(_knobs(config, count))
 
-    def fewest(must: tuple[tuple[str, Any], ...], most: int) -> Iterator[tuple[tuple[str, Any], ...]]:
-        sets = (some + must for n in range(most + 1 - len(must)) for some in itertools.combinations(knobs, n))
-        return (changes for changes in sets if fits(_changed(config, changes), shapes, count, sizes))
+    def fewest(
+        must: tuple[tuple[str, Any], ...], most: int
+    ) -> Iterator[tuple[tuple[str, Any], ...]]:
+        sets = (
+            some + must
+            for n in range(most + 1 - len(must))
+            for some in itertools.combinations(knobs, n)
+        )
+        return (
+            changes for changes in sets if fits(_changed(config, changes), shapes, count, sizes)
+        )
 
     found = list(itertools.islice(fewest((), len(knobs)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
     if config.with_experience:
-        found += itertools.islice(fewest((("method", "grpo"),), len(found[0]) - 1 if found else len(knobs) + 1), 1)
+        found += itertools.islice(
+            fewest((("method", "grpo"),), len(found[0]) - 1 if found else len(knobs) + 1), 1
+        )
     yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
 
 
@@ -428,7 +546,10 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig
 def _fits(
     config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None, *, learners: bool
 ) -> bool:  # fmt: skip
-    return config is not None and not _place(config, _needs(config, shapes, learners=learners), count, sizes)[1]
+    return (
+        config is not None
+        and not _place(config, _needs(config, shapes, learners=learners), count, sizes)[1]
+    )
 
 
 def _option(key: str, value: Any) -> str:
@@ -445,13 +566,22 @@ def describe(plan: GpuPlan) -> str:
     lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _rule(plan)]
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
-        lines.append(f"{placement.need.role:<18} {_numbers(placement.gpus):<8} {placement.need.what}{_why(plan, placement)}")
+        lines.append(
+            f"{placement.need.role:<18} {_numbers(placement.gpus):<8} {placement.need.what}{_why(plan, placement)}"
+        )
     if idle := sorted(set(range(plan.count)) - used):
-        lines.append(f"{'idle':<18} {_numbers(idle):<8} raise engine.replicas or learner.ranks to use them")
+        lines.append(
+            f"{'idle':<18} {_numbers(idle):<8} raise engine.replicas or learner.ranks to use them"
+        )
     if host := sum(placement.need.host for placement in plan.placements):
-        lines.append(f"{'machine':<18} {'':<8} {_gib(host)} GiB of its memory hold what is offloaded")
+        lines.append(
+            f"{'machine':<18} {'':<8} {_gib(host)} GiB of its memory hold what is offloaded"
+        )
     lines += ["", *_table(plan)]
-    lines += [f"does not fit: {problem.key} = {problem.value}: {problem.reason}" for problem in plan.problems]
+    lines += [
+        f"does not fit: {problem.key} = {problem.value}: {problem.reason}"
+        for problem in plan.problems
+    ]
     lines += [f"would fit: {option}" for option in plan.alternatives]
     return "\n".join(lines)
 
@@ -462,11 +592,17 @@ def _rule(plan: GpuPlan) -> str:
     asked = f"engines and learners ask for {plan.asked}"
     if plan.asked <= plan.count:
         return f"{asked}: each gets GPUs of its own"
-    return f"{asked}: the most needful are placed first, each where there is most room then, and share"
+    return (
+        f"{asked}: the most needful are placed first, each where there is most room then, and share"
+    )
 
 
 def _why(plan: GpuPlan, placement: Placement) -> str:
-    others = [other.need.role for other in plan.placements if other is not placement and set(other.gpus) & set(placement.gpus)]
+    others = [
+        other.need.role
+        for other in plan.placements
+        if other is not placement and set(other.gpus) & set(placement.gpus)
+    ]
     cache = ""
     if placement.fraction is not None and placement.need.kv_bytes:
         tokens = placement.memory.cache / placement.need.kv_bytes
@@ -482,10 +618,19 @@ def _table(plan: GpuPlan) -> list[str]:
         for placement in here:
             parts = [getattr(placement.memory, name) for name in names]
             label = f"GPU {gpu}" if placement is here[0] else ""
-            rows.append([label, placement.need.role, *(_gib(part) if part else "–" for part in parts), _gib(placement.memory.total)])
+            rows.append(
+                [
+                    label,
+                    placement.need.role,
+                    *(_gib(part) if part else "–" for part in parts),
+                    _gib(placement.memory.total),
+                ]
+            )
         if here:
             most = f" of {_gib(plan.sizes[gpu])}" if plan.sizes else ""
-            rows[-1][-1] += f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in here))}{most}"
+            rows[-1][-1] += (
+                f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in here))}{most}"
+            )
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 2)]
     return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[2:], strict=True)), f"{last}"])
             for a, b, *rest, last in rows]  # fmt: skip
@@ -497,7 +642,11 @@ def _numbers(gpus: Sequence[int]) -> str:
 
 
 def _billions(shape: ModelShape) -> str:
-    return f"{shape.parameters / 1e9:.1f} B" if shape.parameters >= 5e7 else f"{shape.parameters / 1e6:.1f} M"
+    return (
+        f"{shape.parameters / 1e9:.1f} B"
+        if shape.parameters >= 5e7
+        else f"{shape.parameters / 1e6:.1f} M"
+    )
 
 
 def _gib(size: float) -> str:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 MIB = 2**20
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader,nounits",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,12 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
         return list(gpus)
     found: list[Gpu] = []
     for name in (part.strip() for part in named.split(",")):
-        match = [gpu for gpu in gpus if name and (name == str(gpu.index) or (not name.isdigit() and gpu.uuid.startswith(name)))]
+        match = [
+            gpu
+            for gpu in gpus
+            if name
+            and (name == str(gpu.index) or (not name.isdigit() and gpu.uuid.startswith(name)))
+        ]
         if len(match) != 1:
             break
         found += match

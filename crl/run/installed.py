@@ -26,7 +26,9 @@ class TaskOffer:
 
 
 def task_offers() -> list[TaskOffer]:
-    return [_offer(name) for name in catalog.tasks() if not catalog.mixture(catalog.task_file(name))]
+    return [
+        _offer(name) for name in catalog.tasks() if not catalog.mixture(catalog.task_file(name))
+    ]
 
 
 def mixtures() -> dict[str, Sequence[str]]:
@@ -37,7 +39,11 @@ def mixtures() -> dict[str, Sequence[str]]:
 
 def gem_problem() -> str | None:
     """Why `gem:ID` names no environment here; None where it does."""
-    return None if importlib.util.find_spec("gem") else "it needs the extra 'gem', which is not installed. Run pip install 'crl[gem]'"
+    return (
+        None
+        if importlib.util.find_spec("gem")
+        else "it needs the extra 'gem', which is not installed. Run pip install 'crl[gem]'"
+    )
 
 
 def require_learner(config: RunConfig) -> None:
@@ -48,7 +54,9 @@ def require_learner(config: RunConfig) -> None:
 
 def _offer(name: str) -> TaskOffer:
     path = catalog.task_file(name)
-    tasks = [TaskConfig.model_validate(task_settings(path, profile)) for profile in ("full", "compact")]
+    tasks = [
+        TaskConfig.model_validate(task_settings(path, profile)) for profile in ("full", "compact")
+    ]
     spec, problem, data = get_spec(tasks[0].env), None, None
     try:
         require_extra(spec, name)
@@ -56,4 +64,11 @@ def _offer(name: str) -> TaskOffer:
     except ConfigError as error:
         problem = f"{error.reason}. {error.remedy}" if error.key == name else str(error)
     on = "; ".join(filter(None, [data.what, data.hint])) if data else None
-    return TaskOffer(name, tasks[0].env, spec.hosting, {task.rendering: task.turns for task in tasks}, problem, on)
+    return TaskOffer(
+        name,
+        tasks[0].env,
+        spec.hosting,
+        {task.rendering: task.turns for task in tasks},
+        problem,
+        on,
+    )

@@ -102,7 +102,10 @@ class Loop:
         await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.collector.run(), name="collector")]
-            background += [tasks.create_task(learner.watch(), name=f"{role} learner") for role, learner in self._learners.items()]
+            background += [
+                tasks.create_task(learner.watch(), name=f"{role} learner")
+                for role, learner in self._learners.items()
+            ]
             if self.experience:
                 background.append(tasks.create_task(self.experience.run(), name="experience"))
             for step in range(self.completed, self.schedule.steps):
@@ -125,7 +128,9 @@ class Loop:
                 state["success_rates"] = self.critic.rates.state()
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
-            return await save_checkpoint(self.checkpoints, self.completed, self._learners, self.companions, state)
+            return await save_checkpoint(
+                self.checkpoints, self.completed, self._learners, self.companions, state
+            )
 
     async def _step(self, step: int) -> bool:
         """One actor step; False when the run was asked to stop before its batch was there."""
@@ -138,7 +143,9 @@ class Loop:
         played = [t for t in batch if t.error is None]
         advantages = self._advantages(played)
         figures = rollout_figures(batch, self.engine.version)
-        figures["rollout/groups_with_signal"] = len({t.group for t, advantage in zip(played, advantages, strict=True) if advantage})
+        figures["rollout/groups_with_signal"] = len(
+            {t.group for t, advantage in zip(played, advantages, strict=True) if advantage}
+        )
         distilled = self._distilled(played)
         if self.method.actor.distillation:
             figures["rollout/self_distilled"] = len(distilled)
@@ -161,7 +168,9 @@ class Loop:
             self.totals.actor_tokens += int(critiques.get("critic/sampled_tokens", 0))
             figures |= critiques
         self.skipped_updates += stats.skipped
-        figures |= self.totals.figures() | {f"actor/{name}": value for name, value in stats.metrics.items()}
+        figures |= self.totals.figures() | {
+            f"actor/{name}": value for name, value in stats.metrics.items()
+        }
         figures |= self._step_figures(stats, batch, clock)
         figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures | self.environments.figures())
@@ -179,15 +188,30 @@ class Loop:
 
     def _advantages(self, played: Sequence[Trajectory]) -> list[float]:
         """The sum of the method's advantage terms, over trajectories without errors."""
-        return torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist() if played else []
+        return (
+            torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist()
+            if played
+            else []
+        )
 
     def _minibatches(
-        self, step: int, played: Sequence[Trajectory], advantages: Sequence[float], distilled: Mapping[int, SelfDistilled]
+        self,
+        step: int,
+        played: Sequence[Trajectory],
+        advantages: Sequence[float],
+        distilled: Mapping[int, SelfDistilled],
     ) -> Sequence[Minibatch]:
         """What the actor trains on."""
         views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
-        return build_minibatches(played, advantages, views, count=self.schedule.minibatches, rng=draw, distilled=distilled)
+        return build_minibatches(
+            played,
+            advantages,
+            views,
+            count=self.schedule.minibatches,
+            rng=draw,
+            distilled=distilled,
+        )
 
     def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, SelfDistilled]:
         """Return the samples of self-distillation, by their trajectory's index."""
@@ -207,8 +231,12 @@ class Loop:
         self.totals.add(played)
         observed = self.critic.rates.observe(played)
         if observed == 0:
-            self.monitor.note("no episode of the warm-up could be played: the critic knows no success rate until a free one is")
-        rates = {f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()}
+            self.monitor.note(
+                "no episode of the warm-up could be played: the critic knows no success rate until a free one is"
+            )
+        rates = {
+            f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()
+        }
         self.monitor.log(0, "warmup", {"warmup/episodes": observed, **rates, **clock.figures()})
 
     async def _measure(self, step: int) -> None:
@@ -223,7 +251,9 @@ class Loop:
         with clock("eval"):
             last = step == self.schedule.steps
             # At the start nothing was trained yet: banks built then tell least, and take longest.
-            evaluation = await self._unless_stopped(self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last))
+            evaluation = await self._unless_stopped(
+                self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last)
+            )
         if evaluation is not None:
             self.evaluations[step] = evaluation
             self.monitor.log(step, "eval", evaluation.figures() | clock.figures())
@@ -249,7 +279,9 @@ class Loop:
             stopping.cancel()
             await asyncio.wait({working, stopping})  # an evaluation has environments to give back
 
-    def _step_figures(self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
+    def _step_figures(
+        self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock
+    ) -> dict[str, float]:
         seconds = sum(clock.seconds.values())
         tokens = sum(t.sampled_tokens for t in batch)
         return {

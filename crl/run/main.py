@@ -31,7 +31,16 @@ from crl.run.loop import Loop
 from crl.run.plan import overview
 from crl.run.signals import terminable
 from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import generated, require_bank, require_embedder, require_engine, require_measures, require_models, require_told, specs
+from crl.run.tasks import (
+    generated,
+    require_bank,
+    require_embedder,
+    require_engine,
+    require_measures,
+    require_models,
+    require_told,
+    specs,
+)
 
 INTERRUPTED = 130
 
@@ -59,7 +68,9 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
             monitor.note(f"run {run.path}\n{overview(config)}\n")
             return asyncio.run(_train(config, run, monitor, screen, command, begin))
     except ConfigError:
-        if not run.metrics.exists() or not run.metrics.stat().st_size:  # nothing has begun: leave the directory as it was found
+        if (
+            not run.metrics.exists() or not run.metrics.stat().st_size
+        ):  # nothing has begun: leave the directory as it was found
             run.clear()
         raise
     except BaseException as error:
@@ -75,7 +86,9 @@ def _disk_errors(run: RunDir) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise CrlError(f"{run.path}: {error.strerror}. Free some disk space; the checkpoints that are there are whole.") from error
+        raise CrlError(
+            f"{run.path}: {error.strerror}. Free some disk space; the checkpoints that are there are whole."
+        ) from error
 
 
 def _keep_traceback(error: BaseException, log: Path) -> None:
@@ -97,7 +110,11 @@ def evaluate_run(run_dir: Path) -> int:
     require_engine(config)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
-    print("\n".join(success_lines(config.eval.temperature, result, generated=generated(specs(config)))))
+    print(
+        "\n".join(
+            success_lines(config.eval.temperature, result, generated=generated(specs(config)))
+        )
+    )
     return 0
 
 
@@ -120,7 +137,9 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float) -> int:
+async def _train(
+    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float
+) -> int:
     async with training(config, run, monitor, bar=isinstance(screen, PlainMonitor)) as loop:
         with frozen_heap(), _interruptible(loop, screen):
             try:
@@ -140,7 +159,8 @@ async def _train(config: RunConfig, run: RunDir, monitor: Monitor, screen: Monit
             temperature=config.eval.temperature,
             before=loop.evaluations.get(0),
             after=loop.evaluations.get(loop.completed) if loop.completed else None,
-            skipped_updates=loop.skipped_updates + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
+            skipped_updates=loop.skipped_updates
+            + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
             totals=loop.totals,
             experience=await experience_report(loop, run.bank),
             generated=generated(specs(config)),

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crl.config.models import bundled_models, find_model, model_size, profile_of
-from crl.config.schema import EmbedderSection, EngineSection, LearnerSection, RetrievalSection, RunConfig, TaskConfig
+from crl.config.schema import (
+    EmbedderSection,
+    EngineSection,
+    LearnerSection,
+    RetrievalSection,
+    RunConfig,
+    TaskConfig,
+)
 from crl.config.shapes import KNOWN
 from crl.prompts import hashes
 from crl.run import tasks
@@ -54,14 +61,21 @@ def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     if prefix and values:
         yield f"\n[{prefix.removesuffix('.')}]"
     for name, value in values.items():
-        yield f"# {name} is unset" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        yield (
+            f"# {name} is unset"
+            if value is None
+            else f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        )
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _toml(value, f"{prefix}{name}.")
 
 
 def _devices(config: RunConfig) -> str:
-    lines = [f"{'engine':<12} {_engine(config.engine)}", f"{'learner':<12} {_learner(config.learner)}"]
+    lines = [
+        f"{'engine':<12} {_engine(config.engine)}",
+        f"{'learner':<12} {_learner(config.learner)}",
+    ]
     lines.append(f"{'environments':<12} {_hosts(config)}")
     return "\n".join(lines)
 
@@ -69,7 +83,9 @@ def _devices(config: RunConfig) -> str:
 def _engine(engine: EngineSection) -> str:
     if engine.kind == "torch":
         return f"torch on {_device(engine.device)}, {_count(engine.threads, 'CPU thread')}"
-    gpus = f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
+    gpus = (
+        f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
+    )
     weights = "random ones at the start, then " if engine.load_format == "dummy" else ""
     return f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; weights {weights}by {engine.transfer}"
 
@@ -86,7 +102,10 @@ def _learner(learner: LearnerSection) -> str:
 
 def _hosts(config: RunConfig) -> str:
     hostings = {spec.hosting for spec in tasks.specs(config).values()}
-    counts = {"threads": (config.rollout.env_threads, "thread"), "processes": (config.rollout.env_processes, "process", "processes")}
+    counts = {
+        "threads": (config.rollout.env_threads, "thread"),
+        "processes": (config.rollout.env_processes, "process", "processes"),
+    }
     return ", ".join(_count(*counts[hosting]) for hosting in counts if hosting in hostings)
 
 
@@ -95,7 +114,9 @@ def _device(device: str) -> str:
 
 
 def _models(config: RunConfig) -> str:
-    models = {"actor": config.actor.model} | ({"extractor": config.extractor.model} if config.with_experience else {})
+    models = {"actor": config.actor.model} | (
+        {"extractor": config.extractor.model} if config.with_experience else {}
+    )
     return "\n".join(_model(role, name) for role, name in models.items())
 
 
@@ -103,23 +124,33 @@ def _model(role: str, name: str) -> str:
     key = f"{role}.model"
     path, profile = find_model(name, key), profile_of(name, key)
     if path is None:
-        return (
-            f"{role:<10} {name} (not downloaded: hf download {name})\n           {KNOWN[name].parameters:,} parameters; profile {profile}"
-        )
+        return f"{role:<10} {name} (not downloaded: hf download {name})\n           {KNOWN[name].parameters:,} parameters; profile {profile}"
     size = model_size(path, key)
-    weights = f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB" if size else "no safetensors files, size unknown"
+    weights = (
+        f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB"
+        if size
+        else "no safetensors files, size unknown"
+    )
     source = "bundled" if name in bundled_models() else "your directory"
     return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
 
 
 def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
-    training = f"a step for every {_count(extractor.batch, 'credit unit')}" if extractor.train and not bank.frozen else "not trained"
+    training = (
+        f"a step for every {_count(extractor.batch, 'credit unit')}"
+        if extractor.train and not bank.frozen
+        else "not trained"
+    )
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
     sizes = {" of one goal": bank.cap, "": bank.size}
     bounds = [f"{most:,} experiences{of}" for of, most in sizes.items() if most is not None]
     shared = ", shared by all tasks" if bank.scope == "shared" else ""
-    kept = f"at most {' and '.join(bounds)} (evicts by {bank.evict})" if bounds else "any number of experiences"
+    kept = (
+        f"at most {' and '.join(bounds)} (evicts by {bank.evict})"
+        if bounds
+        else "any number of experiences"
+    )
     members = config.rollout.group_size
     guided = f"{round(config.complementary.guided * members)} of {members} members are"
     return "\n".join(
@@ -128,8 +159,19 @@ def _experience(config: RunConfig) -> str:
             f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by {_choice(retrieval)}",
-            *([f"questions  at most {config.ask.limit} of a guided episode"] if config.ask.enabled else []),
-            *(["critic     the actor accepts, refines or rejects what was found" + _warmup(config)] if config.critic.enabled else []),
+            *(
+                [f"questions  at most {config.ask.limit} of a guided episode"]
+                if config.ask.enabled
+                else []
+            ),
+            *(
+                [
+                    "critic     the actor accepts, refines or rejects what was found"
+                    + _warmup(config)
+                ]
+                if config.critic.enabled
+                else []
+            ),
         ]
     )
 
@@ -137,12 +179,18 @@ def _experience(config: RunConfig) -> str:
 def _choice(retrieval: RetrievalSection) -> str:
     if retrieval.choice == "diverse":
         return "similarity and diversity (eq. 6)"
-    return "credit" + (f"; {retrieval.trials:.0%} of searches try what was tried least" if retrieval.trials else "")
+    return "credit" + (
+        f"; {retrieval.trials:.0%} of searches try what was tried least" if retrieval.trials else ""
+    )
 
 
 def _warmup(config: RunConfig) -> str:
     batches = config.critic.warmup
-    return f"; before the first step {_count(batches, 'batch', 'batches')} without experience" if batches else ""
+    return (
+        f"; before the first step {_count(batches, 'batch', 'batches')} without experience"
+        if batches
+        else ""
+    )
 
 
 def _embedder(section: EmbedderSection) -> str:
@@ -159,14 +207,28 @@ def _tasks(config: RunConfig) -> str:
     generated, placed = tasks.generated(specs), tasks.placed(config, specs)
     lines = []
     for name, task in config.tasks.items():
-        why = f"the actor's model declares the {profile} profile" if task.rendering == profile else "set by hand"
+        why = (
+            f"the actor's model declares the {profile} profile"
+            if task.rendering == profile
+            else "set by hand"
+        )
         stream, visits = task.stream, _count(task.stream.visits, "visit")
         overtime = task.overtime if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
             f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
-            + (f"; an unfinished episode goes on for {_count(overtime, 'turn')}, for the extractor alone" if overtime else ""),
-            *([f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {visits}"] if name in placed else []),
+            + (
+                f"; an unfinished episode goes on for {_count(overtime, 'turn')}, for the extractor alone"
+                if overtime
+                else ""
+            ),
+            *(
+                [
+                    f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {visits}"
+                ]
+                if name in placed
+                else []
+            ),
             *([f"  {generated[name]}"] if name in generated else []),
         ]
     return "\n".join(lines)
@@ -175,7 +237,11 @@ def _tasks(config: RunConfig) -> str:
 def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
-    staleness = f"at most {_count(rollout.max_staleness, 'step')} ahead" if rollout.max_staleness else "synchronous"
+    staleness = (
+        f"at most {_count(rollout.max_staleness, 'step')} ahead"
+        if rollout.max_staleness
+        else "synchronous"
+    )
     groups = _count(rollout.groups, "group")
     return "\n".join(
         [

@@ -42,7 +42,13 @@ class Shown:
     """A player in an actor's place: it is told, and its answers are read, as an actor's. show: called with every text that it is told,
     and with what it says unless it is a person, whose terminal shows that."""
 
-    def __init__(self, player: ScriptedPlayer, context: ContextProvider, task: Task, show: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        player: ScriptedPlayer,
+        context: ContextProvider,
+        task: Task,
+        show: Callable[[str], None],
+    ) -> None:
         self._player, self._context, self._task, self._show = player, context, task, show
 
     def begin(self, goal: str, observation: str) -> None:
@@ -108,7 +114,9 @@ class Table:
         """name: of a task, or the path of its file. Raises `ConfigError` for what cannot be played."""
         path = task_file(name)
         if mixed := mixture(path):
-            raise ConfigError("task", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}")
+            raise ConfigError(
+                "task", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}"
+            )
         config = TaskConfig.model_validate(task_settings(path, rendering))
         spec = get_spec(config.env, key := f"tasks.{config.name}.env")
         require_extra(spec, key)
@@ -116,10 +124,17 @@ class Table:
 
     def scripted(self, seed: int) -> ScriptedPlayer:
         if self.spec.scripted_player is no_player:
-            raise ConfigError("task", self.config.name, "has no scripted player", "Play it yourself, without --scripted")
+            raise ConfigError(
+                "task",
+                self.config.name,
+                "has no scripted player",
+                "Play it yourself, without --scripted",
+            )
         return self.spec.scripted_player(generator(seed, "scripted player"))
 
-    def episodes(self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]) -> Iterator[Played]:
+    def episodes(
+        self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]
+    ) -> Iterator[Played]:
         """Plays the first n tasks that a run with this seed trains or is evaluated on. Raises `RolloutError` for an episode that would
         be an error of the run."""
         name, config = self.config.name, self.config

@@ -61,7 +61,10 @@ class AdviceProbe:
             pairs = zip(won[name, "right"], won[name, "none"], strict=True)
             gains = [right - none for right, none in pairs]
             gain = Mean.of(gains, [place.goal for place in task.places])
-            figures |= {f"probe/{name}/right_minus_none": gain.value, f"probe/{name}/right_minus_none/half_width": gain.half}
+            figures |= {
+                f"probe/{name}/right_minus_none": gain.value,
+                f"probe/{name}/right_minus_none/half_width": gain.half,
+            }
         return figures
 
     def _texts(self) -> dict[tuple[str, str], dict[str, str]]:
@@ -83,4 +86,7 @@ def advice_texts(task: ProbeTask, advice: str) -> dict[str, str]:
     """By goal: the advice for each place."""
     if advice == "right":
         return {place.goal: task.advisor.right(place) for place in task.places}
-    return {place.goal: task.advisor.wrong(place, generator(0, "probe", i)) for i, place in enumerate(task.places)}
+    return {
+        place.goal: task.advisor.wrong(place, generator(0, "probe", i))
+        for i, place in enumerate(task.places)
+    }

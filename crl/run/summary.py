@@ -34,7 +34,11 @@ SETTINGS = {
 
 
 def success_lines(
-    temperature: float, before: Evaluation, after: Evaluation | None = None, *, generated: Mapping[str, str] = MappingProxyType({})
+    temperature: float,
+    before: Evaluation,
+    after: Evaluation | None = None,
+    *,
+    generated: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
@@ -45,8 +49,13 @@ def success_lines(
     tasks = list(dict.fromkeys(task for task, _, _ in (*rates, *overall)))
     width = max(map(len, tasks), default=0)
     by_task = sorted(rates, key=lambda setting: tasks.index(setting[0]))
-    lines += [_row(setting, before.rates, after.rates if after else None, width) for setting in by_task]
-    lines += [_overall_row(setting, before.overall, after.overall if after else None, width) for setting in overall]
+    lines += [
+        _row(setting, before.rates, after.rates if after else None, width) for setting in by_task
+    ]
+    lines += [
+        _overall_row(setting, before.overall, after.overall if after else None, width)
+        for setting in overall
+    ]
     lines += [f"  {task} is {note}" for task, note in generated.items()]
     if errors := before.errors + (after.errors if after else 0):
         lines.append(f"  {errors} eval episodes could not be played and count as failures")
@@ -56,7 +65,12 @@ def success_lines(
 Rates = Mapping[Setting, Rate] | Mapping[Setting, MeanRate]
 
 
-def _overall_row(setting: Setting, before: Mapping[Setting, MeanRate], after: Mapping[Setting, MeanRate] | None, width: int) -> str:
+def _overall_row(
+    setting: Setting,
+    before: Mapping[Setting, MeanRate],
+    after: Mapping[Setting, MeanRate] | None,
+    width: int,
+) -> str:
     """With the interval of the difference: it is what a run of several tasks is judged by."""
     row = _row(setting, before, after, width)
     if after is None or setting not in before:
@@ -100,18 +114,24 @@ class ExperienceReport:
         if self.gaps:
             gap = mean_gap(self.gaps)
             over = f"{_counted(gap.n, 'group')} in {_counted(gap.clusters, 'place')}"
-            lines.append(f"  guided − free in the same groups, second half of the run: {gap} over {over}")
+            lines.append(
+                f"  guided − free in the same groups, second half of the run: {gap} over {over}"
+            )
         for task, ((start, start_half), (end, end_half)) in self.gains.items():
             change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
             lines.append(f"  {task}: what right advice adds on the probe: {change}")
         for task, lift in self.lift.items():
-            lines.append(f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places")
+            lines.append(
+                f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places"
+            )
         for task, rate in self.lessons.items():
             untrained = self.untrained_lessons.get(task)
             static = ""
             if untrained:
                 static = f"; among the {untrained.episodes} of the extractor it started with, of the same episodes: {untrained}"
-            lines.append(f"  {task}: right lessons among the extractor's {rate.episodes} answers: {rate}{static}")
+            lines.append(
+                f"  {task}: right lessons among the extractor's {rate.episodes} answers: {rate}{static}"
+            )
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
         lines.append(
@@ -123,13 +143,19 @@ class ExperienceReport:
         if self.best:
             said = "guided − free in the same groups; ± half a 95 % credible interval"
             lines.append(f"  the best of it, by the lower end of lift ({said}):")
-        lines += [f"    {_lift(e):<34}   won {_won(e)} episodes   {e.goal}  {e.text}" for e in self.best]
+        lines += [
+            f"    {_lift(e):<34}   won {_won(e)} episodes   {e.goal}  {e.text}" for e in self.best
+        ]
         return lines
 
 
 def _lift(experience: Experience) -> str:
     lift = experience.lift
-    return f"lift {plus_minus(lift.mean, lift.half)} over {_counted(lift.groups, 'group')}" if lift else "lift unknown"
+    return (
+        f"lift {plus_minus(lift.mean, lift.half)} over {_counted(lift.groups, 'group')}"
+        if lift
+        else "lift unknown"
+    )
 
 
 def _won(experience: Experience) -> str:
@@ -144,7 +170,9 @@ def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
     """The first `BEST`, in equal shares of every task's. best: all that there are, the best first."""
     tasks = dict.fromkeys(experience.task for experience in best)
     share = math.ceil(BEST / max(1, len(tasks)))
-    return [experience for task in tasks for experience in [e for e in best if e.task == task][:share]]
+    return [
+        experience for task in tasks for experience in [e for e in best if e.task == task][:share]
+    ]
 
 
 async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
@@ -157,7 +185,10 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
     gains = {}
     if start and end and loop.completed:
         for key in [name for name in start if name.endswith("/right_minus_none")]:
-            gains[key.split("/")[1]] = ((start[key], start[f"{key}/half_width"]), (end[key], end[f"{key}/half_width"]))
+            gains[key.split("/")[1]] = (
+                (start[key], start[f"{key}/half_width"]),
+                (end[key], end[f"{key}/half_width"]),
+            )
     stats = await side.manager.stats()
     return ExperienceReport(
         bank=bank,
@@ -192,16 +223,27 @@ class Summary:
     generated: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        extractor_tokens = self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
-        lines = ["", f"{self.steps} steps in {self.seconds:.0f} s", self.totals.line(extractor_tokens), ""]
+        extractor_tokens = (
+            self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
+        )
+        lines = [
+            "",
+            f"{self.steps} steps in {self.seconds:.0f} s",
+            self.totals.line(extractor_tokens),
+            "",
+        ]
         if self.before:
-            lines += success_lines(self.temperature, self.before, self.after, generated=self.generated)
+            lines += success_lines(
+                self.temperature, self.before, self.after, generated=self.generated
+            )
         else:
             lines.append("stopped before the first evaluation")
         if self.experience:
             lines += self.experience.lines()
         if self.skipped_updates:
-            lines.append(f"  {self.skipped_updates} updates were skipped because the loss or its gradient was not finite")
+            lines.append(
+                f"  {self.skipped_updates} updates were skipped because the loss or its gradient was not finite"
+            )
         return "\n".join([*lines, "", *self._next()])
 
     def _next(self) -> list[str]:
@@ -225,5 +267,9 @@ class Summary:
 def _without(command: str, keys: Collection[str]) -> str:
     """A command line without what it sets of these keys."""
     words = shlex.split(command)
-    old = [i for i, word in enumerate(words) if word == "--set" and words[i + 1].partition("=")[0] in keys]
+    old = [
+        i
+        for i, word in enumerate(words)
+        if word == "--set" and words[i + 1].partition("=")[0] in keys
+    ]
     return shlex.join(word for i, word in enumerate(words) if i not in old and i - 1 not in old)

@@ -26,7 +26,9 @@ from crl.types import Split, Task
 
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
     """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not, or that lacks its extra."""
-    found = {name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()}
+    found = {
+        name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()
+    }
     for name, spec in found.items():
         require_extra(spec, key=f"tasks.{name}.env")
     return found
@@ -35,7 +37,11 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
 def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
     """What is to be known of figures of tasks that are not played on the official data, by the task's name."""
     played = {name: spec.data() for name, spec in specs.items() if spec.data}
-    return {name: f"played on {data.what}: figures compare with no published ones" for name, data in played.items() if not data.official}
+    return {
+        name: f"played on {data.what}: figures compare with no published ones"
+        for name, data in played.items()
+        if not data.official
+    }
 
 
 def require_models(config: RunConfig) -> None:
@@ -55,7 +61,12 @@ def require_readable(config: RunConfig) -> None:
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
-            raise ConfigError("extractor.model", config.extractor.model, reason, "Give a language model, or a compact actor too")
+            raise ConfigError(
+                "extractor.model",
+                config.extractor.model,
+                reason,
+                "Give a language model, or a compact actor too",
+            )
 
 
 def require_told(config: RunConfig) -> None:
@@ -67,12 +78,18 @@ def require_told(config: RunConfig) -> None:
     if config.critic.enabled and profile_of(config.actor.model) == "full":
         told |= {"critic"}
     if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
-        told |= {"distil"} | ({"merge"} if config.extractor.merge_every else set()) | ({"vote"} if config.bank.vote_out else set())
+        told |= (
+            {"distil"}
+            | ({"merge"} if config.extractor.merge_every else set())
+            | ({"vote"} if config.bank.vote_out else set())
+        )
         told |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():
         if name not in told:
             remedy = f"Remove it, or {_teller(config, name)}"
-            raise ConfigError(f"prompts.{name}", str(path), "no model of this run is told it", remedy)
+            raise ConfigError(
+                f"prompts.{name}", str(path), "no model of this run is told it", remedy
+            )
 
 
 def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
@@ -81,21 +98,39 @@ def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
         sizes = config.tasks[name].eval
         if sizes.online and not spec.revisit:
             reason = f"changes nothing, since {spec.name} has no places that persist (its EnvSpec has no revisit)"
-            raise ConfigError(f"tasks.{name}.eval.online", sizes.online, reason, "Set it to 0, or declare a revisit")
+            raise ConfigError(
+                f"tasks.{name}.eval.online",
+                sizes.online,
+                reason,
+                "Set it to 0, or declare a revisit",
+            )
         if sizes.probe and not spec.advisor:
             reason = f"changes nothing, since nobody knows the right advice in {spec.name} (its EnvSpec has no advisor)"
-            raise ConfigError(f"tasks.{name}.eval.probe", sizes.probe, reason, "Set it to 0, or declare an advisor")
+            raise ConfigError(
+                f"tasks.{name}.eval.probe",
+                sizes.probe,
+                reason,
+                "Set it to 0, or declare an advisor",
+            )
 
 
 def _teller(config: RunConfig, prompt: str) -> str:
     """What would make a run tell it: another method, then the switch that is off, then models that read."""
     if prompt != "actor" and not config.with_experience:
         return f"choose another method than {config.method}, which has no experience"
-    ask, critic = (config.ask.enabled, "ask.enabled=true"), (config.critic.enabled, "critic.enabled=true")
-    vote, merge = (config.bank.vote_out, "bank.vote_out=2"), (config.extractor.merge_every, "extractor.merge_every=5")
+    ask, critic = (
+        (config.ask.enabled, "ask.enabled=true"),
+        (config.critic.enabled, "critic.enabled=true"),
+    )
+    vote, merge = (
+        (config.bank.vote_out, "bank.vote_out=2"),
+        (config.extractor.merge_every, "extractor.merge_every=5"),
+    )
     switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
     on, setting = switches.get(prompt, (True, ""))
-    return "give language models as actor.model and extractor.model" if on else f"add --set {setting}"
+    return (
+        "give language models as actor.model and extractor.model" if on else f"add --set {setting}"
+    )
 
 
 def require_bank(config: RunConfig) -> None:
@@ -120,19 +155,38 @@ def require_engine(config: RunConfig) -> None:
 
 
 def environment_pool(
-    config: RunConfig, specs: Mapping[str, EnvSpec], stack: AsyncExitStack, note: Callable[[str], object] = lambda text: None
+    config: RunConfig,
+    specs: Mapping[str, EnvSpec],
+    stack: AsyncExitStack,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Hosts:
     """What lends the run's games to its episodes; closed with `stack`. note: told of every worker that is replaced."""
-    hosted: dict[str, tuple[EnvSpec, Rendering]] = {name: (specs[name], task.rendering) for name, task in config.tasks.items()}
+    hosted: dict[str, tuple[EnvSpec, Rendering]] = {
+        name: (specs[name], task.rendering) for name, task in config.tasks.items()
+    }
     rollout = config.rollout
-    threads = ThreadHost(_hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline)
-    processes = ProcessHost(_hosted(hosted, "processes"), processes=rollout.env_processes, deadline=rollout.env_deadline, note=note)
-    hosts = Hosts({name: threads if spec.hosting == "threads" else processes for name, (spec, _) in hosted.items()})
+    threads = ThreadHost(
+        _hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline
+    )
+    processes = ProcessHost(
+        _hosted(hosted, "processes"),
+        processes=rollout.env_processes,
+        deadline=rollout.env_deadline,
+        note=note,
+    )
+    hosts = Hosts(
+        {
+            name: threads if spec.hosting == "threads" else processes
+            for name, (spec, _) in hosted.items()
+        }
+    )
     stack.push_async_callback(hosts.aclose)
     return hosts
 
 
-def _hosted(tasks: Mapping[str, tuple[EnvSpec, Rendering]], hosting: Hosting) -> dict[str, tuple[EnvSpec, Rendering]]:
+def _hosted(
+    tasks: Mapping[str, tuple[EnvSpec, Rendering]], hosting: Hosting
+) -> dict[str, tuple[EnvSpec, Rendering]]:
     return {name: placed for name, placed in tasks.items() if placed[0].hosting == hosting}
 
 
@@ -148,7 +202,9 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
 
 def placed(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
     """The tasks whose train stream is of named places; the others' has no settings. Raises `ConfigError` as `train_stream` does."""
-    return {task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params}
+    return {
+        task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params
+    }
 
 
 def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:
@@ -165,12 +221,18 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
     return sets
 
 
-def first_tasks(name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int) -> tuple[Task, ...]:
+def first_tasks(
+    name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int
+) -> tuple[Task, ...]:
     """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
     stream = _stream(name, task)
 
     def first(n: int) -> Sequence[Task]:
-        return spec.task_source(seed, stream).draw(n) if split == "train" else spec.eval_tasks(split, n, seed, stream)
+        return (
+            spec.task_source(seed, stream).draw(n)
+            if split == "train"
+            else spec.eval_tasks(split, n, seed, stream)
+        )
 
     with _refusable("split", split):
         first(1)
@@ -186,8 +248,14 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
         task = config.tasks[name]
         if task.eval.online and spec.revisit:
             with _refusable(f"tasks.{name}.eval.online", task.eval.online):
-                places = spec.eval_tasks("new", task.eval.online, config.run.seed, _stream(name, task))
-            found[name] = OnlineTask(_as_asked(places, task.eval.online, "eval_tasks", name, task), spec.revisit, spec.advisor)
+                places = spec.eval_tasks(
+                    "new", task.eval.online, config.run.seed, _stream(name, task)
+                )
+            found[name] = OnlineTask(
+                _as_asked(places, task.eval.online, "eval_tasks", name, task),
+                spec.revisit,
+                spec.advisor,
+            )
     return found
 
 
@@ -199,16 +267,23 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
         if (size := task.eval.probe) and spec.advisor:
             with _refusable(f"tasks.{name}.eval.probe", size):
                 places = spec.probe_tasks(size)
-            found[name] = ProbeTask(_as_asked(places, size, "probe_tasks", name, task), spec.advisor)
+            found[name] = ProbeTask(
+                _as_asked(places, size, "probe_tasks", name, task), spec.advisor
+            )
     return found
 
 
-def _as_asked(tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig) -> tuple[Task, ...]:
+def _as_asked(
+    tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig
+) -> tuple[Task, ...]:
     """What an environment was asked for, under the task's name in the run. Raises `ConfigError` when they are not n."""
     if len(tasks) != n:
         reason = f"its {by} gave {len(tasks):,} tasks where {n:,} were asked for"
         raise ConfigError(
-            f"tasks.{name}.env", task.env, reason, "Mend it: as many as asked for, or a ValueError that says how many there are"
+            f"tasks.{name}.env",
+            task.env,
+            reason,
+            "Mend it: as many as asked for, or a ValueError that says how many there are",
         )
     return tuple(in_run(drawn, name) for drawn in tasks)
 

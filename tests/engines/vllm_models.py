@@ -37,7 +37,9 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def logprobs(model: PreTrainedModel, ids: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
+def logprobs(
+    model: PreTrainedModel, ids: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+) -> list[float]:
     """The trainer's, of `sampled` after `ids`."""
     tokens = torch.tensor([[*ids, *sampled]])
     mask = torch.ones_like(tokens, dtype=torch.bool)

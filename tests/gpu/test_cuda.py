@@ -20,11 +20,23 @@ from crl.engines.torch import TorchEngine
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import LOGITS, TokenFigures, checkpoint_activations, checksum, load_model, require_packing, resolve_device, token_logprobs
+from crl.modeling import (
+    LOGITS,
+    TokenFigures,
+    checkpoint_activations,
+    checksum,
+    load_model,
+    require_packing,
+    resolve_device,
+    token_logprobs,
+)
 from crl.packing import pack_sequences
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
 
 TINY_ACTOR = Path(crl.__file__).parent / "models" / "tiny-actor"
 PROMPT = tuple(range(5, 45))
@@ -43,7 +55,9 @@ class Optimizer:
 
 
 def learner_of(model: PreTrainedModel, **settings: Any) -> LocalLearner:
-    chosen = TrainSettings(**({"temperature": 1.0, "micro_batch_tokens": 1024, "max_grad_norm": 1.0} | settings))
+    chosen = TrainSettings(
+        **({"temperature": 1.0, "micro_batch_tokens": 1024, "max_grad_norm": 1.0} | settings)
+    )
     return LocalLearner(model, SurrogateLoss(0.2, 0.2, "token"), Optimizer(), chosen)  # pyright: ignore[reportArgumentType]
 
 
@@ -71,7 +85,9 @@ def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, tor
 
 def pull(figures: TokenFigures) -> torch.Tensor:
     draw = torch.Generator().manual_seed(2)
-    return (torch.randn(figures.logp.shape, generator=draw).cuda() * figures.logp).sum() + figures.kl.sum()
+    return (
+        torch.randn(figures.logp.shape, generator=draw).cuda() * figures.logp
+    ).sum() + figures.kl.sum()
 
 
 def gradient(model: PreTrainedModel, value: torch.Tensor) -> torch.Tensor:
@@ -115,7 +131,9 @@ def test_greedy_output_equals_transformers() -> None:
     assert list(asyncio.run(generated())) == expected[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize(("dtype", "mismatch"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "mismatch"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
 def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
     """A positive advantage raises the log-prob of its tokens, and the engine samples with the new weights after the swap."""
 
@@ -146,7 +164,11 @@ def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
 def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
     """With the same weights to the bit, and the same step up to the order in which a GPU adds."""
     samples = tuple(
-        TrainSample(TokenTrace(tuple(range(5, 5 + n)), (0, *(1,) * (n - 1)), (-6.0,) * n, (0,) * n), 1.0 - n / 20, 0.1)
+        TrainSample(
+            TokenTrace(tuple(range(5, 5 + n)), (0, *(1,) * (n - 1)), (-6.0,) * n, (0,) * n),
+            1.0 - n / 20,
+            0.1,
+        )
         for n in (30, 21, 12, 5)
     )
     step = [Minibatch(samples, 64)]
@@ -169,15 +191,21 @@ def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
     asyncio.run(resumed())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str
+)
 @pytest.mark.parametrize("size", [0, 3, 4096, 9_000_001])
 def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
     """Summed up where it is, in blocks of 16 MiB."""
-    tensor = torch.randint(-1000, 1000, (size + 1,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensor = torch.randint(-1000, 1000, (size + 1,), generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )
     there = tensor.cuda()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    assert checksum({"a": there[1:]}) == checksum({"a": tensor[1:]}), "also where it does not begin at a whole word"
+    assert checksum({"a": there[1:]}) == checksum({"a": tensor[1:]}), (
+        "also where it does not begin at a whole word"
+    )
     assert torch.cuda.max_memory_allocated() - held < 80 << 20
 
 
@@ -195,7 +223,9 @@ def test_packed_sequences_are_read_like_padded_rows_in_float32() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[200], [97, 95, 40, 7, 3], [64, 64, 64]], ids=str)
-def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(lengths: list[int]) -> None:
+def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(
+    lengths: list[int],
+) -> None:
     """Against float32, its error is that of plain bfloat16, forward and backward."""
     ids, mask = batch(lengths)
     exact, plain, packed = qwen2(torch.float32), qwen2(torch.bfloat16), qwen2(torch.bfloat16)
@@ -205,7 +235,9 @@ def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(l
     truth, theirs, ours = (f.logp[mask].detach() for f in figures)
     assert ours.dtype == torch.float32
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-3)
-    truth, theirs, ours = (gradient(m, pull(f)) for m, f in zip((exact, plain, packed), figures, strict=True))
+    truth, theirs, ours = (
+        gradient(m, pull(f)) for m, f in zip((exact, plain, packed), figures, strict=True)
+    )
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-2) < 0.1
 
 
@@ -244,7 +276,9 @@ def test_logprobs_in_parts_are_those_of_the_whole_softmax(dtype: torch.dtype) ->
     torch.testing.assert_close(found.logp, expected, rtol=1e-3, atol=1e-3)
     draw = torch.Generator().manual_seed(2)
     theirs = (torch.randn(expected.shape, generator=draw).cuda() * expected).sum()
-    assert distance(gradient(model, pull(found)), gradient(plain, theirs)) < (1e-4 if dtype == torch.float32 else 2e-2)
+    assert distance(gradient(model, pull(found)), gradient(plain, theirs)) < (
+        1e-4 if dtype == torch.float32 else 2e-2
+    )
 
 
 def test_activations_computed_again_need_less_memory_for_the_same_gradient() -> None:
@@ -255,6 +289,12 @@ def test_activations_computed_again_need_less_memory_for_the_same_gradient() -> 
         pack_sequences(model)
         if checkpointing:
             checkpoint_activations(model)
-        used.append(peak(lambda model=model: grads.append(gradient(model, pull(token_logprobs(model, ids, mask))))))
+        used.append(
+            peak(
+                lambda model=model: grads.append(
+                    gradient(model, pull(token_logprobs(model, ids, mask)))
+                )
+            )
+        )
     assert used[1] < used[0] / 2
     assert distance(grads[1], grads[0]) < 1e-2

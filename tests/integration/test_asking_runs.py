@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
+from whole_runs import (
+    DETERMINISTIC,
+    arguments,
+    contents,
+    crl,
+    equal_weights,
+    lines,
+    metrics,
+    one_line,
+    untimed,
+)
 
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
@@ -50,7 +60,14 @@ class Prompted(TorchEngine):
 
     failing = slow = False
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         renderer = chat("actor" if session else "extractor")
         text = renderer.decode(ids)
         asking = session and f"\n{COMPACT_OFFER}\n" in text and text.count(ANSWER_NEXT) == 1
@@ -62,7 +79,11 @@ class Prompted(TorchEngine):
         sampled = await super().generate(ids, sampling, session=session, rng=rng)
         if asking:
             return self._said(renderer, "ask")
-        return self._said(renderer, f'[{{"op":"refine","text":"{REFINED}"}}]') if answering else sampled
+        return (
+            self._said(renderer, f'[{{"op":"refine","text":"{REFINED}"}}]')
+            if answering
+            else sampled
+        )
 
     def _said(self, renderer: ChatRenderer, text: str) -> Completion:
         ids = (*renderer.encode(text), renderer.stop_ids[0])
@@ -117,7 +138,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("background") / "run"
-    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=3 * STEPS)  # what is distilled in the background comes late
+    train(
+        run, "rollout.max_staleness=1", "bank.queue_size=16", steps=3 * STEPS
+    )  # what is distilled in the background comes late
     return run
 
 
@@ -132,7 +155,12 @@ def test_guided_agents_ask_and_are_told(either: Path) -> None:
         origins = [s["origin"] for s in t["segments"]]
         if t["condition"] == "free":
             continue
-        assert origins.count("tool_spec") == origins.count("tool_call") == origins.count("tool_result") == 1, "one question is the limit"
+        assert (
+            origins.count("tool_spec")
+            == origins.count("tool_call")
+            == origins.count("tool_result")
+            == 1
+        ), "one question is the limit"
         (reply,) = (s["text"] for s in t["segments"] if s["origin"] == "tool_result")
         told[reply] += 1
         hows = [use["how"] for use in t["used"]]
@@ -172,55 +200,82 @@ def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(eithe
     for t in episodes(either):
         for use in t["used"]:
             if use["how"] == "ask":
-                assert use["generation"] == f"run/train/{t['step'] - 1}/{t['group']}/{t['member']}/1"
+                assert (
+                    use["generation"] == f"run/train/{t['step'] - 1}/{t['group']}/{t['member']}/1"
+                )
                 earned[use["generation"]] += 1 if t["success"] else -1
     assert earned
     found = {
-        uid: credit for uid, credit in rows(bank, "SELECT uid, credit FROM units WHERE uid LIKE 'run/train/%' AND version = 1 AND credited")
+        uid: credit
+        for uid, credit in rows(
+            bank,
+            "SELECT uid, credit FROM units WHERE uid LIKE 'run/train/%' AND version = 1 AND credited",
+        )
     }
     assert found == dict(earned)
-    assert not rows(bank, "SELECT 1 FROM entries WHERE uid LIKE 'run/train/%'"), "refinements are no entries"
-    trained = {origin for (origin,) in rows(bank, "SELECT DISTINCT origin FROM log WHERE kind = 'train' AND op = 1")}
+    assert not rows(bank, "SELECT 1 FROM entries WHERE uid LIKE 'run/train/%'"), (
+        "refinements are no entries"
+    )
+    trained = {
+        origin
+        for (origin,) in rows(
+            bank, "SELECT DISTINCT origin FROM log WHERE kind = 'train' AND op = 1"
+        )
+    }
     assert trained & earned.keys(), "the extractor was trained on refinements"
     assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
 
 
 def test_an_asked_experience_is_shown_to_the_extractor(either: Path) -> None:
-    prompts = rows(either / "bank.sqlite", "SELECT prompt FROM generations WHERE id NOT LIKE 'run/train/%'")
+    prompts = rows(
+        either / "bank.sqlite", "SELECT prompt FROM generations WHERE id NOT LIKE 'run/train/%'"
+    )
     texts = [chat("extractor").decode(list(memoryview(prompt).cast("i"))) for (prompt,) in prompts]
     assert any(re.search(rf"hint \d {REFINED}", text) for text in texts)
 
 
-def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(done: Path, tmp_path: Path) -> None:
+def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(
+    done: Path, tmp_path: Path
+) -> None:
     watched = tmp_path / "watched"
     asked: list[str] = []
 
     class Listening(Prompted):
         async def generate(self, ids, sampling, *, session=None, rng=None):
             found = await super().generate(ids, sampling, session=session, rng=rng)
-            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(ids)  # without an offer the tiny actor says so once in a while, too
+            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(
+                ids
+            )  # without an offer the tiny actor says so once in a while, too
             if session and offered and chat().decode(found.ids).startswith("ask<"):
                 asked.append(session.split("/")[0])
             return found
 
     train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=Listening)
     assert set(asked) == {"train", "eval", "online"}, "and not the advice probe"
-    assert (watched / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert (watched / "trajectories.jsonl").read_bytes() == (
+        done / "trajectories.jsonl"
+    ).read_bytes()
     assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
     for kind in ("train", "extractor", "bank"):
         assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))
     assert untimed(metrics(watched, "eval")[-1]) == untimed(metrics(done, "eval")[-1])
     for role in ("actor", "extractor"):
-        assert equal_weights(watched / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}")
+        assert equal_weights(
+            watched / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}"
+        )
 
 
 @pytest.mark.parametrize("engine", [Failing, Slow])
-def test_without_the_extractor_an_agent_is_told_what_was_found(done: Path, tmp_path: Path, engine: type[TorchEngine]) -> None:
+def test_without_the_extractor_an_agent_is_told_what_was_found(
+    done: Path, tmp_path: Path, engine: type[TorchEngine]
+) -> None:
     run = tmp_path / "run"
     source = f"bank.init={done / 'bank.sqlite'}"
     train(run, "rollout.max_staleness=0", "ask.deadline=0.02", source, engine=engine, steps=1)
     texts = {text for (text,) in rows(run / "bank.sqlite", "SELECT text FROM entries")}
-    unrefined = [t for t in episodes(run) if [use["how"] for use in t["used"]] == ["start", "ask_unrefined"]]
+    unrefined = [
+        t for t in episodes(run) if [use["how"] for use in t["used"]] == ["start", "ask_unrefined"]
+    ]
     assert unrefined
     for t in unrefined:
         assert {s["text"] for s in t["segments"] if s["origin"] == "tool_result"} <= texts
@@ -240,7 +295,12 @@ def test_eval_asks_too_and_touches_nothing(done: Path) -> None:
 def test_a_bank_with_refinements_starts_another_run(done: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, f"bank.init={done / 'bank.sqlite'}", steps=1)
-    (mark,) = {use["generation"].split("/")[0] for t in episodes(run) for use in t["used"] if use["how"] == "ask"}
+    (mark,) = {
+        use["generation"].split("/")[0]
+        for t in episodes(run)
+        for use in t["used"]
+        if use["how"] == "ask"
+    }
     assert mark.startswith("run")
     assert mark != "run"
     frozen = tmp_path / "frozen"
@@ -251,11 +311,22 @@ def test_a_bank_with_refinements_starts_another_run(done: Path, tmp_path: Path) 
 class Scripted(TorchEngine):
     """Two language models that say what a script says. The agent asks once, with a thought before it and words after."""
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         text = chat().decode(ids)
         if session:
             told = "search_and_ask" not in text or "You are by the wall." in text
-            said = "<answer>north</answer>" if told else "<think>Dark.</think><search_and_ask>Where are the stairs?</search_and_ask>"
+            said = (
+                "<answer>north</answer>"
+                if told
+                else "<think>Dark.</think><search_and_ask>Where are the stairs?</search_and_ask>"
+            )
         elif "=== The agent's question ===\n  Where are the stairs?" in text:
             said = '[{"op": "refine", "text": "You are by the wall. Follow it."}]'
         else:
@@ -284,15 +355,26 @@ def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> N
         assert origins == [
             "task", "task", "experience", "tool_spec", "env", "tool_call", "tool_result", "policy", "env", "policy", "env"
         ]  # fmt: skip
-        assert t["segments"][3]["text"] == "You may <search_and_ask>{question}</search_and_ask>, 2 times."
+        assert (
+            t["segments"][3]["text"]
+            == "You may <search_and_ask>{question}</search_and_ask>, 2 times."
+        )
         assert t["segments"][6]["text"].startswith("Advice from earlier episodes")
         assert [use["how"] for use in t["used"]] == ["start", "ask"]
         assert t["turns"] == 2
-    prompts = [chat().decode(list(memoryview(p).cast("i"))) for (p,) in rows(run / "bank.sqlite", "SELECT prompt FROM generations")]
+    prompts = [
+        chat().decode(list(memoryview(p).cast("i")))
+        for (p,) in rows(run / "bank.sqlite", "SELECT prompt FROM generations")
+    ]
     asked = [text for text in prompts if "=== The agent's question ===" in text]
     assert len(asked) == 4
-    assert all("agent asks]\n  <think>Dark.</think><search_and_ask>Where are the stairs?" in text for text in asked)
-    assert all("=== Advice that was found ===\n  The stairs are by the wall.\n" in text for text in asked)
+    assert all(
+        "agent asks]\n  <think>Dark.</think><search_and_ask>Where are the stairs?" in text
+        for text in asked
+    )
+    assert all(
+        "=== Advice that was found ===\n  The stairs are by the wall.\n" in text for text in asked
+    )
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
@@ -307,4 +389,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text("Ask {limit} times.")
     assert "prompts.ask = " in refused("complementary", f"prompts.ask={mine}", "ask.enabled=true")
-    assert "no model of this run is told it" in refused("complementary", f"prompts.ask={mine}", "ask.enabled=true")
+    assert "no model of this run is told it" in refused(
+        "complementary", f"prompts.ask={mine}", "ask.enabled=true"
+    )

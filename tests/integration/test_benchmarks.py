@@ -14,7 +14,13 @@ ARMS = ("off", "on", "ask", "critic")
 
 def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     out = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_latency.py"), "--quick", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "rollout_latency.py"),
+        "--quick",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     results = json.loads(out.read_text("utf-8"))
     rows = results["rows"]
@@ -22,7 +28,9 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
         *(("latency model", 32, arm) for arm in ARMS),
         *(("tiny model", 16, arm) for arm in ARMS),
     ]
-    assert len([line for line in done.stdout.splitlines() if line.startswith(("latency", "tiny"))]) == len(rows)
+    assert len(
+        [line for line in done.stdout.splitlines() if line.startswith(("latency", "tiny"))]
+    ) == len(rows)
     for row in rows:
         guided = 0 if row["arm"] == "off" else row["environments"] // 2
         assert row["failed"] == 0
@@ -30,18 +38,35 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
         assert asked >= 0 if row["arm"] == "ask" else asked == 0
         assert set(row["search_ms"]) == ({"p50", "p95", "max"} if guided else set())
         assert 0 < row["lag_ms"]["p50"] <= row["lag_ms"]["p99"] <= row["lag_ms"]["max"]
-        assert len(row["rollout_s"]) == len(row["ratio"]) == len(row["left_s"]) == results["repetitions"]
+        assert (
+            len(row["rollout_s"])
+            == len(row["ratio"])
+            == len(row["left_s"])
+            == results["repetitions"]
+        )
         assert min(row["rollout_s"]) > 0
-    assert [row["ratio"] for row in rows if row["arm"] == "off"] == [[1.0] * results["repetitions"]] * 2
+    assert [row["ratio"] for row in rows if row["arm"] == "off"] == [
+        [1.0] * results["repetitions"]
+    ] * 2
 
 
 def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
     out = tmp_path / "results.json"
     names = ["sokoban", "room", "webshop", "alfworld"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "environments.py"), *names, "--quick", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "environments.py"),
+        *names,
+        "--quick",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = json.loads(out.read_text("utf-8"))["rows"]
-    assert [row["tasks"] for row in rows] == [*({name: n} for name in names for n in (2, 4)), {"room": 1, "webshop": 1, "alfworld": 1}]
+    assert [row["tasks"] for row in rows] == [
+        *({name: n} for name in names for n in (2, 4)),
+        {"room": 1, "webshop": 1, "alfworld": 1},
+    ]
     assert len(done.stdout.splitlines()) == len(rows) + 1
     for row in rows:
         assert row["episodes"] == sum(row["tasks"].values())
@@ -52,7 +77,13 @@ def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
 
 def test_the_memory_of_a_process_is_what_it_holds():
     code = "from environments import memory; before = memory(); held = b'x' * (64 << 20); print(memory() - before)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "benchmarks",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert 32 < float(done.stdout) < 96, "64 MiB, give or take what others share with it meanwhile"
 
 
@@ -67,9 +98,18 @@ sys.modules.update(dict.fromkeys([
 
 
 def test_the_gpu_tests_need_no_other_package():
-    code = f"{BARE}import pytest; sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests/gpu']))"
+    code = (
+        f"{BARE}import pytest; sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests/gpu']))"
+    )
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/gpu/test_cuda.py::" in done.stdout
 
@@ -78,7 +118,11 @@ def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
     """With torch and transformers alone."""
     out = tmp_path / "results.json"
     start = f"{BARE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; sys.path.insert(0, 'benchmarks'); "
-    command = [sys.executable, "-c", start + "runpy.run_path('benchmarks/learner_throughput.py', run_name='__main__')"]
+    command = [
+        sys.executable,
+        "-c",
+        start + "runpy.run_path('benchmarks/learner_throughput.py', run_name='__main__')",
+    ]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     results = json.loads(out.read_text("utf-8"))
     crl, plain = results["rows"]
@@ -87,7 +131,11 @@ def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
     for row in (crl, plain):
         assert len(row["seconds"]) == 2
         assert min(row["seconds"]) > 0
-        assert row["tokens_per_s"] * sorted(row["seconds"])[0] <= row["tokens"] <= row["tokens_per_s"] * sorted(row["seconds"])[1] + 1
+        assert (
+            row["tokens_per_s"] * sorted(row["seconds"])[0]
+            <= row["tokens"]
+            <= row["tokens_per_s"] * sorted(row["seconds"])[1] + 1
+        )
         assert 0 < row["mfu"] < 1
         assert row["trained_tokens"] < row["tokens"]
     assert crl["read_tokens"] == crl["tokens"] == plain["tokens"] < plain["read_tokens"]
@@ -103,7 +151,13 @@ from crl.types import Minibatch, TokenTrace, TrainSample
 sample = TrainSample(TokenTrace((1, 2, 3), (0, 1, 1), (0.0, 0.0, 0.0), (-1, 0, 0)), 1.0, 1.0)
 print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "benchmarks",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # query, key and value, output, MLP
     assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4
 
@@ -111,15 +165,31 @@ print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
 def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path):
     out = tmp_path / "results.json"
     arms = ["none", "co-evolved", "always right"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "main_command.py"), "--quick", "--settings", "room", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "main_command.py"),
+        "--quick",
+        "--settings",
+        "room",
+        "--out",
+        str(out),
+    ]
     command += ["--arms", *arms, "--seeds", "10", "11"]
-    out.with_suffix(".jsonl").write_text('{"setting": "room", "arm": "none", "se')  # the command was killed as it wrote
+    out.with_suffix(".jsonl").write_text(
+        '{"setting": "room", "arm": "none", "se'
+    )  # the command was killed as it wrote
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     runs = json.loads(out.read_text("utf-8"))["runs"]
-    assert [(run["arm"], run["seed"]) for run in runs] == [(arm, seed) for seed in (10, 11) for arm in arms]
+    assert [(run["arm"], run["seed"]) for run in runs] == [
+        (arm, seed) for seed in (10, 11) for arm in arms
+    ]
     for run in runs:
         metrics = run["metrics"]
-        assert {"eval/room/new/success/online", "eval/room/new/success/alone", "eval/room/known/success/free"} <= metrics.keys()
+        assert {
+            "eval/room/new/success/online",
+            "eval/room/new/success/alone",
+            "eval/room/known/success/free",
+        } <= metrics.keys()
         assert ("eval/room/lessons/correct" in metrics) == (run["arm"] == "co-evolved")
         if run["arm"] == "none":
             assert metrics["eval/room/new/success/online"] == metrics["eval/room/new/success/alone"]
@@ -161,9 +231,29 @@ def test_only_runs_of_one_command_are_compared_and_in_all_ways_that_were_named(t
 
 def test_switches_are_compared_with_the_preset(tmp_path: Path):
     out = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "switches.py"), "--quick", "--seeds", "0", "--out", str(out)]
-    done = subprocess.run([*command, "--switches", "eq. 5 alone"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert [run["arm"] for run in json.loads(out.read_text("utf-8"))["runs"]] == ["the preset", "eq. 5 alone"]
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == ["the preset", "eq. 5 alone"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "switches.py"),
+        "--quick",
+        "--seeds",
+        "0",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [*command, "--switches", "eq. 5 alone"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert [run["arm"] for run in json.loads(out.read_text("utf-8"))["runs"]] == [
+        "the preset",
+        "eq. 5 alone",
+    ]
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+        "the preset",
+        "eq. 5 alone",
+    ]
     code = "from crl.config import load; from switches import SWITCHES; [load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)

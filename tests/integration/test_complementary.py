@@ -21,7 +21,17 @@ from typing import IO, Any
 import pytest
 import torch
 from typer.testing import Result
-from whole_runs import DETERMINISTIC, arguments, contents, crl, equal_weights, lines, metrics, one_line, untimed
+from whole_runs import (
+    DETERMINISTIC,
+    arguments,
+    contents,
+    crl,
+    equal_weights,
+    lines,
+    metrics,
+    one_line,
+    untimed,
+)
 
 from crl.cli.dashboard import PARTS
 from crl.config import load
@@ -105,7 +115,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Distillation and the extractor's training in the background, rollouts one step ahead."""
     run = tmp_path_factory.mktemp("background") / "run"
-    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5)  # step 4 begins when step 1 is distilled
+    train(
+        run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5
+    )  # step 4 begins when step 1 is distilled
     return run
 
 
@@ -115,7 +127,9 @@ def decided(*, whole_groups: bool = False) -> Iterator[None]:
     learn from what lessons were worth. whole_groups: the others succeed in the same groups, where lessons are worth nothing."""
     play = EpisodeRunner.play
 
-    async def judged(runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
+    async def judged(
+        runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan
+    ) -> Trajectory:
         played = await play(runner, key, task, plan)
         succeeds = key.group % 2 == 0 and (whole_groups or plan.condition == "guided")
         return replace(played, success=succeeds) if key.purpose == "train" else played
@@ -143,14 +157,22 @@ def test_what_a_run_leaves(either: Path) -> None:
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
     steps = kinds["train"]
-    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (steps, steps + 1, 2, 2 + steps // 2), (
-        "one more when everything has settled"
-    )
+    assert (steps, kinds["bank"], kinds["eval"], kinds["probe"]) == (
+        steps,
+        steps + 1,
+        2,
+        2 + steps // 2,
+    ), "one more when everything has settled"
     saved = manifest(either, steps)
     assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
-    if saved["state"]["bank"] != seq:  # a search after the checkpoint may have been counted, and nothing else
-        late = rows(either / "bank.sqlite", f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}")
+    if (
+        saved["state"]["bank"] != seq
+    ):  # a search after the checkpoint may have been counted, and nothing else
+        late = rows(
+            either / "bank.sqlite",
+            f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}",
+        )
         assert late == [("retrieve",)]
     text = (either / "log.txt").read_text()
     assert "guided − free in the same groups" in text
@@ -166,33 +188,61 @@ def test_the_bundled_models_work_together(either: Path) -> None:
     assert sum(bool(t["used"]) for t in episodes(either)) > 5
 
 
-@pytest.mark.parametrize("mode", [DETERMINISTIC, ("rollout.max_staleness=1", "bank.queue_size=16")], ids=["deterministic", "concurrent"])
-def test_the_extractor_learns_from_what_its_lessons_were_worth(mode: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [DETERMINISTIC, ("rollout.max_staleness=1", "bank.queue_size=16")],
+    ids=["deterministic", "concurrent"],
+)
+def test_the_extractor_learns_from_what_its_lessons_were_worth(
+    mode: tuple[str, ...], tmp_path: Path
+) -> None:
     run, steps = tmp_path / "run", 7
     with decided():
         train(run, *mode, "extractor.cooldown=0", "eval.probe_every=0", *NO_EVAL, steps=steps)
     trained = metrics(run, "extractor")
     assert trained[-1]["extractor/updates"] > 1
-    assert trained[0]["extractor/reference_kl"] == pytest.approx(0, abs=1e-4), "it is held to its start"
-    assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], "and moves away from it all the same"
+    assert trained[0]["extractor/reference_kl"] == pytest.approx(0, abs=1e-4), (
+        "it is held to its start"
+    )
+    assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], (
+        "and moves away from it all the same"
+    )
     assert not any("actor/reference_kl" in line for line in metrics(run, "train")), "off by default"
-    probed = [line["extractor/mismatch_kl"] for line in trained[1:] if "extractor/mismatch_kl" in line]
-    assert probed or mode is not DETERMINISTIC, "on answers of the extractor that a sync brought, where it has given some by then"
+    probed = [
+        line["extractor/mismatch_kl"] for line in trained[1:] if "extractor/mismatch_kl" in line
+    ]
+    assert probed or mode is not DETERMINISTIC, (
+        "on answers of the extractor that a sync brought, where it has given some by then"
+    )
     assert max(probed, default=0.0) < 1e-5
-    assert not equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
+    assert not equal_weights(
+        run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor")
+    )
 
 
-def test_where_groups_fare_as_well_without_their_lessons_the_extractor_learns_nothing(tmp_path: Path) -> None:
+def test_where_groups_fare_as_well_without_their_lessons_the_extractor_learns_nothing(
+    tmp_path: Path,
+) -> None:
     run, steps = tmp_path / "run", 5
     with decided(whole_groups=True):
-        train(run, *DETERMINISTIC, "extractor.cooldown=0", "extractor.malformed_reward=0", "eval.probe_every=0", *NO_EVAL, steps=steps)
+        train(
+            run,
+            *DETERMINISTIC,
+            "extractor.cooldown=0",
+            "extractor.malformed_reward=0",
+            "eval.probe_every=0",
+            *NO_EVAL,
+            steps=steps,
+        )
     trained = metrics(run, "extractor")
     assert trained
     assert {line["extractor/reward"] for line in trained} == {0.0}
     assert equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
 
 
-async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(tmp_path: Path, tiny_extractor: Path) -> None:
+async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(
+    tmp_path: Path, tiny_extractor: Path
+) -> None:
     config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC])
     start = checksum(named_weights(load_model(tiny_extractor, torch.device("cpu"))))
     async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
@@ -210,7 +260,9 @@ async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_sta
 
 
 async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
-    config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC, "retrieval.trials=0.5"])
+    config = load(
+        ["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC, "retrieval.trials=0.5"]
+    )
     async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
         with decided():
             await loop.run()
@@ -228,7 +280,9 @@ async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
             await scratch.credit([best.use] * 9, True, episode="made/up/0/0")
             assert {hit.use.uid for hit in await scratch.search(requests) if hit} == {best.use.uid}
         await bank.credit([best.use] * 9, True, episode="made/up/0/0")
-        assert len({hit.use.uid for hit in await bank.search(requests) if hit}) > 1, "where training does"
+        assert len({hit.use.uid for hit in await bank.search(requests) if hit}) > 1, (
+            "where training does"
+        )
 
 
 def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
@@ -236,7 +290,10 @@ def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
     assert set(_followed(Rollout).values()) <= logged["train"]
     assert set(_followed(Bank).values()) <= logged["bank"]
-    for model, kind, absent in (("actor", "train", {"actor/reward"}), ("extractor", "extractor", set())):
+    for model, kind, absent in (
+        ("actor", "train", {"actor/reward"}),
+        ("extractor", "extractor", set()),
+    ):
         assert {name.format(model) for name in _followed(Model).values()} - absent <= logged[kind]
     parts = {name for name in logged["train"] if name.startswith("time/")}
     assert parts == set(SECONDS["train"]), "one after the other they are the step"
@@ -254,9 +311,13 @@ def test_a_group_has_signal_where_one_of_its_halves_has_or_a_lesson_helped(eithe
             if t["step"] == line["step"]:
                 halves.setdefault((t["group"], t["condition"]), set()).add(t["reward"])
                 if t["used"] or t["condition"] == "free":
-                    won.setdefault((t["group"], t["used"][0]["uid"] if t["used"] else ""), []).append(t["success"])
+                    won.setdefault(
+                        (t["group"], t["used"][0]["uid"] if t["used"] else ""), []
+                    ).append(t["success"])
         expected = {group for (group, _), rewards in halves.items() if len(rewards) > 1}
-        expected |= {group for (group, _), guided in won.items() if fmean(guided) != fmean(won[group, ""])}
+        expected |= {
+            group for (group, _), guided in won.items() if fmean(guided) != fmean(won[group, ""])
+        }
         assert line["rollout/groups_with_signal"] == len(expected)
 
 
@@ -274,13 +335,17 @@ def test_gaps_of_the_log_are_those_of_the_episodes(either: Path) -> None:
 def test_half_of_every_group_is_guided(either: Path) -> None:
     played = episodes(either)
     assert len(played) == 16 * steps_of(either)
-    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * steps_of(either)
+    assert [t["condition"] for t in played] == ["guided", "guided", "free", "free"] * 4 * steps_of(
+        either
+    )
     for group in {t["group"] for t in played}:
         guided = [t["used"] for t in played if t["group"] == group and t["condition"] == "guided"]
         assert bool(guided[0]) == bool(guided[1]), "each has one of its place, or there is none"
 
 
-def test_prompts_hold_an_experience_exactly_where_one_was_used(either: Path, tiny_actor: Path) -> None:
+def test_prompts_hold_an_experience_exactly_where_one_was_used(
+    either: Path, tiny_actor: Path
+) -> None:
     """On what the actor was given, token for token: goal, experience if there is one, first observation."""
     tokenizer = load_tokenizer(tiny_actor)
     renderer = ChatRenderer(tokenizer, stop_ids(tiny_actor, tokenizer))
@@ -290,7 +355,10 @@ def test_prompts_hold_an_experience_exactly_where_one_was_used(either: Path, tin
         assert [s.origin for s in opening] == ["task", *["experience"] * len(t["used"]), "env"]
         prompt = renderer.decode(t["ids"][: t["mask"].index(1)])
         assert prompt == renderer.text(opening)
-        assert prompt.replace(f"{opening[1].text}\n", "") == renderer.text([opening[0], opening[-1]]) or not t["used"]
+        assert (
+            prompt.replace(f"{opening[1].text}\n", "") == renderer.text([opening[0], opening[-1]])
+            or not t["used"]
+        )
         if t["condition"] == "free":
             assert t["used"] == []
             assert not any(s["origin"] == "experience" for s in t["segments"])
@@ -307,10 +375,15 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
         assert t["mask"][-1] == 1, "the record of tokens ends with the last one that is trained"
     assert max(t["turns"] for t in played) == 4
     for t in played:
-        assert t["turns"] + t["overtime_turns"] == sum(s["origin"] == "policy" for s in t["segments"])
+        assert t["turns"] + t["overtime_turns"] == sum(
+            s["origin"] == "policy" for s in t["segments"]
+        )
     turns, overtime = (sum(t[name] for t in played) for name in ("turns", "overtime_turns"))
     last = metrics(either, "train")[-1]
-    assert (last["total/env_turns"], last["total/env_turns/overtime"]) == (turns + overtime, overtime)
+    assert (last["total/env_turns"], last["total/env_turns/overtime"]) == (
+        turns + overtime,
+        overtime,
+    )
 
 
 # ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +394,9 @@ def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
     addresses = [address(t) for t in episodes(either) if t["error"] is None]
     assert len(set(addresses)) == len(addresses) == 16 * steps_of(either)
     assert sorted(origin for origin, _ in log(bank, "submit")) == sorted(addresses)
-    assert Counter(rows(bank, "SELECT id, state FROM requests")) == Counter((name, "done") for name in addresses)
+    assert Counter(rows(bank, "SELECT id, state FROM requests")) == Counter(
+        (name, "done") for name in addresses
+    )
     answered = {origin for origin, _ in log(bank, "add", "update", "return", "drop", "malformed")}
     assert answered == set(addresses), "the extractor answered every one of them"
     once = rows(bank, "SELECT origin, op, kind FROM log WHERE kind NOT IN ('retrieve', 'train')")
@@ -339,13 +414,20 @@ def test_every_use_is_credited_exactly_once(either: Path) -> None:
         (address(t), use["uid"], use["version"], 1.0 if t["success"] else -1.0)
         for t in episodes(either) for use in t["used"] if t["error"] is None
     ]  # fmt: skip
-    credited = [(origin, data["uid"], data["version"], data["reward"]) for origin, data in log(bank, "credit", "stray")]
+    credited = [
+        (origin, data["uid"], data["version"], data["reward"])
+        for origin, data in log(bank, "credit", "stray")
+    ]
     assert sorted(credited) == sorted(used)
     assert used
     sums: Counter[tuple[str, int]] = Counter()
     for _, uid, version, _ in used:
         sums[uid, version] += 1
-    assert {(uid, version): n for uid, version, n in rows(bank, "SELECT uid, version, credited FROM units") if n} == sums
+    assert {
+        (uid, version): n
+        for uid, version, n in rows(bank, "SELECT uid, version, credited FROM units")
+        if n
+    } == sums
 
 
 def test_lifts_are_those_of_the_groups(either: Path) -> None:
@@ -363,7 +445,10 @@ def test_lifts_are_those_of_the_groups(either: Path) -> None:
         for unit, won in guided.items() if free else ():
             expected[unit].append(fmean(won) - fmean(free))
     assert expected
-    found = rows(either / "bank.sqlite", "SELECT uid, version, lift_groups, lift_mean FROM units WHERE lift_groups > 0")
+    found = rows(
+        either / "bank.sqlite",
+        "SELECT uid, version, lift_groups, lift_mean FROM units WHERE lift_groups > 0",
+    )
     assert {(uid, version): (n, mean) for uid, version, n, mean in found} == {
         unit: (len(lifts), pytest.approx(fmean(lifts))) for unit, lifts in expected.items()
     }
@@ -390,17 +475,24 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
         ("new", "online"): "with a bank built online",
     }  # fmt: skip
     for (split, setting), words in settings.items():
-        n, name = last[f"eval/room/{split}/episodes/{setting}"], f"eval/room/{split}/success/{setting}"
+        n, name = (
+            last[f"eval/room/{split}/episodes/{setting}"],
+            f"eval/room/{split}/success/{setting}",
+        )
         rate = f"{last[name]:.3f} [{last[f'{name}/low']:.3f}, {last[f'{name}/high']:.3f}]"
         assert f"  room {split:<6} {words:<25} {n:>4} episodes   {rate}\n" in result.stdout
     assert last["eval/room/new/episodes/online"] == 2 * 4 * 3
     assert {"eval/room/lessons/correct", "eval/room/lessons/correct/untrained"} <= last.keys()
     first = metrics(done, "eval")[0].keys()
     assert "eval/room/new/success/free" in first, "the start is evaluated"
-    assert not [name for name in first if "online" in name or "alone" in name or "lessons" in name], "but builds no bank"
+    assert not [
+        name for name in first if "online" in name or "alone" in name or "lessons" in name
+    ], "but builds no bank"
 
 
-def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(done: Path, tmp_path: Path) -> None:
+def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(
+    done: Path, tmp_path: Path
+) -> None:
     first = tmp_path / "first.sqlite"
     first.write_bytes((done / "bank.sqlite").read_bytes())
     run = tmp_path / "run"
@@ -410,7 +502,10 @@ def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(done:
     (run / "bank.sqlite").unlink()
     result = crl("eval", run)
     assert result.exit_code == 2
-    assert one_line(result) == f"error: run = '{run}': its bank is gone: there is no bank.sqlite. Restore the file.\n"
+    assert (
+        one_line(result)
+        == f"error: run = '{run}': its bank is gone: there is no bank.sqlite. Restore the file.\n"
+    )
 
 
 def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> None:
@@ -425,12 +520,18 @@ def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> No
 def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     train(again, *DETERMINISTIC)
-    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(map(untimed, lines(done / "metrics.jsonl")))
+    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(
+        map(untimed, lines(done / "metrics.jsonl"))
+    )
     assert (again / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
     assert dump(again / "bank.sqlite") == dump(done / "bank.sqlite")
     for role in ("actor", "extractor"):
-        assert equal_weights(again / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}")
-    assert not equal_weights(done / f"checkpoints/{STEPS}/actor", resolve_model("tiny-actor")), "and it has learnt something"
+        assert equal_weights(
+            again / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}"
+        )
+    assert not equal_weights(done / f"checkpoints/{STEPS}/actor", resolve_model("tiny-actor")), (
+        "and it has learnt something"
+    )
 
 
 def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
@@ -438,7 +539,9 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
     watched = tmp_path / "watched"
     train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1")
     assert [line["step"] for line in metrics(watched, "eval")] == [0, 1, 2, 3]
-    assert (watched / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert (watched / "trajectories.jsonl").read_bytes() == (
+        done / "trajectories.jsonl"
+    ).read_bytes()
     assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
     for kind in ("train", "extractor", "bank"):
         assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))
@@ -472,11 +575,20 @@ def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None
     credited = log(bank, "credit", "stray")[len(log(source, "credit", "stray")) :]
     assert sorted((origin, data["uid"]) for origin, data in credited) == sorted(uses)
     last = metrics(run, "bank")[-1]
-    assert (last["queue/done"], last["ops/submit"]) == (16, 16), "the other run's are not counted again"
+    assert (last["queue/done"], last["ops/submit"]) == (16, 16), (
+        "the other run's are not counted again"
+    )
     listed = json.loads(crl("bank", "ls", run, "--status", "all", "--limit", 0, "--json").stdout)
-    assert {(entry["uid"].startswith(f"{mark}/"), entry["step"]) for entry in listed} == {(False, None), (True, 1)}
+    assert {(entry["uid"].startswith(f"{mark}/"), entry["step"]) for entry in listed} == {
+        (False, None),
+        (True, 1),
+    }
     stats = json.loads(crl("bank", "stats", run, "--json").stdout)
-    assert (stats["ops"]["submit"], stats["step"], stats["earlier"]) == (16, 1, rows(source, "SELECT COUNT(*) FROM log")[0][0])
+    assert (stats["ops"]["submit"], stats["step"], stats["earlier"]) == (
+        16,
+        1,
+        rows(source, "SELECT COUNT(*) FROM log")[0][0],
+    )
 
 
 def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> None:
@@ -511,7 +623,9 @@ def test_everybody_may_be_guided(tmp_path: Path) -> None:
     sets = ("complementary.guided=1", "complementary.advantages=cross", "extractor.baseline=batch")
     train(run, *DETERMINISTIC, *sets, steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
-    assert not any("rollout/gap" in line for line in metrics(run, "train")), "there is nobody to compare with"
+    assert not any("rollout/gap" in line for line in metrics(run, "train")), (
+        "there is nobody to compare with"
+    )
 
 
 def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
@@ -521,7 +635,9 @@ def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
     for t in episodes(run):
         for use in t["used"]:
             used.setdefault(t["group"], set()).add(use["uid"])
-    assert any(len(uids) == 2 for uids in used.values()), "the two guided members of a group were told different things"
+    assert any(len(uids) == 2 for uids in used.values()), (
+        "the two guided members of a group were told different things"
+    )
 
 
 def test_agents_may_be_told_how_often_their_experience_helped_before(tmp_path: Path) -> None:
@@ -543,7 +659,9 @@ def test_agents_may_be_told_how_often_their_experience_helped_before(tmp_path: P
     assert told[False] > 0, "and some were not"
 
 
-def test_guided_members_that_did_better_are_trained_without_their_experience(tmp_path: Path) -> None:
+def test_guided_members_that_did_better_are_trained_without_their_experience(
+    tmp_path: Path,
+) -> None:
     runs = [tmp_path / "plain", tmp_path / "distilled"]
     for run, sets in zip(runs, ((), ("complementary.self_distillation=1.0",)), strict=True):
         train(run, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
@@ -555,26 +673,48 @@ def test_guided_members_that_did_better_are_trained_without_their_experience(tmp
     better = Counter[int]()
     for (step, _), members in groups.items():
         free = [t["reward"] for t in members if t["condition"] == "free"]
-        better[step] += sum(bool(t["used"]) and t["reward"] > sum(free) / len(free) for t in members)
-    assert [line["rollout/self_distilled"] for line in distilled] == [better[line["step"]] for line in distilled]
+        better[step] += sum(
+            bool(t["used"]) and t["reward"] > sum(free) / len(free) for t in members
+        )
+    assert [line["rollout/self_distilled"] for line in distilled] == [
+        better[line["step"]] for line in distilled
+    ]
     first = next(i for i, line in enumerate(distilled) if line["rollout/self_distilled"])
-    assert plain[first]["actor/grad_norm"] != distilled[first]["actor/grad_norm"], "they are trained on"
+    assert plain[first]["actor/grad_norm"] != distilled[first]["actor/grad_norm"], (
+        "they are trained on"
+    )
 
 
 def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    sets = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=2", "tasks.room.eval.new=2", "eval.probe_every=0")
-    code = (
-        "import sys\nfrom crl.cli.main import main\ntry: main()\nfinally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
+    sets = (
+        "rollout.groups=2",
+        "rollout.group_size=4",
+        "tasks.room.eval.known=2",
+        "tasks.room.eval.new=2",
+        "eval.probe_every=0",
     )
-    result = subprocess.run([sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")], capture_output=True, text=True)
+    code = "import sys\nfrom crl.cli.main import main\ntry: main()\nfinally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")],
+        capture_output=True,
+        text=True,
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[-1] == "[]"
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "log.txt",
+        "checkpoints",
+    }
     assert manifest(run, 1)["models"] == ["actor"]
     assert {t["condition"] for t in episodes(run)} == {"free"}
     assert {line["kind"] for line in lines(run / "metrics.jsonl")} == {"train", "eval"}
-    assert "extractor" not in result.stdout.split("train further")[0].replace("for the extractor alone", "")
+    assert "extractor" not in result.stdout.split("train further")[0].replace(
+        "for the extractor alone", ""
+    )
 
 
 # ── interrupted ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -591,8 +731,15 @@ def read_until_learnt(output: IO[str]) -> None:
 
 def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SIZES, 10_000, 0, "complementary")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        "from crl.cli.main import main; main()",
+        *arguments(run, "room", SIZES, 10_000, 0, "complementary"),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         read_until_learnt(process.stdout)
         process.send_signal(signal.SIGINT)
@@ -605,14 +752,21 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     assert rows(bank, "PRAGMA integrity_check") == [("ok",)]
     played = [address(t) for t in episodes(run)]
     assert len(played) == 16 * step
-    assert sorted(name for (name,) in rows(bank, "SELECT id FROM requests")) == sorted(played), "none is lost"
-    assert {state for (state,) in rows(bank, "SELECT DISTINCT state FROM requests")} <= {"done", "pending"}
+    assert sorted(name for (name,) in rows(bank, "SELECT id FROM requests")) == sorted(played), (
+        "none is lost"
+    )
+    assert {state for (state,) in rows(bank, "SELECT DISTINCT state FROM requests")} <= {
+        "done",
+        "pending",
+    }
     assert sorted(manifest(run, step)["models"]) == ["actor", "extractor"]
     assert crl("eval", run).exit_code == 0
     kept = {uid for uid, *_ in rows(bank, ENTRIES)}
     train(tmp_path / "next", f"bank.init={bank}", "bank.frozen=true", steps=1)
     assert {uid for uid, *_ in rows(tmp_path / "next" / "bank.sqlite", ENTRIES)} == kept
-    assert log(tmp_path / "next" / "bank.sqlite", *WRITING) == log(bank, *WRITING), "what was in its queue is not distilled"
+    assert log(tmp_path / "next" / "bank.sqlite", *WRITING) == log(bank, *WRITING), (
+        "what was in its queue is not distilled"
+    )
 
 
 def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
@@ -621,7 +775,9 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from crl.cli.main import main; main()"]
     sets = (*SIZES, "run.checkpoint_every=1")
     with subprocess.Popen(
-        [*command, *arguments(run, "room", sets, 10_000, 0, "complementary")], stdout=subprocess.PIPE, text=True
+        [*command, *arguments(run, "room", sets, 10_000, 0, "complementary")],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         read_until_learnt(process.stdout)
@@ -642,7 +798,14 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
 
 def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
     """Place by place; what is left of the bank is what the log says."""
-    train(tmp_path / "run", *DETERMINISTIC, "extractor.merge_every=1", "eval.probe_every=0", *NO_EVAL, steps=2 * STEPS)
+    train(
+        tmp_path / "run",
+        *DETERMINISTIC,
+        "extractor.merge_every=1",
+        "eval.probe_every=0",
+        *NO_EVAL,
+        steps=2 * STEPS,
+    )
     bank = tmp_path / "run" / "bank.sqlite"
     assert len(log(bank, "chunk")) >= 4 * STEPS
     merged = {data["uid"] for _, data in log(bank, "merge")}
@@ -656,11 +819,23 @@ def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (["bank.init={folder}/none.sqlite"], "bank.init = '{folder}/none.sqlite': there is no such file"),
-        (["prompts.distil={folder}/none.txt"], "prompts.distil = '{folder}/none.txt': cannot be read"),
-        (["extractor.merge_every=5", "extractor.merge_tokens=4096"], "extractor.merge_tokens = 4096: leaves no room for the prompt"),
+        (
+            ["bank.init={folder}/none.sqlite"],
+            "bank.init = '{folder}/none.sqlite': there is no such file",
+        ),
+        (
+            ["prompts.distil={folder}/none.txt"],
+            "prompts.distil = '{folder}/none.txt': cannot be read",
+        ),
+        (
+            ["extractor.merge_every=5", "extractor.merge_tokens=4096"],
+            "extractor.merge_tokens = 4096: leaves no room for the prompt",
+        ),
         (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
-        (["tasks.room.rendering=full"], "reads the compact rendering alone, but tasks.room.rendering is full"),
+        (
+            ["tasks.room.rendering=full"],
+            "reads the compact rendering alone, but tasks.room.rendering is full",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> None:
@@ -677,14 +852,26 @@ def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> No
         ("prose", [], "it is not a bank of crl (file is not a database)"),
         ("nothing", [], "it is not a bank of crl"),
         ("foreign", [], "it is not a bank of crl"),
-        ("newer", [], f"its schema version {SCHEMA_VERSION + 1} is newer than this crl's {SCHEMA_VERSION}"),
-        ("empty", ["bank.frozen=true"], "it holds no experience, and a frozen one that is empty guides nobody"),
+        (
+            "newer",
+            [],
+            f"its schema version {SCHEMA_VERSION + 1} is newer than this crl's {SCHEMA_VERSION}",
+        ),
+        (
+            "empty",
+            ["bank.frozen=true"],
+            "it holds no experience, and a frozen one that is empty guides nobody",
+        ),
     ],
 )
-def test_a_bank_to_start_from_is_looked_at_first(name: str, sets: list[str], reason: str, options: list[str], tmp_path: Path) -> None:
+def test_a_bank_to_start_from_is_looked_at_first(
+    name: str, sets: list[str], reason: str, options: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / f"{name}.sqlite"
     if name == "prose":
-        path.write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
+        path.write_text(
+            "This was a bank once, and now it is prose that goes on for quite a while." * 99
+        )
     elif name == "nothing":
         path.touch()
     elif name == "foreign":
@@ -696,7 +883,10 @@ def test_a_bank_to_start_from_is_looked_at_first(name: str, sets: list[str], rea
     settings = (*SIZES, f"bank.init={path}", *sets)
     result = crl(*arguments(tmp_path / "run", "room", settings, 1, 0, "complementary"), *options)
     assert result.exit_code == 2, result.output
-    assert one_line(result) == f"error: bank.init = '{path}': {reason}. Give the bank.sqlite of another run, made by this version of crl.\n"
+    assert (
+        one_line(result)
+        == f"error: bank.init = '{path}': {reason}. Give the bank.sqlite of another run, made by this version of crl.\n"
+    )
     assert contents(tmp_path) == before
     assert not (tmp_path / "run").exists()
 

@@ -48,7 +48,12 @@ class Script:
         script = self
 
         async def generate(
-            engine: TorchEngine, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None
+            engine: TorchEngine,
+            ids: Sequence[int],
+            sampling: Sampling,
+            *,
+            session: str | None = None,
+            rng: int | None = None,
         ) -> Completion:
             script.sessions.add(session or "")
             if "/critic/" not in (session or ""):
@@ -57,12 +62,16 @@ class Script:
             said = script._renderer.encode(script._says(session or "", rng))
             sampled = (*said, sampling.stop_ids[0])[: sampling.max_tokens]
             assert len(sampled) == len(said) + 1, "the preset leaves room for a verdict"
-            return Completion(sampled, (-1.0,) * len(sampled), (engine.version,) * len(sampled), "stop")
+            return Completion(
+                sampled, (-1.0,) * len(sampled), (engine.version,) * len(sampled), "stop"
+            )
 
         monkeypatch.setattr(TorchEngine, "generate", generate)
 
     def _says(self, session: str, rng: int | None) -> str:
-        return next(self._in_turn) if session.startswith("train/") else random.Random(rng).choice(SAYS)
+        return (
+            next(self._in_turn) if session.startswith("train/") else random.Random(rng).choice(SAYS)
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,7 +99,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
     run = tmp_path_factory.mktemp("background") / "run"
     # step 4 begins when step 1 is distilled
-    return run, judged_run(run, "rollout.max_staleness=1", "retrieval.per=rollout", "bank.queue_size=16", steps=6)
+    return run, judged_run(
+        run, "rollout.max_staleness=1", "retrieval.per=rollout", "bank.queue_size=16", steps=6
+    )
 
 
 @pytest.fixture(params=["judged", "concurrent"])
@@ -111,7 +122,9 @@ def test_all_verdicts_occur_and_only_in_guided_episodes(either: tuple[Path, Scri
         assert len(shown) == len(t["used"])
         assert verdicts(t) != ["refine"] or shown == ["from the start go east."]
         assert t["condition"] == "guided" or not (t["used"] or t["rejected"])
-        assert "judge" not in script._renderer.decode(t["ids"]), "nothing of the critique is trained on"
+        assert "judge" not in script._renderer.decode(t["ids"]), (
+            "nothing of the critique is trained on"
+        )
 
 
 def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Script]) -> None:
@@ -132,15 +145,29 @@ def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Scrip
 def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
     """The log has r = ±1 and the verdict; the record of what helped counts r alone, a reject not at all."""
     run, _ = judged
-    found = {(address(t), use["uid"]): (use["verdict"], 1.0 if t["success"] else -1.0) for t in episodes(run) for use in t["used"]}
-    rejected = {(address(t), use["uid"]): ("reject", None) for t in episodes(run) for use in t["rejected"]}
-    given = {(origin, data["uid"]): (data["verdict"], data.get("reward")) for origin, data in log(run / "bank.sqlite", "credit")}
+    found = {
+        (address(t), use["uid"]): (use["verdict"], 1.0 if t["success"] else -1.0)
+        for t in episodes(run)
+        for use in t["used"]
+    }
+    rejected = {
+        (address(t), use["uid"]): ("reject", None) for t in episodes(run) for use in t["rejected"]
+    }
+    given = {
+        (origin, data["uid"]): (data["verdict"], data.get("reward"))
+        for origin, data in log(run / "bank.sqlite", "credit")
+    }
     assert given == found | rejected
     assert rejected
     outcomes: defaultdict[str, list[float]] = defaultdict(list)
     for (_, uid), (_, outcome) in found.items():
         outcomes[uid].append(outcome)
-    credited = {uid: (n, total) for uid, n, total in rows(run / "bank.sqlite", "SELECT uid, credited, credit FROM units WHERE credited")}
+    credited = {
+        uid: (n, total)
+        for uid, n, total in rows(
+            run / "bank.sqlite", "SELECT uid, credited, credit FROM units WHERE credited"
+        )
+    }
     assert credited == {uid: (len(of), sum(of)) for uid, of in outcomes.items()}
 
 
@@ -154,8 +181,13 @@ def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
             expected[use["uid"]].append(SCORES[use["verdict"]] + (1.0 if t["success"] else -1.0))
         for use in t["rejected"]:
             expected[use["uid"]].append(0.0)
-    pending = rows(run / "bank.sqlite", "SELECT uid, pending_count, pending_sum FROM units WHERE ready IS NOT NULL AND version > 0")
-    assert {uid: (n, total) for uid, n, total in pending} == {uid: (len(of), sum(of)) for uid, of in expected.items()}
+    pending = rows(
+        run / "bank.sqlite",
+        "SELECT uid, pending_count, pending_sum FROM units WHERE ready IS NOT NULL AND version > 0",
+    )
+    assert {uid: (n, total) for uid, n, total in pending} == {
+        uid: (len(of), sum(of)) for uid, of in expected.items()
+    }
 
 
 def test_figures_of_the_critic(judged: tuple[Path, Script]) -> None:
@@ -163,18 +195,28 @@ def test_figures_of_the_critic(judged: tuple[Path, Script]) -> None:
     figures = [line for line in metrics(run, "train") if "critic/critiques" in line]
     assert len(figures) == 4, "from the second step on there is something to judge"
     for line in figures:
-        assert line["critic/accept"] + line["critic/refine"] + line["critic/reject"] == pytest.approx(1)
+        assert line["critic/accept"] + line["critic/refine"] + line[
+            "critic/reject"
+        ] == pytest.approx(1)
         assert line["critic/malformed"] <= line["critic/accept"]
         assert line["perf/critic_p50_ms"] > 0
         uses = [t for t in episodes(run) if t["step"] == line["step"] and t["used"]]
-        assert line.get("rollout/success/used") == (pytest.approx(sum(t["success"] for t in uses) / len(uses)) if uses else None)
+        assert line.get("rollout/success/used") == (
+            pytest.approx(sum(t["success"] for t in uses) / len(uses)) if uses else None
+        )
     assert any(line["critic/malformed"] for line in figures)
 
 
-def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(judged: tuple[Path, Script], tmp_path: Path) -> None:
+def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(
+    judged: tuple[Path, Script], tmp_path: Path
+) -> None:
     run, script = judged
     (line,) = metrics(run, "warmup")
-    assert (lines(run / "metrics.jsonl")[0]["kind"], line["step"], line["warmup/episodes"]) == ("warmup", 0, 2 * 4 * 4)
+    assert (lines(run / "metrics.jsonl")[0]["kind"], line["step"], line["warmup/episodes"]) == (
+        "warmup",
+        0,
+        2 * 4 * 4,
+    )
     assert 0 <= line["warmup/room/success"] <= 1
     warm = {session for session in script.sessions if session.startswith("warmup/")}
     assert len(warm) == line["warmup/episodes"]
@@ -182,15 +224,25 @@ def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(judged: tuple
     drawn = tasks.train_stream(config, tasks.specs(config)).draw(4 * 5)
     met = {t["group"]: t["segments"][0]["text"] for t in episodes(run)}
     assert [met[group] for group in range(20)] == [task.goal for task in drawn]
-    assert all(origin.startswith("run/") for origin, _ in log(run / "bank.sqlite", "submit")), "nothing of it is distilled"
+    assert all(origin.startswith("run/") for origin, _ in log(run / "bank.sqlite", "submit")), (
+        "nothing of it is distilled"
+    )
 
 
-def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     play = EpisodeRunner.play
 
-    async def broken(runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
+    async def broken(
+        runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan
+    ) -> Trajectory:
         played = await play(runner, key, task, plan)
-        return Trajectory(task, key.step, key.group, key.member, "free", error="env: lost") if key.purpose == "warmup" else played
+        return (
+            Trajectory(task, key.step, key.group, key.member, "free", error="env: lost")
+            if key.purpose == "warmup"
+            else played
+        )
 
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -217,11 +269,17 @@ def test_the_same_seed_judges_the_same(judged: tuple[Path, Script], tmp_path: Pa
     again = tmp_path / "again"
     script = judged_run(again, *DETERMINISTIC, "run.eval_every=3")
     assert script.asked == judged[1].asked, "in one order, too"
-    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(map(untimed, lines(judged[0] / "metrics.jsonl")))
-    assert (again / "trajectories.jsonl").read_bytes() == (judged[0] / "trajectories.jsonl").read_bytes()
+    assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(
+        map(untimed, lines(judged[0] / "metrics.jsonl"))
+    )
+    assert (again / "trajectories.jsonl").read_bytes() == (
+        judged[0] / "trajectories.jsonl"
+    ).read_bytes()
 
 
-def test_evaluations_judge_too_and_crl_eval_repeats_them(judged: tuple[Path, Script], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_judge_too_and_crl_eval_repeats_them(
+    judged: tuple[Path, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, before = judged
     asked = {session.split("/")[0] for session, _ in before.asked}
     assert asked == {"train", "eval", "online"}, "the advice of the probe is not judged"
@@ -230,7 +288,9 @@ def test_evaluations_judge_too_and_crl_eval_repeats_them(judged: tuple[Path, Scr
     assert crl("eval", run).exit_code == 0
     assert not any(session.startswith("warmup/") for session in script.sessions)
     repeated = len(script.asked)
-    assert [prompt for _, prompt in script.asked] == [p for s, p in before.asked if not s.startswith("train/")][-repeated:]
+    assert [prompt for _, prompt in script.asked] == [
+        p for s, p in before.asked if not s.startswith("train/")
+    ][-repeated:]
 
 
 def test_the_bundled_actor_judges(tmp_path: Path) -> None:
@@ -241,7 +301,17 @@ def test_the_bundled_actor_judges(tmp_path: Path) -> None:
 
 
 def test_a_method_without_experience_has_nothing_to_judge(tmp_path: Path) -> None:
-    result = crl("train", "--tasks", "room", "--method", "grpo", "--set", "critic.enabled=true", "--run-dir", tmp_path / "run")
+    result = crl(
+        "train",
+        "--tasks",
+        "room",
+        "--method",
+        "grpo",
+        "--set",
+        "critic.enabled=true",
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert result.exit_code == 2
     assert one_line(result) == (
         "error: critic.enabled = True: method grpo has no experience that the actor could judge. "

@@ -8,16 +8,29 @@ from pathlib import Path
 from whole_runs import DETERMINISTIC, SMALL, arguments, crl, metrics, one_line, untimed
 
 # Lessons that claim nothing: the extractor may correct one that names a direction.
-LESSONS = [{"task": "room", "goal": "Room: the dusty cabin.", "text": text} for text in ("every move takes time.", "be careful.")]
+LESSONS = [
+    {"task": "room", "goal": "Room: the dusty cabin.", "text": text}
+    for text in ("every move takes time.", "be careful.")
+]
 
 
-def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(tmp_path: Path, random_bert: Path):
+def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(
+    tmp_path: Path, random_bert: Path
+):
     lessons, bank = tmp_path / "lessons.jsonl", tmp_path / "bank.sqlite"
-    lessons.write_text("".join(json.dumps(lesson) + "\n" for lesson in [{"crl_bank": 1}, *LESSONS]), "utf-8")
+    lessons.write_text(
+        "".join(json.dumps(lesson) + "\n" for lesson in [{"crl_bank": 1}, *LESSONS]), "utf-8"
+    )
     assert crl("bank", "import", bank, lessons).exit_code == 0
     runs = tmp_path / "a", tmp_path / "b"
     for run in runs:
-        settings = (*SMALL, *DETERMINISTIC, f"embedder.model={random_bert}", f"bank.init={bank}", "retrieval.min_similarity=-1.0")
+        settings = (
+            *SMALL,
+            *DETERMINISTIC,
+            f"embedder.model={random_bert}",
+            f"bank.init={bank}",
+            "retrieval.min_similarity=-1.0",
+        )
         result = crl(*arguments(run, "room", settings, 2, 0, "complementary"))
         assert (result.exit_code, result.stderr) == (0, ""), result.output
         assert result.stdout.count("embedding the bank's experiences, 2\n") == 1
@@ -25,7 +38,9 @@ def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(tmp_path: Path
     assert figures[0] == figures[1]
     assert figures[0][-1]["bank/size"] > 2
     found = crl("bank", "search", runs[0], "Room: the dusty cabin.", "--limit", "0", "--json")
-    assert {lesson["text"] for lesson in LESSONS} <= {row["text"] for row in json.loads(found.stdout)}
+    assert {lesson["text"] for lesson in LESSONS} <= {
+        row["text"] for row in json.loads(found.stdout)
+    }
     assert json.loads(crl("bank", "stats", runs[0], "--json").stdout)["keys"].startswith("bert-")
 
 

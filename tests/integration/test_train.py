@@ -84,7 +84,12 @@ class Unruly(Lottery):
         return f"{super().reset(task)} \ud83d"
 
     def step(self, action: str) -> StepResult:
-        results = StepResult("\udcff", done=True), StepResult("", 1.0, done=True, success=True), StepResult(None), StepResult("", 5.0)  # type: ignore[arg-type]
+        results = (
+            StepResult("\udcff", done=True),
+            StepResult("", 1.0, done=True, success=True),
+            StepResult(None),
+            StepResult("", 5.0),
+        )  # type: ignore[arg-type]
         return results[next(self.tickets) % 4]
 
 
@@ -114,7 +119,9 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
         make_game=lambda rendering: make(),
         task_source=lambda seed, settings: PlaceStream(name, goal, seed, settings),
         eval_tasks=lambda split, n, seed, settings: (
-            known_tasks(name, goal, n, seed, settings) if split == "known" else fixed_tasks(name, goal, NEW_LAYOUTS, n)
+            known_tasks(name, goal, n, seed, settings)
+            if split == "known"
+            else fixed_tasks(name, goal, NEW_LAYOUTS, n)
         ),
         scripted_player=RoomPlayer,
     )
@@ -146,7 +153,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three deterministic steps in the room."""
     run = tmp_path_factory.mktemp("done") / "run"
     train(run, *WIDER, *DETERMINISTIC, steps=3)
-    assert sum(line["actor/updates"] for line in metrics(run, "train")) > 0, "a run that trains nothing proves nothing"
+    assert sum(line["actor/updates"] for line in metrics(run, "train")) > 0, (
+        "a run that trains nothing proves nothing"
+    )
     return run
 
 
@@ -156,7 +165,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> None:
     """Engine and learner agree to the rounding, and what is saved can be evaluated as it is."""
     run = tmp_path / "run"
-    sets = ("learner.precision=bfloat16", "learner.activation_checkpointing=true", "rollout.max_staleness=0")
+    sets = (
+        "learner.precision=bfloat16",
+        "learner.activation_checkpointing=true",
+        "rollout.max_staleness=0",
+    )
     out = train(run, *sets, steps=2).stdout
     for line in metrics(run, "train"):
         if line["actor/samples"]:
@@ -169,19 +182,38 @@ def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> 
 
 
 def test_what_a_run_leaves(done: Path) -> None:
-    assert {path.name for path in done.iterdir()} == {"config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints"}
+    assert {path.name for path in done.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "log.txt",
+        "checkpoints",
+    }
     saved = json.loads((done / "config.json").read_text())
     assert saved.keys() == {"config", "prompts", "versions"}
-    assert (saved["config"]["run"]["steps"], saved["config"]["tasks"]["room"]["eval"]["new"]) == (3, 8)
+    assert (saved["config"]["run"]["steps"], saved["config"]["tasks"]["room"]["eval"]["new"]) == (
+        3,
+        8,
+    )
     assert [path.name for path in (done / "checkpoints").iterdir()] == ["3"]
     manifest = json.loads((done / "checkpoints" / "3" / "manifest.json").read_text())
-    assert (manifest["step"], manifest["models"], manifest["state"]["source"]["drawn"]) == (3, ["actor"], 12)
+    assert (manifest["step"], manifest["models"], manifest["state"]["source"]["drawn"]) == (
+        3,
+        ["actor"],
+        12,
+    )
     assert "the trained models, in Hugging Face format" in (done / "log.txt").read_text()
 
 
 def test_every_line_of_metrics_is_flat(done: Path) -> None:
     log = lines(done / "metrics.jsonl")
-    assert [(line["step"], line["kind"]) for line in log] == [(0, "eval"), (1, "train"), (2, "train"), (3, "train"), (3, "eval")]
+    assert [(line["step"], line["kind"]) for line in log] == [
+        (0, "eval"),
+        (1, "train"),
+        (2, "train"),
+        (3, "train"),
+        (3, "eval"),
+    ]
     for line in log:
         assert list(line)[:3] == ["step", "kind", "time"]
         assert all(value is None or isinstance(value, int | float | str) for value in line.values())
@@ -196,12 +228,29 @@ def test_every_line_of_metrics_is_flat(done: Path) -> None:
         "perf/episodes_per_s",
     ):
         assert name in train_line
-    for name in ("eval/room/known/success/free", "eval/room/new/success/free/low", "eval/errors", "time/eval"):
+    for name in (
+        "eval/room/known/success/free",
+        "eval/room/new/success/free/low",
+        "eval/errors",
+        "time/eval",
+    ):
         assert name in eval_line
 
 
 FIELDS = [
-    *("step", "task", "seed", "split", "group", "member", "condition", "reward", "success", "score", "turns"),
+    *(
+        "step",
+        "task",
+        "seed",
+        "split",
+        "group",
+        "member",
+        "condition",
+        "reward",
+        "success",
+        "score",
+        "turns",
+    ),
     *("overtime_turns", "segments"),
     *("ids", "mask", "logprobs", "versions", "used", "rejected", "truncated", "error"),
 ]
@@ -210,10 +259,18 @@ FIELDS = [
 
 def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
     played = lines(done / "trajectories.jsonl")
-    assert [(t["step"], t["group"], t["member"]) for t in played] == [(1 + i // 32, i // 8, i % 8) for i in range(96)]
+    assert [(t["step"], t["group"], t["member"]) for t in played] == [
+        (1 + i // 32, i // 8, i % 8) for i in range(96)
+    ]
     for record in played:
         assert list(record) == FIELDS
-        assert (record["task"], record["split"], record["condition"], record["used"], record["error"]) == (
+        assert (
+            record["task"],
+            record["split"],
+            record["condition"],
+            record["used"],
+            record["error"],
+        ) == (
             "room",
             "train",
             "free",
@@ -222,11 +279,21 @@ def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
         )
         assert all(set(segment) == {"role", "origin", "text"} for segment in record["segments"])
         assert len({len(record[column]) for column in ("ids", "mask", "logprobs", "versions")}) == 1
-        assert {v for v, m in zip(record["versions"], record["mask"], strict=True) if m} <= {0, 1, 2}
-        assert all((lp == 0) == (m == 0) or lp == 0 for lp, m in zip(record["logprobs"], record["mask"], strict=True))
+        assert {v for v, m in zip(record["versions"], record["mask"], strict=True) if m} <= {
+            0,
+            1,
+            2,
+        }
+        assert all(
+            (lp == 0) == (m == 0) or lp == 0
+            for lp, m in zip(record["logprobs"], record["mask"], strict=True)
+        )
     for group in range(12):
         members = [t for t in played if t["group"] == group]
-        assert len({(t["seed"], t["segments"][0]["text"], t["segments"][1]["text"]) for t in members}) == 1, "one task, one start"
+        assert (
+            len({(t["seed"], t["segments"][0]["text"], t["segments"][1]["text"]) for t in members})
+            == 1
+        ), "one task, one start"
 
 
 def test_figures_agree_with_the_trajectories(done: Path) -> None:
@@ -238,12 +305,17 @@ def test_figures_agree_with_the_trajectories(done: Path) -> None:
         assert line["rollout/reward"] == pytest.approx(sum(t["reward"] for t in batch) / 32)
         assert line["rollout/turns"] == pytest.approx(sum(t["turns"] for t in batch) / 32)
         assert line["rollout/sampled_tokens"] == sum(sum(t["mask"]) for t in batch)
-        assert line["rollout/env_turns"] == sum(t["turns"] for t in batch), "without experience there is no overtime"
+        assert line["rollout/env_turns"] == sum(t["turns"] for t in batch), (
+            "without experience there is no overtime"
+        )
         so_far = [t for t in played if t["step"] <= line["step"]]
         assert line["total/env_turns"] == sum(t["turns"] for t in so_far)
         assert line["total/env_turns/overtime"] == 0
         assert line["total/sampled_tokens/actor"] == sum(sum(t["mask"]) for t in so_far)
-        groups = [{t["reward"] for t in batch if t["group"] == group} for group in {t["group"] for t in batch}]
+        groups = [
+            {t["reward"] for t in batch if t["group"] == group}
+            for group in {t["group"] for t in batch}
+        ]
         assert line["rollout/groups_with_signal"] == sum(len(rewards) > 1 for rewards in groups)
 
 
@@ -258,7 +330,10 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
     last = metrics(done, "eval")[-1]
     for split in ("known", "new"):
         rate = Rate(round(8 * last[f"eval/room/{split}/success/free"]), 8)
-        assert f"  room {split:<6} {'without experience':<25}    8 episodes   {rate}\n" in result.stdout
+        assert (
+            f"  room {split:<6} {'without experience':<25}    8 episodes   {rate}\n"
+            in result.stdout
+        )
     assert f"{done}/checkpoints/3, after 3 steps\n" in result.stdout
     assert crl("eval", done).stdout == result.stdout
 
@@ -279,17 +354,31 @@ def test_a_dead_engine_ends_eval_with_one_line(done: Path, monkeypatch: pytest.M
 def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     train(tmp_path / "again", *WIDER, *DETERMINISTIC, steps=3)
     train(tmp_path / "other", *WIDER, *DETERMINISTIC, steps=3, seed=1)
-    first, again, other = (lines(run / "metrics.jsonl") for run in (done, tmp_path / "again", tmp_path / "other"))
+    first, again, other = (
+        lines(run / "metrics.jsonl") for run in (done, tmp_path / "again", tmp_path / "other")
+    )
     assert list(map(untimed, again)) == list(map(untimed, first))
     assert list(map(untimed, other)) != list(map(untimed, first))
-    trajectories = [(run / "trajectories.jsonl").read_bytes() for run in (done, tmp_path / "again", tmp_path / "other")]
+    trajectories = [
+        (run / "trajectories.jsonl").read_bytes()
+        for run in (done, tmp_path / "again", tmp_path / "other")
+    ]
     assert trajectories[0] == trajectories[1] != trajectories[2]
     assert equal_weights(done / "checkpoints/3/actor", tmp_path / "again/checkpoints/3/actor")
 
 
 def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
-    train(tmp_path / "watched", *WIDER, *DETERMINISTIC, "run.eval_every=1", "run.checkpoint_every=2", steps=3)
-    assert (tmp_path / "watched" / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    train(
+        tmp_path / "watched",
+        *WIDER,
+        *DETERMINISTIC,
+        "run.eval_every=1",
+        "run.checkpoint_every=2",
+        steps=3,
+    )
+    assert (tmp_path / "watched" / "trajectories.jsonl").read_bytes() == (
+        done / "trajectories.jsonl"
+    ).read_bytes()
     assert [line["step"] for line in metrics(tmp_path / "watched", "eval")] == [0, 1, 2, 3]
     assert untimed(metrics(tmp_path / "watched", "eval")[-1]) == untimed(metrics(done, "eval")[-1])
     assert {path.name for path in (tmp_path / "watched" / "checkpoints").iterdir()} == {"2", "3"}
@@ -300,9 +389,16 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
-    train(tmp_path / "run", f"rollout.max_staleness={bound}", tasks=task_file(tmp_path, "lottery"), steps=4)
+    train(
+        tmp_path / "run",
+        f"rollout.max_staleness={bound}",
+        tasks=task_file(tmp_path, "lottery"),
+        steps=4,
+    )
     log = metrics(tmp_path / "run", "train")
-    assert [line["actor/version"] for line in log] == [1, 2, 3, 4], "every step has signal, so every step is one version"
+    assert [line["actor/version"] for line in log] == [1, 2, 3, 4], (
+        "every step has signal, so every step is one version"
+    )
     assert max(line["staleness/max"] for line in log) == bound
     assert all(line["staleness/mean"] <= line["staleness/max"] for line in log)
 
@@ -310,14 +406,21 @@ def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
 def test_learning_rate_zero_changes_no_bit(tmp_path: Path, tiny_actor: Path) -> None:
     task = task_file(tmp_path, "lottery")
     train(tmp_path / "still", "actor.optimizer.learning_rate=0.0", tasks=task, steps=2)
-    assert [line["actor/updates"] for line in metrics(tmp_path / "still", "train")] == [2, 2], "it does all that training does"
+    assert [line["actor/updates"] for line in metrics(tmp_path / "still", "train")] == [2, 2], (
+        "it does all that training does"
+    )
     assert equal_weights(tmp_path / "still/checkpoints/2/actor", tiny_actor)
     train(tmp_path / "moved", tasks=task, steps=2)
     assert not equal_weights(tmp_path / "moved/checkpoints/2/actor", tiny_actor)
 
 
 def test_any_causal_lm_takes_the_actors_place(tmp_path: Path, random_qwen3: Path) -> None:
-    sets = (f"actor.model={random_qwen3}", "actor.max_context_tokens=2048", "tasks.room.turns=3", "tasks.room.max_response_tokens=8")
+    sets = (
+        f"actor.model={random_qwen3}",
+        "actor.max_context_tokens=2048",
+        "tasks.room.turns=3",
+        "tasks.room.max_response_tokens=8",
+    )
     result = train(tmp_path / "room", *sets)
     assert "room  full rendering: the actor's model declares the full profile" in result.stdout
     played = lines(tmp_path / "room" / "trajectories.jsonl")
@@ -336,7 +439,9 @@ def test_any_causal_lm_takes_the_actors_place(tmp_path: Path, random_qwen3: Path
 def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
     actor = done / "checkpoints" / "3" / "actor"
     result = train(tmp_path / "run", *WIDER, *DETERMINISTIC, f"actor.model={actor}")
-    assert "room  compact rendering: the actor's model declares the compact profile" in result.stdout
+    assert (
+        "room  compact rendering: the actor's model declares the compact profile" in result.stdout
+    )
     before, after = metrics(tmp_path / "run", "eval")[0], metrics(done, "eval")[-1]
     assert {**untimed(before), "step": 3} == untimed(after), "it begins where the other ended"
 
@@ -352,11 +457,19 @@ def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
 def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     sets = ("tasks.room.eval.known=2", "tasks.room.eval.new=0")
     train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'lottery')}", steps=1)
-    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + ["lottery"] * 4
+    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + [
+        "lottery"
+    ] * 4
     line = metrics(tmp_path / "run", "train")[0]
-    assert line["rollout/success"] == pytest.approx((line["rollout/room/success"] + line["rollout/lottery/success"]) / 2)
+    assert line["rollout/success"] == pytest.approx(
+        (line["rollout/room/success"] + line["rollout/lottery/success"]) / 2
+    )
     names = metrics(tmp_path / "run", "eval")[0].keys()
-    assert {"eval/room/known/success/free", "eval/lottery/known/success/free", "eval/lottery/new/success/free"} <= names
+    assert {
+        "eval/room/known/success/free",
+        "eval/lottery/known/success/free",
+        "eval/lottery/new/success/free",
+    } <= names
     assert "eval/room/new/success/free" not in names
 
 
@@ -376,8 +489,15 @@ def test_an_environment_that_always_raises_costs_its_episodes_alone(
     monkeypatch.setattr(TorchEngine, "update_weights", lambda engine, handle: syncs.append(handle))
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "broken"), steps=2)
     for line in metrics(tmp_path / "run", "train"):
-        assert (line["rollout/errors"], line["rollout/groups_with_signal"], line["actor/updates"], line["actor/version"]) == (8, 0, 0, 0)
-    assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["env: broken: step: OSError: the game\nis broken"] * 16
+        assert (
+            line["rollout/errors"],
+            line["rollout/groups_with_signal"],
+            line["actor/updates"],
+            line["actor/version"],
+        ) == (8, 0, 0, 0)
+    assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == [
+        "env: broken: step: OSError: the game\nis broken"
+    ] * 16
     assert "16 eval episodes could not be played and count as failures" in result.stdout
     assert syncs == [], "what did not change is not sent"
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
@@ -401,7 +521,9 @@ def test_what_no_run_could_go_on_with_costs_its_episodes_alone(tmp_path: Path) -
     assert sum("an episode's reward must be in [0, 1], not 5" in error for error in errors) == 2
 
 
-def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Decoder.step
 
     def mortal(self: Decoder, arrivals: Any) -> Any:
@@ -411,8 +533,17 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "step", mortal)
-        result = train(tmp_path / "run", "rollout.max_staleness=0", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
-    assert one_line(result) == f"error: the engine failed: RuntimeError: out of memory (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+        result = train(
+            tmp_path / "run",
+            "rollout.max_staleness=0",
+            tasks=task_file(tmp_path, "lottery"),
+            steps=3,
+            code=1,
+        )
+    assert (
+        one_line(result)
+        == f"error: the engine failed: RuntimeError: out of memory (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log
     assert "EngineError: the engine failed: RuntimeError: out of memory" in log
@@ -420,7 +551,9 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path, monk
     assert crl("eval", tmp_path / "run").exit_code == 0
 
 
-def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights have moved on and the counters have not: a run resumed from that would train the step twice."""
 
     def torn(self: Decoder, weights: Any) -> None:
@@ -433,7 +566,9 @@ def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(tmp_path: Path, mo
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loss, calls = SurrogateLoss.__call__, []
 
     def mortal(self: SurrogateLoss, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +579,10 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, m
 
     monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
-    assert one_line(result) == f"error: the learner failed: RuntimeError: shapes differ (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    assert (
+        one_line(result)
+        == f"error: the learner failed: RuntimeError: shapes differ (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "LearnerError: the learner failed: RuntimeError: shapes differ" in log
     assert 'raise RuntimeError("shapes differ")' in log, "where it came from"
@@ -456,8 +594,15 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(tmp_path: Path, m
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(run, "room", SMALL, 10_000, 0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        "from crl.cli.main import main; main()",
+        *arguments(run, "room", SMALL, 10_000, 0),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("train     2/"):
@@ -474,15 +619,26 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_interrupted_before_it_begins_ends_in_order(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from crl.cli.main import main; main()", *arguments(tmp_path / "run", "room", (), 10_000, 0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_a_run_interrupted_before_it_begins_ends_in_order(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from crl.cli.main import main; main()",
+        *arguments(tmp_path / "run", "room", (), 10_000, 0),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run ")
         process.send_signal(number)
         process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), "it was not killed: what was open is closed"
+    assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), (
+        "it was not killed: what was open is closed"
+    )
 
 
 def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) -> None:
@@ -490,7 +646,9 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
     run = tmp_path / "run"
     main = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from crl.cli.main import main; main()"
     command = [sys.executable, "-c", main, *arguments(run, "room", (), 10_000, 0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run ")
         process.send_signal(signal.SIGTERM)
@@ -500,7 +658,9 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
 
 
 def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
-    result = train(tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130)
+    result = train(
+        tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130
+    )
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"
     assert lines(tmp_path / "run" / "metrics.jsonl") == [], "half an evaluation is none"
     assert "0 steps in" in result.stdout
@@ -513,22 +673,44 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     ("args", "says"),
     [
         (["--tasks", "rom"], "tasks = 'rom': is not a task that crl knows. Did you mean room?"),
-        (["--tasks", "room", "--set", "rollout.group=3"], "rollout.group = 3: is not a setting. Did you mean rollout.groups?"),
-        (["--tasks", "room", "--set", "rollout.groups=x"], "rollout.groups = 'x': should be a valid integer"),
-        (["--tasks", "room", "--set", "rollout.group_size=1"], "rollout.group_size = 1: should be greater than or equal to 2"),
-        (["--tasks", "room", "--set", "actor.model=no/such"], "actor.model = 'no/such': is neither a bundled model nor a directory"),
+        (
+            ["--tasks", "room", "--set", "rollout.group=3"],
+            "rollout.group = 3: is not a setting. Did you mean rollout.groups?",
+        ),
+        (
+            ["--tasks", "room", "--set", "rollout.groups=x"],
+            "rollout.groups = 'x': should be a valid integer",
+        ),
+        (
+            ["--tasks", "room", "--set", "rollout.group_size=1"],
+            "rollout.group_size = 1: should be greater than or equal to 2",
+        ),
+        (
+            ["--tasks", "room", "--set", "actor.model=no/such"],
+            "actor.model = 'no/such': is neither a bundled model nor a directory",
+        ),
         (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
         (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
-        (["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"], "there is no module 'nowhere'"),
-        (["--tasks", "room", "--set", "tasks.room.eval.new=100001"], "there are 100,000 places, not 100,001"),
+        (
+            ["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"],
+            "there is no module 'nowhere'",
+        ),
+        (
+            ["--tasks", "room", "--set", "tasks.room.eval.new=100001"],
+            "there are 100,000 places, not 100,001",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(args: list[str], says: str, tmp_path: Path, tiny_actor: Path) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    args: list[str], says: str, tmp_path: Path, tiny_actor: Path
+) -> None:
     task_file(tmp_path, "lottery")
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "config.json").write_bytes((tiny_actor / "config.json").read_bytes())
     arguments = [arg.format(folder=tmp_path) for arg in args]
-    result = crl("train", *arguments, "--method", "grpo", "--steps", "1", "--run-dir", tmp_path / "run")
+    result = crl(
+        "train", *arguments, "--method", "grpo", "--steps", "1", "--run-dir", tmp_path / "run"
+    )
     assert result.exit_code == 2, result.output
     assert says in one_line(result)
     assert not list((tmp_path / "run").glob("*")), "the directory is free again"

@@ -12,7 +12,12 @@ from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 
-SETS = ("tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0", "eval.probe_every=0")
+SETS = (
+    "tasks.room.eval.known=8",
+    "tasks.room.eval.new=8",
+    "tasks.room.eval.online=0",
+    "eval.probe_every=0",
+)
 SMALL = ("rollout.groups=2", "rollout.group_size=4", *SETS)
 WIDER = ("rollout.groups=4", "rollout.group_size=8", *SETS)
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
@@ -22,14 +27,38 @@ def crl(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def arguments(run: Path, tasks: str, sets: tuple[str, ...], steps: int, seed: int, method: str = "grpo") -> list[str]:
-    options = ["train", "--tasks", tasks, "--run-dir", str(run), "--steps", str(steps), "--seed", str(seed), "--method", method]
+def arguments(
+    run: Path, tasks: str, sets: tuple[str, ...], steps: int, seed: int, method: str = "grpo"
+) -> list[str]:
+    options = [
+        "train",
+        "--tasks",
+        tasks,
+        "--run-dir",
+        str(run),
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+        "--method",
+        method,
+    ]
     return [*options, *(part for setting in sets for part in ("--set", setting))]
 
 
-def train(run: Path, *sets: str, tasks: str = "room", steps: int = 1, seed: int = 0, code: int = 0) -> Result:
+def train(
+    run: Path, *sets: str, tasks: str = "room", steps: int = 1, seed: int = 0, code: int = 0
+) -> Result:
     """A run of the actor alone, and that it ended as it should: what it says is on stdout, errors alone on stderr."""
-    result = crl(*arguments(run, tasks, (*(SMALL if tasks == "room" else (*SMALL[:2], "eval.probe_every=0")), *sets), steps, seed))
+    result = crl(
+        *arguments(
+            run,
+            tasks,
+            (*(SMALL if tasks == "room" else (*SMALL[:2], "eval.probe_every=0")), *sets),
+            steps,
+            seed,
+        )
+    )
     assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
     assert code or result.stderr == ""
     return result
@@ -60,8 +89,14 @@ def weights(actor: Path) -> dict[str, torch.Tensor]:
 
 def equal_weights(one: Path, other: Path) -> bool:
     first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -17,12 +17,23 @@ from crl.cli.main import app
 from crl.config.load import dump, load
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import RolloutError
-from crl.manager import DistilSettings, ExperienceManager, GroupSuccess, ManagerSettings, RetrievalSettings, UnitKey
+from crl.manager import (
+    DistilSettings,
+    ExperienceManager,
+    GroupSuccess,
+    ManagerSettings,
+    RetrievalSettings,
+    UnitKey,
+)
 from crl.manager.embed import HashEmbedder
 from crl.types import Completion, Sampling
 
 HALL = task("maze", "Leave the long hall.")
-SETTINGS = ManagerSettings(cap=4, retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0), distil=DistilSettings(key_text_weight=0.1))
+SETTINGS = ManagerSettings(
+    cap=4,
+    retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0),
+    distil=DistilSettings(key_text_weight=0.1),
+)
 
 ANSWERS = {
     "west": add("Go west.", "Mind the trap."),
@@ -51,7 +62,13 @@ def last_word(prompt: str) -> str:
 
 
 async def opened(path: Path, **parts: Any) -> ExperienceManager:
-    return await manager(path, parts.pop("engine", None) or Extractor(), parts.pop("settings", SETTINGS), embedder=HashEmbedder(), **parts)
+    return await manager(
+        path,
+        parts.pop("engine", None) or Extractor(),
+        parts.pop("settings", SETTINGS),
+        embedder=HashEmbedder(),
+        **parts,
+    )
 
 
 async def a_run(folder: Path) -> None:
@@ -65,7 +82,9 @@ async def a_run(folder: Path) -> None:
     first = hit("run/0/0/0#0")
     await made.credit([first.use], True, episode="run/1/0/0")
     await made.credit([first.use], False, episode="run/1/0/1")
-    await made.record_lifts({"run/1/0": [GroupSuccess(UnitKey("run/0/0/0#0", 1), guided=0.5, free=0.25)]})
+    await made.record_lifts(
+        {"run/1/0": [GroupSuccess(UnitKey("run/0/0/0#0", 1), guided=0.5, free=0.25)]}
+    )
     await made.submit(request(1, 0, 0, note="better", shown=(first,)))
     await made.submit(request(1, 0, 1, note="late", shown=(first,)))
     await made.drain()
@@ -74,10 +93,14 @@ async def a_run(folder: Path) -> None:
     assert found is not None
     assert (found.use.uid, found.use.version) == ("run/0/0/0#0", 2)
     await made.credit([found.use], True, episode="run/2/0/0")
-    await made.record_lifts({"run/2/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=1.0, free=0.5)]})
+    await made.record_lifts(
+        {"run/2/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=1.0, free=0.5)]}
+    )
     await made.submit(request(2, 0, 0, note="west"))  # the goal then has one more than the cap
     await made.drain()
-    await made.submit(request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),)))
+    await made.submit(
+        request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),))
+    )
     await made.aclose()
 
 
@@ -113,9 +136,13 @@ async def go_another_way(path: Path) -> None:
     await made.drain()
     for member in range(2):
         await made.credit([hit("run/0/0/0#0", 2).use], False, episode=f"run/9/0/{member}")
-    await made.record_lifts({"run/9/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=0.0, free=0.25)]})
+    await made.record_lifts(
+        {"run/9/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=0.0, free=0.25)]}
+    )
     await made.credit([hit("run/0/1/0#0").use], False, episode="run/9/1/0")
-    await made._store.evict([entry.unit for entry in made._bank.entries.values() if entry.text == "Mind the trap."])
+    await made._store.evict(
+        [entry.unit for entry in made._bank.entries.values() if entry.text == "Mind the trap."]
+    )
     await made.aclose()
 
 

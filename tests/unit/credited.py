@@ -21,7 +21,11 @@ from crl.types import ExperienceUse
 KEPT = 2
 """`keep_steps` of these banks."""
 
-GOES_WEST, GOES_EAST, BETTER = '{"op": "add", "text": "Go west."}', '{"op": "add", "text": "Go east."}', update("Go southwest.")[1:-1]
+GOES_WEST, GOES_EAST, BETTER = (
+    '{"op": "add", "text": "Go west."}',
+    '{"op": "add", "text": "Go east."}',
+    update("Go southwest.")[1:-1],
+)
 
 ENDS = "]<|im_end|>"
 """What is trained after the last op."""
@@ -43,7 +47,12 @@ W0, E0 = hit("run/0/0/0#0"), hit("run/0/1/0#0")
 
 
 async def opened(
-    path: Path, engine: Scribe | None = None, *, cap: int | None = None, max_tokens: int = 4096, **credit: Any
+    path: Path,
+    engine: Scribe | None = None,
+    *,
+    cap: int | None = None,
+    max_tokens: int = 4096,
+    **credit: Any,
 ) -> ExperienceManager:
     settings = ManagerSettings(
         cap=cap, keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(**credit),

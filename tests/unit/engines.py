@@ -36,7 +36,9 @@ def prompts(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 @asynccontextmanager
-async def serving(model: PreTrainedModel, *, max_batch: int = 8, max_context: int = 4096, version: int = 0) -> AsyncIterator[TorchEngine]:
+async def serving(
+    model: PreTrainedModel, *, max_batch: int = 8, max_context: int = 4096, version: int = 0
+) -> AsyncIterator[TorchEngine]:
     """An engine, and a bound on the test's patience: whatever hangs, fails."""
     engine = TorchEngine(model, max_batch=max_batch, max_context=max_context, version=version)
     try:
@@ -46,17 +48,26 @@ async def serving(model: PreTrainedModel, *, max_batch: int = 8, max_context: in
         await engine.aclose()
 
 
-def reference(model: PreTrainedModel, prompt: Sequence[int], tokens: int, stop: Sequence[int] = NEVER) -> tuple[int, ...]:
+def reference(
+    model: PreTrainedModel, prompt: Sequence[int], tokens: int, stop: Sequence[int] = NEVER
+) -> tuple[int, ...]:
     """What transformers samples greedily, alone and without this engine's cache."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, eos_token_id=list(stop), pad_token_id=0
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=tokens,
+        eos_token_id=list(stop),
+        pad_token_id=0,
     )  # pyright: ignore[reportCallIssue]
     return tuple(out[0, len(prompt) :].tolist())
 
 
 @torch.no_grad()
-def true_logprobs(model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
+def true_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+) -> list[float]:
     """The log-probs of `sampled` after `prompt`, from one plain forward pass."""
     ids = torch.tensor([[*prompt, *sampled]])
     log_p = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
@@ -96,10 +107,14 @@ class Passes:
         assert self._go.wait(60)
         self._go.clear()
 
-    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         number = len(self.read)
         rows, width = (args[0] if args else kwargs["input_ids"]).shape
-        self.read.append(tuple(kwargs["reading"].lengths) if "reading" in kwargs else (width,) * rows)
+        self.read.append(
+            tuple(kwargs["reading"].lengths) if "reading" in kwargs else (width,) * rows
+        )
         self._actions.get(number, lambda: None)()
 
 

@@ -45,13 +45,26 @@ def task(name: str = "room", goal: str = GOAL) -> Task:
     return Task(name, 7, "train", goal, {"lgen": 3})
 
 
-def hit(uid: str, version: int = 1, text: str = "Go west.", generation: str = "", goal: str = "") -> Hit:
+def hit(
+    uid: str, version: int = 1, text: str = "Go west.", generation: str = "", goal: str = ""
+) -> Hit:
     return Hit(text, ExperienceUse(uid, version, generation or uid.split("#")[0], "start"), goal)
 
 
-def request(step: int = 0, group: int = 0, member: int = 0, *, note: str = "", of: Task | None = None, **changes: Any) -> DistilRequest:
+def request(
+    step: int = 0,
+    group: int = 0,
+    member: int = 0,
+    *,
+    note: str = "",
+    of: Task | None = None,
+    **changes: Any,
+) -> DistilRequest:
     """note: what the scripted extractor is to see of the episode."""
-    segments = (Segment("user", "at 2 3", "env"), Segment("assistant", f"east {note}".strip(), "policy"))
+    segments = (
+        Segment("user", "at 2 3", "env"),
+        Segment("assistant", f"east {note}".strip(), "policy"),
+    )
     fields = {"success": True, "truncated": False, "shown": (), **changes}
     return DistilRequest("run", step, group, member, of or task(), segments, **fields)
 
@@ -61,11 +74,19 @@ def write_prompt(request: DistilRequest) -> list[Segment]:
     shown = "\n".join(f"{i}. {hit.text}" for i, hit in enumerate(request.shown, start=1))
     trace = "\n".join(segment.text for segment in request.segments)
     outcome = "success" if request.success else "failure"
-    return [Segment("user", f"{request.id}\n{request.task.goal}\n{outcome}\n{shown}\n{trace}", "task")]
+    return [
+        Segment("user", f"{request.id}\n{request.task.goal}\n{outcome}\n{shown}\n{trace}", "task")
+    ]
 
 
 def write_merge(entries: Sequence[Entry]) -> list[Segment]:
-    return [Segment("user", "merge\n" + "\n".join(f"{i}. {entry.text}" for i, entry in enumerate(entries, start=1)), "task")]
+    return [
+        Segment(
+            "user",
+            "merge\n" + "\n".join(f"{i}. {entry.text}" for i, entry in enumerate(entries, start=1)),
+            "task",
+        )
+    ]
 
 
 PROMPTS = Prompts(write_prompt, write_merge)
@@ -83,7 +104,11 @@ class Scribe(ScriptedEngine):
         self.version, self.answers, self.merging = version, answers, "[]"
 
     def _reply(self, prompt: str) -> str:
-        return self.merging if "user\nmerge\n" in prompt else self.answers[prompt.split("<|im_end|>")[-2].split()[-1]]
+        return (
+            self.merging
+            if "user\nmerge\n" in prompt
+            else self.answers[prompt.split("<|im_end|>")[-2].split()[-1]]
+        )
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
         sampled = await super().generate(ids, sampling, **options)
@@ -101,14 +126,25 @@ def update(text: str, target: int = 1) -> str:
 RETURN = '[{"op": "return"}]'
 
 
-async def manager(path: Path, engine: Engine, settings: ManagerSettings | None = None, **parts: Any) -> ExperienceManager:
+async def manager(
+    path: Path, engine: Engine, settings: ManagerSettings | None = None, **parts: Any
+) -> ExperienceManager:
     embedder = parts.pop("embedder", None) or WordEmbedder()
     return await ExperienceManager.open(
-        path, engine, embedder, renderer(), parts.pop("prompts", PROMPTS), settings or ManagerSettings(), seed=0, **parts
+        path,
+        engine,
+        embedder,
+        renderer(),
+        parts.pop("prompts", PROMPTS),
+        settings or ManagerSettings(),
+        seed=0,
+        **parts,
     )
 
 
-def search(query: str = GOAL, *, name: str = "room", group: int = 0, member: int = 0) -> SearchRequest:
+def search(
+    query: str = GOAL, *, name: str = "room", group: int = 0, member: int = 0
+) -> SearchRequest:
     return SearchRequest(query, task(name), group, member)
 
 
@@ -151,7 +187,9 @@ def bank_of_version_3(path: Path) -> Path:
 
 def _golden_bank(path: Path, version: int) -> Path:
     with closing(sqlite3.connect(path)) as db:
-        db.executescript((Path(__file__).parent / "golden" / f"bank_v{version}.sql").read_text("utf-8"))
+        db.executescript(
+            (Path(__file__).parent / "golden" / f"bank_v{version}.sql").read_text("utf-8")
+        )
     return path
 
 

@@ -26,10 +26,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from extractors import PROMPTS, ScriptedEngine, WordEmbedder, add, hit, request, search, task, update
+from extractors import (
+    PROMPTS,
+    ScriptedEngine,
+    WordEmbedder,
+    add,
+    hit,
+    request,
+    search,
+    task,
+    update,
+)
 
 from crl.errors import RolloutError, TransientError
-from crl.manager import CreditSettings, DistilSettings, ExperienceManager, GroupSuccess, ManagerSettings, RetrievalSettings, UnitKey
+from crl.manager import (
+    CreditSettings,
+    DistilSettings,
+    ExperienceManager,
+    GroupSuccess,
+    ManagerSettings,
+    RetrievalSettings,
+    UnitKey,
+)
 from crl.manager.records import Evict
 from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
@@ -51,7 +69,12 @@ ANSWERS = {
 
 RULES = len(get_args(Evict))
 
-MERGE = json.dumps([{"op": "merge", "targets": [1, 2], "text": "Go south, then west."}, {"op": "discard", "target": 3}])
+MERGE = json.dumps(
+    [
+        {"op": "merge", "targets": [1, 2], "text": "Go south, then west."},
+        {"op": "discard", "target": 3},
+    ]
+)
 
 
 def reply(prompt: str) -> str:
@@ -84,7 +107,14 @@ class Extractor(ScriptedEngine):
         super().__init__(Characters(), reply)  # pyright: ignore[reportArgumentType]
         self.refused = False
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         note = Characters().decode(ids).split()[-1]
         if note == "broken":
             raise RolloutError("engine", "the prompt is too long")
@@ -110,7 +140,9 @@ async def life(path: Path, evict: Evict, running: bool) -> None:
         replace(PROMPTS, refine=write_refine),
         replace(SETTINGS, evict=evict, concurrency=1 if running else SETTINGS.concurrency),
     )
-    manager = await ExperienceManager.open(path, Extractor(), WordEmbedder(), renderer, prompts, settings, seed=0)
+    manager = await ExperienceManager.open(
+        path, Extractor(), WordEmbedder(), renderer, prompts, settings, seed=0
+    )
     drain = partial(run_until_settled, manager) if running else manager.drain
     manifest = path.with_name("manifest")
     if manifest.exists():
@@ -166,7 +198,9 @@ async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None
     await manager.submit(request(1, 0, note="again"))
     await manager.submit(request(1, 1, note="elsewhere", of=SHORE))
     await drain()
-    for member, (note, voted_on) in enumerate([("down", STAIRS), ("down", STAIRS), ("up", SWIM), ("down", GUIDED)]):
+    for member, (note, voted_on) in enumerate(
+        [("down", STAIRS), ("down", STAIRS), ("up", SWIM), ("down", GUIDED)]
+    ):
         await manager.submit(request(1, 3, member, note=note, shown=(voted_on,)))
     await drain()
     if not await has_done(manager, "train"):
@@ -206,13 +240,19 @@ def question(number: int, query: str) -> Question:
     return Question(f"run/train/1/2/0/{number}", task(), query, ())
 
 
-async def credit(manager: ExperienceManager, episode: str, success: bool, *uses: Hit | tuple[Hit, Verdict]) -> None:
+async def credit(
+    manager: ExperienceManager, episode: str, success: bool, *uses: Hit | tuple[Hit, Verdict]
+) -> None:
     judged = [one if isinstance(one, tuple) else (one, None) for one in uses]
-    await manager.credit([replace(hit.use, verdict=verdict) for hit, verdict in judged], success, episode=episode)
+    await manager.credit(
+        [replace(hit.use, verdict=verdict) for hit, verdict in judged], success, episode=episode
+    )
 
 
 async def compare(manager: ExperienceManager, group: str, success: float, *guides: Hit) -> None:
-    await manager.record_lifts({group: [GroupSuccess(UnitKey.earning(hit.use), success, 0.25) for hit in guides]})
+    await manager.record_lifts(
+        {group: [GroupSuccess(UnitKey.earning(hit.use), success, 0.25) for hit in guides]}
+    )
 
 
 async def train(manager: ExperienceManager) -> bool:
@@ -240,7 +280,14 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
         return {name: sorted(map(repr, db.execute(sql))) for name, sql in queries.items()}
 
 
-def live(path: Path, evict: Evict, running: bool, *, before: int | None = None, after: float | None = None) -> bool:
+def live(
+    path: Path,
+    evict: Evict,
+    running: bool,
+    *,
+    before: int | None = None,
+    after: float | None = None,
+) -> bool:
     """One life in a process of its own, killed before a statement or after so many seconds; True when it came to its end."""
     child = os.fork()
     if child == 0:
@@ -325,7 +372,9 @@ def statements(watches: Sequence[Watch], stride: int) -> None:
         return before - stride
 
     for i, watch in enumerate(watches):
-        first = 1 + i % RULES * stride // RULES  # their lives are alike: each is killed where the others are not
+        first = (
+            1 + i % RULES * stride // RULES
+        )  # their lives are alike: each is killed where the others are not
         last = kill_before_each(watch, first, watch.fresh, "at first")
         watch.kill(late := watch.fresh("late"), before=last - 5)
         kill_before_each(watch, first, partial(watch.fresh, start=late.parent), "going back")
@@ -343,7 +392,9 @@ def storm(watches: Sequence[Watch], kills: int, seed: int) -> None:
 
 
 def main(folder: str, how: str, *numbers: str) -> None:
-    watches = [Watch(Path(folder), evict, running=False) for evict in get_args(Evict)] + [Watch(Path(folder), "credit", running=True)]
+    watches = [Watch(Path(folder), evict, running=False) for evict in get_args(Evict)] + [
+        Watch(Path(folder), "credit", running=True)
+    ]
     {"statements": statements, "storm": storm}[how](watches, *map(int, numbers))
     report = {
         "killed": sum(watch.killed for watch in watches),

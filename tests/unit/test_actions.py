@@ -16,7 +16,10 @@ DIRECTIONS = tuple(COMPASS)
         ("I think east is best.\n<answer> North </answer> Good luck!", "north"),
         ("<ANSWER>SouthWest.</ANSWER>", "southwest"),
         ("<answer>north</answer> no, wait: <answer>south</answer>", "south"),
-        ("<answer>south</answer> or <answer>up</answer>", "south"),  # the last tag that holds an action
+        (
+            "<answer>south</answer> or <answer>up</answer>",
+            "south",
+        ),  # the last tag that holds an action
         ("<answer>I say <answer>west</answer>", "west"),
         ("<answer>\nnorth\n</answer>", "north"),
         ("<answer>north east</answer>", "northeast"),
@@ -72,8 +75,14 @@ def test_actions_keep_their_spelling_and_their_punctuation() -> None:
     assert parse_choice("what?", actions) == "what?"
 
 
-def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none() -> None:
-    assert [parse_choice(text, ("2 0", "20")) for text in ("2 0", "20", " 2 0. ")] == ["2 0", "20", "2 0"]
+def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none() -> (
+    None
+):
+    assert [parse_choice(text, ("2 0", "20")) for text in ("2 0", "20", " 2 0. ")] == [
+        "2 0",
+        "20",
+        "2 0",
+    ]
     assert [parse_choice(text, ("20", "2 0")) for text in ("2 0", "20")] == ["2 0", "20"]
     assert parse_choice("2  0", ("2 0",)) == "2 0"
     assert parse_choice("200", ("2 00", "20 0")) is None
@@ -119,7 +128,10 @@ PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
         ("click[a[b]]", ("click", "a[b]")),
         ("First search[tea], then click[buy now]", None),  # not one action
         ("search[tea], then click[buy now]", None),
-        ("search[tea] click[buy now]", ("click", "buy now")),  # nothing but actions: the last of them
+        (
+            "search[tea] click[buy now]",
+            ("click", "buy now"),
+        ),  # nothing but actions: the last of them
         ("search[tea]. click[buy now]", ("click", "buy now")),
         ("search[tea]! - click[buy now].", ("click", "buy now")),
         ("search[tea]. Click[buy now]? search[cup]", ("search", "cup")),

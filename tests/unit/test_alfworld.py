@@ -31,7 +31,19 @@ from crl.types import Task
 
 SETTINGS = StreamSettings()
 SMALL_NEW = alfworld.small_eval_tasks("new", 128, 0, SETTINGS)
-JUNK = ["", " ", "<answer>", "go to the moon 1", "\x00", "é" * 500, "take", "move mug 1", "9" * 100, "<answer></answer>\n", "help"]
+JUNK = [
+    "",
+    " ",
+    "<answer>",
+    "go to the moon 1",
+    "\x00",
+    "é" * 500,
+    "take",
+    "move mug 1",
+    "9" * 100,
+    "<answer></answer>\n",
+    "help",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,7 +51,9 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("ALFWORLD_DATA", "")  # alfworld sets it when it is imported: to be undone, it must be known here
+        patch.setenv(
+            "ALFWORLD_DATA", ""
+        )  # alfworld sets it when it is imported: to be undone, it must be known here
         patch.delenv("ALFWORLD_DATA")
         yield
 
@@ -106,11 +120,27 @@ def test_compact_words(said: str, words: str) -> None:
         ("I will go to shelf 2", None),
     ],
 )
-def test_what_the_agent_writes_is_read_as_the_game_words_it(action: str, command: str | None) -> None:
-    admissible = ("go to shelf 2", "heat egg 1 with microwave 1", "move mug 1 to shelf 2", "take pen 1 from desk 1", "use desklamp 1")
+def test_what_the_agent_writes_is_read_as_the_game_words_it(
+    action: str, command: str | None
+) -> None:
+    admissible = (
+        "go to shelf 2",
+        "heat egg 1 with microwave 1",
+        "move mug 1 to shelf 2",
+        "take pen 1 from desk 1",
+        "use desklamp 1",
+    )
     assert text.chosen(action, admissible) == command
-    older = ("go to shelf 2", "heat egg 1 with microwave 1", "put mug 1 in/on shelf 2", "take pen 1 from desk 1", "use desklamp 1")
-    assert text.chosen(action, older) == (command and command.replace("move mug 1 to", "put mug 1 in/on"))
+    older = (
+        "go to shelf 2",
+        "heat egg 1 with microwave 1",
+        "put mug 1 in/on shelf 2",
+        "take pen 1 from desk 1",
+        "use desklamp 1",
+    )
+    assert text.chosen(action, older) == (
+        command and command.replace("move mug 1 to", "put mug 1 in/on")
+    )
 
 
 def test_a_small_place_keeps_its_chore_and_what_it_needs_under_any_dynamics() -> None:
@@ -118,9 +148,16 @@ def test_a_small_place_keeps_its_chore_and_what_it_needs_under_any_dynamics() ->
         houses = [small.house(layout, dynamics) for dynamics in range(5)]
         assert len({(house.chore, house.receptacles) for house in houses}) == 1
         chore = houses[0].chore
-        wanted = [{(kind, home) for kind, home in house.things if kind in (chore.thing, chore.receptacle)} for house in houses]
+        wanted = [
+            {(kind, home) for kind, home in house.things if kind in (chore.thing, chore.receptacle)}
+            for house in houses
+        ]
         assert all(needed == wanted[0] for needed in wanted)
-        assert all(houses[0].receptacles[home] != chore.receptacle for kind, home in wanted[0] if kind == chore.thing)
+        assert all(
+            houses[0].receptacles[home] != chore.receptacle
+            for kind, home in wanted[0]
+            if kind == chore.thing
+        )
     assert len({small.house(7, dynamics).things for dynamics in range(20)}) > 10
     assert {small.house(layout, 0).chore.kind for layout in range(100)} == set(KINDS)
 
@@ -131,14 +168,18 @@ def test_small_streams_and_evals() -> None:
     goals: dict[object, set[str]] = {}
     for task in tasks:
         goals.setdefault(task.params["lgen"], set()).add(task.goal)
-    assert all(len(goal) == 1 for goal in goals.values()), "a place has one goal, by which its lessons are found"
+    assert all(len(goal) == 1 for goal in goals.values()), (
+        "a place has one goal, by which its lessons are found"
+    )
     assert len({goal for (goal,) in goals.values()}) == len(goals)
     known = alfworld.small_eval_tasks("known", 16, 3, SETTINGS)
     assert {task.goal for task in known} <= {task.goal for task in tasks}
     assert not {task.params["core"] for task in known} & {task.params["core"] for task in tasks}
     assert not {task.params["lgen"] for task in SMALL_NEW} & set(goals)
     demonstrations = alfworld.demonstration_tasks(64)
-    assert not {task.params["lgen"] for task in demonstrations} & ({task.params["lgen"] for task in SMALL_NEW} | set(goals))
+    assert not {task.params["lgen"] for task in demonstrations} & (
+        {task.params["lgen"] for task in SMALL_NEW} | set(goals)
+    )
     resumed = SmallStream(3, SETTINGS)
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(9) == stream.draw(9)
@@ -148,7 +189,10 @@ def test_small_streams_and_evals() -> None:
 
 def test_a_missing_extra_is_named() -> None:
     spec = replace(get_spec("alfworld"), extra="alfworld_that_is_not_there")
-    with pytest.raises(ConfigError, match=r"tasks.chores.env = 'alfworld': it needs the extra 'alfworld_that_is_not_there'.*pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks.chores.env = 'alfworld': it needs the extra 'alfworld_that_is_not_there'.*pip install",
+    ):
         require_extra(spec, "tasks.chores.env")
 
 
@@ -157,23 +201,35 @@ def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
         "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; a.SmallStream(0, StreamSettings()).draw(3);"
         "print(sorted({'textworld', 'alfworld', 'numpy', 'torch'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_the_plan_counts_processes_where_there_are_some(tiny_actor: Path) -> None:
     config = load(["alfworld"], sets=["rollout.env_processes=3"])
     assert "environments 3 processes" in overview(config)
-    assert "environments 4 threads, 3 processes" in overview(load(["alfworld", "room"], sets=["rollout.env_processes=3"]))
+    assert "environments 4 threads, 3 processes" in overview(
+        load(["alfworld", "room"], sets=["rollout.env_processes=3"])
+    )
 
 
 def test_the_plan_says_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEBSHOP_DATA", raising=False)
-    config, no_others = load(["room", "webshop", "alfworld"]), "figures compare with no published ones"
+    config, no_others = (
+        load(["room", "webshop", "alfworld"]),
+        "figures compare with no published ones",
+    )
     said = overview(config)
     assert said.count(no_others) == 2
     assert f"\n  played on a generated catalogue of 1,000 products: {no_others}\nalfworld" in said
     assert f"\n  played on generated houses of six receptacles: {no_others}\n" in said
-    assert generated({"alfworld": alfworld.SPEC}) == {"alfworld": f"played on generated games of the same domain: {no_others}"}
+    assert generated({"alfworld": alfworld.SPEC}) == {
+        "alfworld": f"played on generated games of the same domain: {no_others}"
+    }
     monkeypatch.setenv("WEBSHOP_DATA", str(Path(__file__).parent / "webshop_data"))
     assert overview(config).count(no_others) == 1
 
@@ -183,7 +239,10 @@ def test_the_plan_says_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def players() -> Iterator[dict[Rendering, alfworld.Game]]:
-    pair: dict[Rendering, alfworld.Game] = {"full": alfworld.make_game("full"), "compact": alfworld.make_game("compact")}
+    pair: dict[Rendering, alfworld.Game] = {
+        "full": alfworld.make_game("full"),
+        "compact": alfworld.make_game("compact"),
+    }
     yield pair
     for game in pair.values():
         game.close()
@@ -206,11 +265,21 @@ def transcript(game: alfworld.Game, task: Task, turns: int = 12) -> list[str]:
 
 
 def some_tasks() -> list[Task]:
-    return [*SMALL_NEW[:4], *alfworld.eval_tasks("new", 2, 0, SETTINGS), *SmallStream(1, SETTINGS).draw(2)]
+    return [
+        *SMALL_NEW[:4],
+        *alfworld.eval_tasks("new", 2, 0, SETTINGS),
+        *SmallStream(1, SETTINGS).draw(2),
+    ]
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(history=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=4), task=st.integers(0, 7))
+@settings(
+    max_examples=6,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    history=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=4),
+    task=st.integers(0, 7),
+)
 def test_the_same_task_is_the_same_episode_after_any_history(
     players: dict[Rendering, alfworld.Game], history: list[tuple[int, int]], task: int
 ) -> None:
@@ -222,14 +291,20 @@ def test_the_same_task_is_the_same_episode_after_any_history(
     fresh.close()
 
 
-def test_the_same_task_is_the_same_episode_in_another_process(players: dict[Rendering, alfworld.Game]) -> None:
+def test_the_same_task_is_the_same_episode_in_another_process(
+    players: dict[Rendering, alfworld.Game],
+) -> None:
     code = (
         "import json, sys; sys.path.insert(0, 'tests/unit'); from test_alfworld import *\n"
         "game = alfworld.make_game('full'); print(json.dumps([transcript(game, task) for task in some_tasks()[::-1]]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert json.loads(done.stdout) == [transcript(players["full"], task) for task in some_tasks()[::-1]]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(done.stdout) == [
+        transcript(players["full"], task) for task in some_tasks()[::-1]
+    ]
 
 
 STOCK = """
@@ -247,7 +322,9 @@ print(json.dumps(said))
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: int, tmp_path: Path) -> None:
+def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
+    number: int, tmp_path: Path
+) -> None:
     from crl.envs.alfworld.engine import Engine
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
@@ -263,11 +340,24 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(number: i
         said.append([words, list(engine.admissible), won])
     engine.close()
     (tmp_path / "game.tw-pddl").write_text(json.dumps(data))
-    arguments = [sys.executable, "-W", "ignore", "-c", STOCK, str(tmp_path / "game.tw-pddl"), json.dumps(commands)]
-    assert json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout) == said
+    arguments = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        STOCK,
+        str(tmp_path / "game.tw-pddl"),
+        json.dumps(commands),
+    ]
+    assert (
+        json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+        == said
+    )
 
 
-def test_the_processs_arguments_stay_as_they_were(players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processs_arguments_stay_as_they_were(
+    players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["crl", "play", "alfworld"])
     players["full"].reset(alfworld.eval_tasks("known", 4, 0, SETTINGS)[3])
     assert sys.argv == ["crl", "play", "alfworld"]
@@ -289,12 +379,20 @@ def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n
     ]
     for spec, rendering, tasks in evals:
         limit = small_turns if spec is alfworld.SMALL_SPEC else turns
-        outcomes = [play(players[rendering], task, spec.scripted_player(random.Random(i)), limit) for i, task in enumerate(tasks)]
-        assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (spec.name, rendering)
+        outcomes = [
+            play(players[rendering], task, spec.scripted_player(random.Random(i)), limit)
+            for i, task in enumerate(tasks)
+        ]
+        assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (
+            spec.name,
+            rendering,
+        )
         assert all(played.reward == (1.0 if played.success else -1.0) for played in outcomes)
 
 
-def test_the_scripted_player_wins_through_text_alone(players: dict[Rendering, alfworld.Game]) -> None:
+def test_the_scripted_player_wins_through_text_alone(
+    players: dict[Rendering, alfworld.Game],
+) -> None:
     check_scripted(players, 12, 4)
 
 
@@ -329,13 +427,17 @@ def check_actions(game: alfworld.Game, actions: int) -> None:
 
 
 @pytest.mark.parametrize("rendering", ["full", "compact"])
-def test_random_and_malformed_actions(players: dict[Rendering, alfworld.Game], rendering: Rendering) -> None:
+def test_random_and_malformed_actions(
+    players: dict[Rendering, alfworld.Game], rendering: Rendering
+) -> None:
     check_actions(players[rendering], 400)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendering", ["full", "compact"])
-def test_ten_thousand_actions(players: dict[Rendering, alfworld.Game], rendering: Rendering) -> None:
+def test_ten_thousand_actions(
+    players: dict[Rendering, alfworld.Game], rendering: Rendering
+) -> None:
     check_actions(players[rendering], 10_000)
 
 
@@ -343,7 +445,10 @@ def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> No
     wins, rng, (_, turns) = 0, random.Random(0), as_set("alfworld", "compact")
     for task in SMALL_NEW[:20]:
         players["compact"].reset(task)
-        wins += any(players["compact"].step(rng.choice(admissible(players["compact"]))).success for _ in range(turns))
+        wins += any(
+            players["compact"].step(rng.choice(admissible(players["compact"]))).success
+            for _ in range(turns)
+        )
     assert wins <= 2
 
 
@@ -361,7 +466,13 @@ async def test_members_of_a_group_play_the_same_episode_in_worker_processes() ->
     for environment in environments:
         first = (await environment.reset(SMALL_NEW[1])).text
         place = first.removeprefix("see ").split(", ")[0]
-        texts.append([first, (await environment.step(f"go to {place}")).text, (await environment.step("nonsense")).text])
+        texts.append(
+            [
+                first,
+                (await environment.step(f"go to {place}")).text,
+                (await environment.step("nonsense")).text,
+            ]
+        )
     await host.aclose()
     assert texts[0] == texts[1] == texts[2]
     assert host.failures == 0
@@ -384,19 +495,30 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
         for house in found[use]:
             assert house.receptacles in plans
             placed = [(kind, house.receptacles[home]) for kind, home in house.things]
-            assert all(kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[home] for kind, home in placed)
+            assert all(
+                kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[home] for kind, home in placed
+            )
             assert (house.chore.thing, house.chore.receptacle) not in placed
-    unseen = {plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN}
+    unseen = {
+        plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN
+    }
     assert {house.receptacles for house in found["new"]} == unseen
     for use, count in (("train", 1466), ("known", 140)):
-        assert not unseen & {floorplans.house(use, number).receptacles for number in range(count)}, "a seen room under another number"
+        assert not unseen & {
+            floorplans.house(use, number).receptacles for number in range(count)
+        }, "a seen room under another number"
     assert not set(found["train"]) & set(found["known"])
     for layout in range(200):
         house = small.house(layout, 0)
-        assert all(kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[house.receptacles[home]] for kind, home in house.things)
+        assert all(
+            kind in LAMPS or kind in VAL_RECEPTACLE_OBJECTS[house.receptacles[home]]
+            for kind, home in house.things
+        )
 
 
-def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_generated_games_are_proved_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from crl.envs.alfworld import engine, pddl
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -412,12 +534,20 @@ def test_generated_games_are_proved_once_and_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine, "plan_length", lambda data: pytest.fail("planned again"))
     games._prove.cache_clear()
     made = [games.game_of(task) for task in alfworld.demonstration_tasks(3)]
-    alone = [pddl.game_data(small.house(int(task.params["lgen"]), None)) for task in alfworld.demonstration_tasks(3)]
+    alone = [
+        pddl.game_data(small.house(int(task.params["lgen"]), None))
+        for task in alfworld.demonstration_tasks(3)
+    ]
     assert sorted(map(json.dumps, alone)) == sorted(file.read_text() for file in files)
-    assert all(len(str(game["pddl_problem"])) > len(str(proved["pddl_problem"])) for game, proved in zip(made, alone, strict=True))
+    assert all(
+        len(str(game["pddl_problem"])) > len(str(proved["pddl_problem"]))
+        for game, proved in zip(made, alone, strict=True)
+    )
     revisit = alfworld.SMALL_SPEC.revisit
     assert revisit
-    games.game_of(revisit(alfworld.demonstration_tasks(1)[0], 1))  # what else lies about does not matter
+    games.game_of(
+        revisit(alfworld.demonstration_tasks(1)[0], 1)
+    )  # what else lies about does not matter
     monkeypatch.setattr(engine, "plan_length", lambda data: None)
     with pytest.raises(RuntimeError, match="finds no way"):
         games.game_of(alfworld.demonstration_tasks(4)[3])
@@ -432,7 +562,10 @@ def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(5) == stream.draw(5)
     assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
-    assert alfworld.eval_tasks("new", 20, 1, SETTINGS) == alfworld.eval_tasks("new", 134, 2, SETTINGS)[:20]
+    assert (
+        alfworld.eval_tasks("new", 20, 1, SETTINGS)
+        == alfworld.eval_tasks("new", 134, 2, SETTINGS)[:20]
+    )
     with pytest.raises(ValueError, match="there are 134 games, not 135"):
         alfworld.eval_tasks("new", 135, 0, SETTINGS)
 
@@ -458,9 +591,13 @@ def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: dict[Rendering, alfworld.Game]) -> None:
+def test_alfworlds_own_games_are_played_where_they_are(
+    official: Path, players: dict[Rendering, alfworld.Game]
+) -> None:
     train = AlfworldStream(0, SETTINGS).draw(4)
-    assert len({task.params["game"] for task in train}) == 2, "neither unsolvable games nor movable receptacles"
+    assert len({task.params["game"] for task in train}) == 2, (
+        "neither unsolvable games nor movable receptacles"
+    )
     tasks = alfworld.eval_tasks("new", 3, 0, SETTINGS)
     with pytest.raises(ValueError, match="there are 3 games"):
         alfworld.eval_tasks("new", 4, 0, SETTINGS)
@@ -469,7 +606,9 @@ def test_alfworlds_own_games_are_played_where_they_are(official: Path, players: 
         assert played.success
         assert task.goal in played.observations[0]
         if "look at" not in task.goal:
-            assert any(" in/on " in words for words in played.observations), "the older grammar's words"
+            assert any(" in/on " in words for words in played.observations), (
+                "the older grammar's words"
+            )
 
 
 @pytest.mark.parametrize(
@@ -500,7 +639,9 @@ def test_a_game_is_known_by_the_name_of_its_folder(folder: str, chore: Chore | N
         ('{"pddl_domain": "", "pddl_problem": 3, "grammar": ""}', "pddl_problem is no text"),
     ],
 )
-def test_a_file_that_is_no_game_is_named(official: Path, players: dict[Rendering, alfworld.Game], content: str | None, reason: str) -> None:
+def test_a_file_that_is_no_game_is_named(
+    official: Path, players: dict[Rendering, alfworld.Game], content: str | None, reason: str
+) -> None:
     (task,) = AlfworldStream(0, SETTINGS).draw(1)
     path = official / str(task.params["game"])
     path.unlink()
@@ -511,7 +652,12 @@ def test_a_file_that_is_no_game_is_named(official: Path, players: dict[Rendering
 
 
 @pytest.mark.parametrize(
-    ("part", "reason"), [("pddl_problem", "ParseError: Missing ')'"), ("grammar", "FailedToken: "), ("pddl_domain", "ParseError: ")]
+    ("part", "reason"),
+    [
+        ("pddl_problem", "ParseError: Missing ')'"),
+        ("grammar", "FailedToken: "),
+        ("pddl_domain", "ParseError: "),
+    ],
 )
 def test_a_game_of_which_nothing_can_be_made_is_named(
     official: Path, players: dict[Rendering, alfworld.Game], part: str, reason: str
@@ -525,10 +671,17 @@ def test_a_game_of_which_nothing_can_be_made_is_named(
     assert players["full"].reset(good) == first
 
 
-def test_a_folder_without_games_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_games_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"):
+    with pytest.raises(
+        ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"
+    ):
         alfworld.eval_tasks("new", 1, 0, SETTINGS)
     (tmp_path / "json_2.1.1").mkdir()
-    with pytest.raises(ConfigError, match=r"ALFWORLD_DATA = .*holds no game in json_2.1.1/valid_unseen that can be played"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ALFWORLD_DATA = .*holds no game in json_2.1.1/valid_unseen that can be played",
+    ):
         alfworld.eval_tasks("new", 1, 0, SETTINGS)

@@ -12,12 +12,27 @@ import pytest
 from crl.config.load import load
 from crl.envs.alfworld import SMALL, SMALL_SPEC, demonstration_tasks, probe_tasks, small
 from crl.envs.alfworld.house import Chore, read_chore
-from crl.envs.alfworld.lessons import LESSONS, HouseAdvisor, digest, lesson, places, read, true_places
+from crl.envs.alfworld.lessons import (
+    LESSONS,
+    HouseAdvisor,
+    digest,
+    lesson,
+    places,
+    read,
+    true_places,
+)
 from crl.envs.base import StreamSettings, Verdict, play
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.ops import parse_ops
 from crl.models.drills.alfworld import answer, known, refinement
-from crl.models.drills.alfworld_chores import ACTOR_CHORES, ASKING_CHORES, EXTRACTOR_CHORES, PERSONAS, TURNS, Chores
+from crl.models.drills.alfworld_chores import (
+    ACTOR_CHORES,
+    ASKING_CHORES,
+    EXTRACTOR_CHORES,
+    PERSONAS,
+    TURNS,
+    Chores,
+)
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.alfworld_personas import Searcher
 from crl.models.drills.drill import Episode, hit
@@ -29,7 +44,10 @@ ADVISOR = HouseAdvisor()
 
 def conversation(*texts: str, goal: str = "the jade attic: put a mug in shelf.") -> list[Segment]:
     """A goal, and then what the house and the agent say in turn, the house first."""
-    said = [Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env") for i, text in enumerate(texts)]
+    said = [
+        Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
+        for i, text in enumerate(texts)
+    ]
     return [Segment("user", goal, "task"), *said]
 
 
@@ -45,11 +63,22 @@ SEARCH = conversation(
 @pytest.mark.parametrize("kind", LESSONS)
 def test_a_lesson_is_read_as_what_it_is(kind: str) -> None:
     thing = "plate" if kind == "aside" else "mug"
-    assert read(lesson(kind, thing, "cabinet 2"), MUG) == (kind, "cabinet 2" if "{place}" in LESSONS[kind] else "")
+    assert read(lesson(kind, thing, "cabinet 2"), MUG) == (
+        kind,
+        "cabinet 2" if "{place}" in LESSONS[kind] else "",
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "mug is in cabinet.", "Mug is in cabinet 2.", "mug is in cabinet 2", "be careful.\n", "go to cabinet 2."]
+    "text",
+    [
+        "",
+        "mug is in cabinet.",
+        "Mug is in cabinet 2.",
+        "mug is in cabinet 2",
+        "be careful.\n",
+        "go to cabinet 2.",
+    ],
 )
 def test_what_is_no_lesson(text: str) -> None:
     assert read(text, MUG) == ("other", "")
@@ -65,7 +94,13 @@ def test_where_a_thing_was_seen_first_counts() -> None:
     """Who puts it elsewhere has moved it for this episode alone."""
     moved = [
         *SEARCH[:10],
-        *conversation("took mug 1", "go to shelf 1", "shelf 1: nothing", "move mug 1 to shelf 1", "mug 1 in shelf 1")[1:],
+        *conversation(
+            "took mug 1",
+            "go to shelf 1",
+            "shelf 1: nothing",
+            "move mug 1 to shelf 1",
+            "mug 1 in shelf 1",
+        )[1:],
     ]
     again = [*moved, *conversation("", "go to shelf 1", "shelf 1: mug 1")[2:]]
     assert digest(again).startswith("mug in desk 1\n")
@@ -102,13 +137,29 @@ def check_words(houses: int, turns: int) -> None:
     for task in demonstration_tasks(houses):
         assert engine.reset(task) == house.reset(task)
         for _ in range(turns):
-            fit = {f"move {thing} to {place}" for thing in house.where for place in places(task) if holds(place, thing)}
-            may = [c for c in engine.admissible if not c.startswith(("examine", "slice", "move")) or c in fit]
+            fit = {
+                f"move {thing} to {place}"
+                for thing in house.where
+                for place in places(task)
+                if holds(place, thing)
+            }
+            may = [
+                c
+                for c in engine.admissible
+                if not c.startswith(("examine", "slice", "move")) or c in fit
+            ]
             assert may == [c for c in house.admissible if not c.startswith("examine")]
             leading = [c for c in may if not c.startswith(("go to", "look", "inventory"))]
-            command = rng.choice(rng.choice([leading or may, may, [*may, "go to the moon 1", "take"]]))
+            command = rng.choice(
+                rng.choice([leading or may, may, [*may, "go to the moon 1", "take"]])
+            )
             told, said = engine.step(command), house.step(command)
-            assert (told.text, told.done, told.success, told.valid) == (said.text, said.done, said.success, said.valid)
+            assert (told.text, told.done, told.success, told.valid) == (
+                said.text,
+                said.done,
+                said.success,
+                said.valid,
+            )
             if told.done:
                 break
     engine.close()
@@ -119,22 +170,33 @@ def holds(place: str, thing: str) -> bool:
     return thing.split()[0] in kinds[place.split()[0]]
 
 
-def test_houses_without_textworld_say_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_houses_without_textworld_say_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     check_words(12, 40)
 
 
 @pytest.mark.soak
-def test_many_houses_without_textworld_say_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_houses_without_textworld_say_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     check_words(300, 60)
 
 
 def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random() -> None:
     """The scripted player wins in 95 of 100 houses, random commands in next to none."""
-    tasks, house, rng = SMALL_SPEC.eval_tasks("new", 128, 0, StreamSettings()), SmallHouse(), random.Random(0)
+    tasks, house, rng = (
+        SMALL_SPEC.eval_tasks("new", 128, 0, StreamSettings()),
+        SmallHouse(),
+        random.Random(0),
+    )
     assert load(["alfworld"]).tasks["alfworld"].turns == TURNS
-    scripted = [play(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success for i, task in enumerate(tasks)]
+    scripted = [
+        play(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success
+        for i, task in enumerate(tasks)
+    ]
     assert sum(scripted) >= 0.95 * len(tasks)
     wins = 0
     for task in tasks:
@@ -151,7 +213,9 @@ def commands(segments: Sequence[Segment]) -> list[str]:
 
 
 def told(advice: str, tasks: Sequence[Task], chores: Chores = ACTOR_CHORES) -> list[Episode]:
-    return list(replace(chores, advice=((advice, 1.0),), slip=0.0).episodes(random.Random(1), tasks))
+    return list(
+        replace(chores, advice=((advice, 1.0),), slip=0.0).episodes(random.Random(1), tasks)
+    )
 
 
 @pytest.mark.parametrize("chores", [ACTOR_CHORES, ASKING_CHORES])
@@ -164,12 +228,19 @@ def test_demonstrations_are_episodes_of_the_game(chores: Chores) -> None:
         results = [house.step(command) for command in commands(episode.segments)]
         assert [result.text for result in results] == said[1:]
         assert all(result.valid for result in results)
-        assert [result.success for result in results].index(True) == len(results) - 1 if episode.success else len(results) == TURNS
+        assert (
+            [result.success for result in results].index(True) == len(results) - 1
+            if episode.success
+            else len(results) == TURNS
+        )
 
 
 def test_right_advice_helps_and_wrong_advice_does_not() -> None:
     tasks = demonstration_tasks(300)
-    success = {advice: sum(episode.success for episode in told(advice, tasks)) / 300 for advice in ("none", "right", "random")}
+    success = {
+        advice: sum(episode.success for episode in told(advice, tasks)) / 300
+        for advice in ("none", "right", "random")
+    }
     assert 0.4 <= success["none"] <= 0.6
     assert success["right"] >= success["none"] + 0.2
     assert success["random"] <= success["right"] - 0.15
@@ -188,14 +259,20 @@ def test_personas_win_more_or_less_often() -> None:
     tasks = demonstration_tasks(150)
     for persona, _ in PERSONAS:
         alone = Chores(((persona, 1.0),))
-        rate = sum(episode.success for episode in alone.episodes(random.Random(0), tasks)) / len(tasks)
+        rate = sum(episode.success for episode in alone.episodes(random.Random(0), tasks)) / len(
+            tasks
+        )
         assert rate >= 0.85 if persona is Searcher else 0.2 <= rate <= 0.95
 
 
 def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
     asked = 0
     for episode in ASKING_CHORES.episodes(random.Random(0), demonstration_tasks(200)):
-        at = [number for number, segment in enumerate(episode.segments) if segment.origin == "tool_call"]
+        at = [
+            number
+            for number, segment in enumerate(episode.segments)
+            if segment.origin == "tool_call"
+        ]
         asked += len(at)
         if at:
             assert len(commands(episode.segments[: at[0]])) <= 2
@@ -203,7 +280,11 @@ def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
             reply, action = episode.segments[at[0] + 1 : at[0] + 3]
             assert reply.origin == "tool_result"
             if reply.text.startswith("go to "):
-                assert action.text in (reply.text.removesuffix("."), "look", "inventory") or action.text.startswith(("open ", "go to "))
+                assert action.text in (
+                    reply.text.removesuffix("."),
+                    "look",
+                    "inventory",
+                ) or action.text.startswith(("open ", "go to "))
     assert asked >= 50
 
 
@@ -212,7 +293,9 @@ def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
 
 def test_what_the_extractor_is_taught_of_an_episode_is_true_of_it() -> None:
     kinds = Counter[str]()
-    for number, episode in enumerate(EXTRACTOR_CHORES.episodes(random.Random(2), demonstration_tasks(400))):
+    for number, episode in enumerate(
+        EXTRACTOR_CHORES.episodes(random.Random(2), demonstration_tasks(400))
+    ):
         kind = list(LESSONS)[number % len(LESSONS)]
         parsed = parse_ops(answer(kind, episode), 1 if episode.hint else 0)
         (op,), chore = parsed.ops, read_chore(episode.task.goal)
@@ -239,7 +322,10 @@ def test_a_hint_is_corrected_by_what_was_seen() -> None:
     (task,) = demonstration_tasks(1)
     wrong = Episode(task, hit("mug is in shelf 1.", task), tuple(SEARCH), success=False)
     assert answer("where", wrong) == '[{"op":"update","target":1,"text":"mug is in desk 1."}]'
-    assert answer("where", replace(wrong, hint=hit("pen is in shelf 1.", task))) == '[{"op":"add","text":"mug is in desk 1."}]'
+    assert (
+        answer("where", replace(wrong, hint=hit("pen is in shelf 1.", task)))
+        == '[{"op":"add","text":"mug is in desk 1."}]'
+    )
     assert answer("where", replace(wrong, segments=tuple(SEARCH[:6]))) == '[{"op":"return"}]'
     assert answer("first", wrong) == '[{"op":"add","text":"look in shelf 1 first."}]'
 

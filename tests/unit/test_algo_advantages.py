@@ -31,24 +31,32 @@ def test_group_advantage_is_the_deviation_over_the_sample_std():
 
 def test_eps_is_added_to_the_std():
     # mean 2, deviations ±1, sample std √2; 1 / (1.4142136 + 0.5) = 0.5224078
-    assert group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), eps=0.5).tolist() == pytest.approx([-0.5224078, 0.5224078])
+    assert group_advantages(
+        torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), eps=0.5
+    ).tolist() == pytest.approx([-0.5224078, 0.5224078])
 
 
 def test_groups_may_interleave_and_are_normalised_apart():
     # group 7: 3, 5 → mean 4, std √2 → ∓1/√2; group 2: −20, 20 → mean 0, std 20√2 → ∓1/√2
-    advantages = group_advantages(torch.tensor([3.0, -20.0, 5.0, 20.0]), torch.tensor([7, 2, 7, 2]), eps=0.0)
+    advantages = group_advantages(
+        torch.tensor([3.0, -20.0, 5.0, 20.0]), torch.tensor([7, 2, 7, 2]), eps=0.0
+    )
     assert advantages.tolist() == pytest.approx([-ROOT_HALF, -ROOT_HALF, ROOT_HALF, ROOT_HALF])
 
 
 def test_scale_none_leaves_the_deviation():
     # group 0: 6, 0 → mean 3; group 1: 1, 0, 2 → mean 1
-    advantages = group_advantages(torch.tensor([6.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 1, 1]), scale="none")
+    advantages = group_advantages(
+        torch.tensor([6.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 1, 1]), scale="none"
+    )
     assert advantages.tolist() == [3.0, 0.0, -3.0, -1.0, 1.0]
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
 def test_a_group_of_one_gets_zero(scale):
-    assert group_advantages(torch.tensor([1.0, 4.0, -2.0]), torch.tensor([0, 1, 2]), scale=scale).tolist() == [0.0, 0.0, 0.0]
+    assert group_advantages(
+        torch.tensor([1.0, 4.0, -2.0]), torch.tensor([0, 1, 2]), scale=scale
+    ).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
@@ -69,7 +77,10 @@ def test_large_rewards_lose_no_precision():
 def test_lists_integers_and_doubles_are_taken_and_the_float_type_is_kept():
     assert group_advantages([2, 4], ["a", "a"], scale="none").tolist() == [-1.0, 1.0]
     assert group_advantages([2, 4], ["a", "a"]).dtype == torch.float32
-    assert group_advantages(torch.tensor([2.0, 4.0], dtype=torch.float64), [0, 0]).dtype == torch.float64
+    assert (
+        group_advantages(torch.tensor([2.0, 4.0], dtype=torch.float64), [0, 0]).dtype
+        == torch.float64
+    )
     assert group_advantages([], []).shape == (0,)
 
 
@@ -81,14 +92,23 @@ def test_subgroups_are_normalised_apart():
     # group 1 guided: one member → 0.   group 1 free: 1, 3 → mean 2 → ∓1/√2.
     rewards = torch.tensor([1.0, 0.0, 40.0, 20.0, 9.0, 1.0, 3.0])
     guided = torch.tensor([True, True, False, False, True, False, False])
-    advantages = split_group_advantages(rewards, torch.tensor([0, 0, 0, 0, 1, 1, 1]), guided, eps=0.0)
-    assert advantages.tolist() == pytest.approx([ROOT_HALF, -ROOT_HALF, ROOT_HALF, -ROOT_HALF, 0.0, -ROOT_HALF, ROOT_HALF])
+    advantages = split_group_advantages(
+        rewards, torch.tensor([0, 0, 0, 0, 1, 1, 1]), guided, eps=0.0
+    )
+    assert advantages.tolist() == pytest.approx(
+        [ROOT_HALF, -ROOT_HALF, ROOT_HALF, -ROOT_HALF, 0.0, -ROOT_HALF, ROOT_HALF]
+    )
 
 
 def test_split_takes_the_options_of_the_plain_group():
     # guided 1, 3: deviations ∓1; free 0, 4: deviations ∓2
     rewards, groups, guided = [1.0, 0.0, 3.0, 4.0], [0] * 4, [True, False, True, False]
-    assert split_group_advantages(rewards, groups, guided, scale="none").tolist() == [-1.0, -2.0, 1.0, 2.0]
+    assert split_group_advantages(rewards, groups, guided, scale="none").tolist() == [
+        -1.0,
+        -2.0,
+        1.0,
+        2.0,
+    ]
     # std √2 and 2√2; 1 / (√2 + 1) = 0.4142136 and 2 / (2√2 + 1) = 0.5224078
     scaled = split_group_advantages(rewards, groups, guided, eps=1.0)
     assert scaled.tolist() == pytest.approx([-0.4142136, -0.5224078, 0.4142136, 0.5224078])
@@ -96,7 +116,9 @@ def test_split_takes_the_options_of_the_plain_group():
 
 def test_batch_advantage_is_the_deviation_from_the_batch_mean():
     # mean of (1, −1, −1, 1, 1) = 0.2
-    assert batch_advantages(torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0])).tolist() == pytest.approx([0.8, -1.2, -1.2, 0.8, 0.8])
+    assert batch_advantages(torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0])).tolist() == pytest.approx(
+        [0.8, -1.2, -1.2, 0.8, 0.8]
+    )
     assert batch_advantages(torch.tensor([1.0, 1.0, 1.0])).tolist() == [0.0] * 3
     assert batch_advantages(torch.tensor([-1.0])).tolist() == [0.0]
 
@@ -106,14 +128,25 @@ def test_steps_compare_within_group_and_anchor_only():
     returns = torch.tensor([1.0, 3.0, 7.0, 10.0, 40.0, 10.0])
     anchors = ["hall", "hall", "attic", "hall", "hall", "hall"]
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
-    assert step_advantages(returns, groups, anchors, scale="none").tolist() == [-1.0, 1.0, 0.0, -10.0, 20.0, -10.0]
+    assert step_advantages(returns, groups, anchors, scale="none").tolist() == [
+        -1.0,
+        1.0,
+        0.0,
+        -10.0,
+        20.0,
+        -10.0,
+    ]
     # std of (1, 3) = √2; of (10, 40, 10): √((100 + 400 + 100) / 2) = √300 = 17.320508; 10/17.32 = 1/√3
     scaled = step_advantages(returns, groups, anchors, scale="std", eps=0.0)
-    assert scaled.tolist() == pytest.approx([-ROOT_HALF, ROOT_HALF, 0.0, -0.5773503, 1.1547005, -0.5773503])
+    assert scaled.tolist() == pytest.approx(
+        [-ROOT_HALF, ROOT_HALF, 0.0, -0.5773503, 1.1547005, -0.5773503]
+    )
 
 
 def test_anchors_may_be_any_hashable():
-    assert step_advantages([1.0, 3.0, 5.0], [0, 0, 0], [(1, "a"), (1, "a"), None], scale="none").tolist() == [-1.0, 1.0, 0.0]
+    assert step_advantages(
+        [1.0, 3.0, 5.0], [0, 0, 0], [(1, "a"), (1, "a"), None], scale="none"
+    ).tolist() == [-1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -135,17 +168,23 @@ def test_discounted_returns(rewards, gamma, expected):
 
 
 def test_two_full_conditions_share_a_group_equally():
-    assert sequence_weights([0] * 4, [True, True, False, False]).tolist() == pytest.approx([0.25] * 4)
+    assert sequence_weights([0] * 4, [True, True, False, False]).tolist() == pytest.approx(
+        [0.25] * 4
+    )
 
 
 def test_a_small_condition_weighs_as_much_as_a_large_one():
     # ½ to the guided three, 1/6 each; ½ to the free one
-    assert sequence_weights([0] * 4, [True, True, True, False]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert sequence_weights([0] * 4, [True, True, True, False]).tolist() == pytest.approx(
+        [1 / 6, 1 / 6, 1 / 6, 1 / 2]
+    )
 
 
 def test_a_group_with_one_condition_keeps_its_whole_share():
     # group 0: ½, split over two conditions of one: ¼ each; group 1: ½ over three free ones: 1/6 each
-    weights = sequence_weights(torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, False, False, False, False]))
+    weights = sequence_weights(
+        torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, False, False, False, False])
+    )
     assert weights.tolist() == pytest.approx([1 / 4, 1 / 6, 1 / 4, 1 / 6, 1 / 6])
 
 
@@ -167,12 +206,16 @@ def test_a_sample_without_tokens_leaves_its_share_to_its_siblings_unless_none_ha
 
 
 def test_the_length_of_a_whole_trajectory_does_not_matter():
-    assert sequence_weights([0, 0], [True, True], None, [1, 1000]).tolist() == pytest.approx([0.5, 0.5])
+    assert sequence_weights([0, 0], [True, True], None, [1, 1000]).tolist() == pytest.approx(
+        [0.5, 0.5]
+    )
 
 
 def test_trajectory_labels_may_repeat_in_other_groups_and_conditions():
     # member 0 of four different subgroups: ½ · ½ each
-    assert sequence_weights([0, 0, 1, 1], [True, False, True, False], [0, 0, 0, 0]).tolist() == pytest.approx([0.25] * 4)
+    assert sequence_weights(
+        [0, 0, 1, 1], [True, False, True, False], [0, 0, 0, 0]
+    ).tolist() == pytest.approx([0.25] * 4)
 
 
 def test_no_samples_have_no_weights():
@@ -186,9 +229,15 @@ def test_no_samples_have_no_weights():
     ("call", "text"),
     [
         (lambda: group_advantages(torch.zeros(2, 1), [0, 0]), "rewards must be one-dimensional"),
-        (lambda: group_advantages([1.0, 2.0], [0]), "groups must have one entry per sample: 2, not 1"),
+        (
+            lambda: group_advantages([1.0, 2.0], [0]),
+            "groups must have one entry per sample: 2, not 1",
+        ),
         (lambda: group_advantages([1.0, 2.0], torch.zeros(2, 1)), "groups must be one-dimensional"),
-        (lambda: group_advantages([1.0, 2.0], [0, 0], scale="max"), "scale must be 'std' or 'none', not 'max'"),  # pyright: ignore
+        (
+            lambda: group_advantages([1.0, 2.0], [0, 0], scale="max"),
+            "scale must be 'std' or 'none', not 'max'",
+        ),  # pyright: ignore
         (lambda: group_advantages([1.0, 2.0], [0, 0], eps=-1e-6), "eps must not be negative"),
         (lambda: group_advantages([1.0, math.nan], [0, 0]), "rewards must be finite"),
         (lambda: split_group_advantages([1.0, 2.0], [0, 0], [True]), "guided must have one entry"),
@@ -198,7 +247,10 @@ def test_no_samples_have_no_weights():
         (lambda: sequence_weights([0, 0], [True]), "guided must have one entry"),
         (lambda: sequence_weights([0, 0], [True, True], [1]), "trajectories must have one entry"),
         (lambda: sequence_weights([0, 0], [True, True], None, [1]), "lengths must be"),
-        (lambda: sequence_weights([0, 0], [True, True], None, [1, -1]), "lengths must not be negative"),
+        (
+            lambda: sequence_weights([0, 0], [True, True], None, [1, -1]),
+            "lengths must not be negative",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_its_name(call, text):
@@ -208,9 +260,15 @@ def test_bad_input_is_refused_with_its_name(call, text):
 
 # ── properties ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-REWARDS = st.one_of(st.sampled_from([-1.0, 0.0, 0.1, 1.0]), st.floats(-100, 100).map(lambda x: round(x, 3)))
+REWARDS = st.one_of(
+    st.sampled_from([-1.0, 0.0, 0.1, 1.0]), st.floats(-100, 100).map(lambda x: round(x, 3))
+)
 ROWS = st.lists(st.tuples(REWARDS, st.integers(0, 3), st.booleans()), min_size=1, max_size=24)
-SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2), st.integers(0, 50)), min_size=1, max_size=24)
+SAMPLES = st.lists(
+    st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2), st.integers(0, 50)),
+    min_size=1,
+    max_size=24,
+)
 
 
 def doubles(values) -> torch.Tensor:
@@ -233,8 +291,12 @@ def test_advantages_follow_a_permutation(rows, random):
     order = list(range(len(rows)))
     random.shuffle(order)
     rewards, groups, guided = zip(*rows, strict=True)
-    shuffled = split_group_advantages(doubles(rewards)[order], [groups[i] for i in order], [guided[i] for i in order])
-    torch.testing.assert_close(shuffled, split_group_advantages(doubles(rewards), groups, guided)[order])
+    shuffled = split_group_advantages(
+        doubles(rewards)[order], [groups[i] for i in order], [guided[i] for i in order]
+    )
+    torch.testing.assert_close(
+        shuffled, split_group_advantages(doubles(rewards), groups, guided)[order]
+    )
 
 
 @settings(deadline=None)
@@ -243,7 +305,9 @@ def test_normalised_advantages_ignore_the_scale_and_offset_of_rewards(rows, fact
     rewards, groups, _ = zip(*rows, strict=True)
     moved = group_advantages(doubles(rewards).mul(factor).add(offset), groups, eps=1e-3)
     # eps is the only thing that knows the scale: the same rewards with eps / factor
-    torch.testing.assert_close(moved, group_advantages(doubles(rewards), groups, eps=1e-3 / factor), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        moved, group_advantages(doubles(rewards), groups, eps=1e-3 / factor), atol=1e-6, rtol=1e-6
+    )
 
 
 @settings(deadline=None)
@@ -257,7 +321,9 @@ def test_weights_sum_to_one_and_every_group_and_condition_gets_its_part(rows):
         conditions = {guided[i] for i in range(len(rows)) if groups[i] == group}
         for condition in conditions:
             members = [i for i in range(len(rows)) if (groups[i], guided[i]) == (group, condition)]
-            assert weights[members].sum().item() == pytest.approx(1 / len(set(groups)) / len(conditions), abs=1e-5)
+            assert weights[members].sum().item() == pytest.approx(
+                1 / len(set(groups)) / len(conditions), abs=1e-5
+            )
 
 
 @settings(deadline=None)
@@ -267,4 +333,6 @@ def test_weights_follow_a_permutation(rows, random):
     random.shuffle(shuffled)
     order = [i for i, _ in shuffled]
     weights = sequence_weights(*zip(*rows, strict=True))
-    torch.testing.assert_close(sequence_weights(*zip(*(row for _, row in shuffled), strict=True)), weights[order])
+    torch.testing.assert_close(
+        sequence_weights(*zip(*(row for _, row in shuffled), strict=True)), weights[order]
+    )

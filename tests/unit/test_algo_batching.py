@@ -51,7 +51,10 @@ def test_every_index_once_and_within_the_budget(lengths, budget, padded):
     assert micro_batches(lengths, budget, padded=padded) == batches
     if not padded:  # no two neighbours could have been one
         totals = [sum(lengths[i] for i in batch) for batch in batches]
-        assert all(total + lengths[after[0]] > budget for total, after in zip(totals, batches[1:], strict=False))
+        assert all(
+            total + lengths[after[0]] > budget
+            for total, after in zip(totals, batches[1:], strict=False)
+        )
 
 
 # ── optimizer minibatches ───────────────────────────────────────────────────────────────────────────────────────────
@@ -71,7 +74,9 @@ def test_groups_stay_whole_and_are_dealt_evenly(groups, count, seed):
 
 def test_the_shuffle_is_the_generators():
     groups = [group for group in range(20) for _ in range(2)]
-    first, again, other = (optimizer_minibatches(groups, 4, random.Random(seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        optimizer_minibatches(groups, 4, random.Random(seed)) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
     assert first[0] != list(range(10))
@@ -81,16 +86,30 @@ def test_the_shuffle_is_the_generators():
 
 
 def trajectory(group: int, condition: Condition = "free") -> Trajectory:
-    return Trajectory(Task("room", 0, "train", "find the stairs"), step=0, group=group, member=0, condition=condition)
+    return Trajectory(
+        Task("room", 0, "train", "find the stairs"),
+        step=0,
+        group=group,
+        member=0,
+        condition=condition,
+    )
 
 
 def trace(trained: int, context: int = 1) -> TokenTrace:
     n = context + trained
-    return TokenTrace(tuple(range(n)), (0,) * context + (1,) * trained, (0.0,) * n, (-1,) * context + (0,) * trained)
+    return TokenTrace(
+        tuple(range(n)),
+        (0,) * context + (1,) * trained,
+        (0.0,) * n,
+        (-1,) * context + (0,) * trained,
+    )
 
 
 def build(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float] | torch.Tensor, views: Sequence[Sequence[TokenTrace]], count: int = 1
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float] | torch.Tensor,
+    views: Sequence[Sequence[TokenTrace]],
+    count: int = 1,
 ) -> tuple[Minibatch, ...]:
     return build_minibatches(trajectories, advantages, views, count=count, rng=random.Random(0))
 
@@ -115,14 +134,20 @@ def test_weights_and_the_token_total_are_those_before_dropping():
 
 
 def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_share():
-    (minibatch,) = build([trajectory(0), trajectory(0)], [1.0, -1.0], [[trace(0), trace(4)], [trace(0)]])
+    (minibatch,) = build(
+        [trajectory(0), trajectory(0)], [1.0, -1.0], [[trace(0), trace(4)], [trace(0)]]
+    )
     assert figures(minibatch) == [(1.0, 1 / 2)]
     assert minibatch.total_tokens == 4
 
 
 def test_a_trajectory_without_a_view_takes_no_part():
     # the free one of the two conditions is gone: the guided one carries its group's whole ½
-    (minibatch,) = build([trajectory(0, "guided"), trajectory(0), trajectory(1)], [1.0, 1.0, 1.0], [[trace(2)], [], [trace(3)]])
+    (minibatch,) = build(
+        [trajectory(0, "guided"), trajectory(0), trajectory(1)],
+        [1.0, 1.0, 1.0],
+        [[trace(2)], [], [trace(3)]],
+    )
     assert figures(minibatch) == [(1.0, 1 / 2), (1.0, 1 / 2)]
     assert minibatch.total_tokens == 5
 
@@ -144,8 +169,13 @@ def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
     # three groups of two over two minibatches: two groups (¼ each sample) and one (½ each)
     trajectories = [trajectory(group) for group in (0, 1, 2, 0, 1, 2)]
     views = [[trace(group + 1)] for group in (0, 1, 2, 0, 1, 2)]
-    minibatches = build(trajectories, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]), views, count=2)
-    assert sorted(figures(m) for m in minibatches) == [[(1.0, 1 / 4)] * 2 + [(-1.0, 1 / 4)] * 2, [(1.0, 1 / 2), (-1.0, 1 / 2)]]
+    minibatches = build(
+        trajectories, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]), views, count=2
+    )
+    assert sorted(figures(m) for m in minibatches) == [
+        [(1.0, 1 / 4)] * 2 + [(-1.0, 1 / 4)] * 2,
+        [(1.0, 1 / 2), (-1.0, 1 / 2)],
+    ]
     assert sum(m.total_tokens for m in minibatches) == 2 * (1 + 2 + 3)
     for minibatch in minibatches:
         assert sum(sample.weight for sample in minibatch.samples) == pytest.approx(1.0)

@@ -28,7 +28,11 @@ def test_diversity_score(rank, count, recent, lam, expected):
 
 def test_an_often_used_best_match_loses_to_the_next_one_and_not_to_a_far_one():
     # 20 uses: −0.4 · ln 21 = −1.2178, between rank 1 (−1) and rank 2 (−2)
-    assert diversity_score(-2, 0, False, lam=0.4) < diversity_score(0, 20, False, lam=0.4) < diversity_score(-1, 0, False, lam=0.4)
+    assert (
+        diversity_score(-2, 0, False, lam=0.4)
+        < diversity_score(0, 20, False, lam=0.4)
+        < diversity_score(-1, 0, False, lam=0.4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,22 +48,32 @@ def test_an_often_used_best_match_loses_to_the_next_one_and_not_to_a_far_one():
     ],
 )
 def test_training_weight(step, last, count, cooldown, alpha, expected):
-    assert training_weight(step, last, count, cooldown=cooldown, alpha=alpha) == pytest.approx(expected)
+    assert training_weight(step, last, count, cooldown=cooldown, alpha=alpha) == pytest.approx(
+        expected
+    )
 
 
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(0, 4))
 def test_training_weight_falls_with_the_count(count, alpha):
-    first, second = (training_weight(0, None, c, cooldown=1, alpha=alpha) for c in (count, count + 1))
+    first, second = (
+        training_weight(0, None, c, cooldown=1, alpha=alpha) for c in (count, count + 1)
+    )
     assert 0 < second <= first <= 1
 
 
-@pytest.mark.parametrize(("score", "reward", "expected"), [(1.0, 1, 2.0), (1.0, -1, 0.0), (0.5, 1, 1.5), (0.5, -1, -0.5), (0.0, 0, 0.0)])
+@pytest.mark.parametrize(
+    ("score", "reward", "expected"),
+    [(1.0, 1, 2.0), (1.0, -1, 0.0), (0.5, 1, 1.5), (0.5, -1, -0.5), (0.0, 0, 0.0)],
+)
 def test_critic_reward(score, reward, expected):
     assert critic_reward(score, reward) == expected
 
 
-@pytest.mark.parametrize(("verdict", "won", "lost"), [(None, 1.0, -1.0), ("accept", 2.0, 0.0), ("refine", 1.5, -0.5), ("reject", 0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("verdict", "won", "lost"),
+    [(None, 1.0, -1.0), ("accept", 2.0, 0.0), ("refine", 1.5, -0.5), ("reject", 0.0, 0.0)],
+)
 def test_experience_reward(verdict, won, lost):
     assert (experience_reward(verdict, True), experience_reward(verdict, False)) == (won, lost)
 

@@ -50,7 +50,13 @@ def approx(rows: Sequence[Sequence[float]]) -> list[object]:
 def test_both_clip_sides_and_both_signs(rho, adv, loss, grad, clipped, ratio):
     logp = leaf([[math.log(rho) - 1.0]])
     value, metrics = clipped_surrogate(
-        logp, torch.tensor([[-1.0]]), torch.tensor([adv]), torch.ones(1, 1), clip_low=0.2, clip_high=0.3, ratio=ratio
+        logp,
+        torch.tensor([[-1.0]]),
+        torch.tensor([adv]),
+        torch.ones(1, 1),
+        clip_low=0.2,
+        clip_high=0.3,
+        ratio=ratio,
     )
     assert value.item() == pytest.approx(loss)
     assert gradient(value, logp) == approx([[grad]])
@@ -62,7 +68,9 @@ def test_the_mean_is_per_sequence_and_the_default_weight_one_over_b():
     # Gradient −w A / tokens: −½ · 3 / 2 = −0.75 on each of row 0's; −½ · −1 / 1 = 0.5 on row 1's.
     logp = leaf([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
     mask = torch.tensor([[1, 1, 0], [0, 0, 1]])
-    loss, _ = clipped_surrogate(logp, logp.detach(), torch.tensor([3.0, -1.0]), mask, clip_low=0.2, clip_high=0.2)
+    loss, _ = clipped_surrogate(
+        logp, logp.detach(), torch.tensor([3.0, -1.0]), mask, clip_low=0.2, clip_high=0.2
+    )
     assert loss.item() == pytest.approx(-1.0)
     assert gradient(loss, logp) == [[-0.75, -0.75, 0.0], [0.0, 0.0, 0.5]]
 
@@ -81,7 +89,10 @@ def test_weights_replace_one_over_b():
 def test_an_advantage_per_token():
     # Row 0: mean of 1 and 3 is 2; row 1: −2; loss −(½ · 2 + ½ · −2) = 0. Gradients −½ A / tokens.
     logp = leaf([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
-    adv, mask = torch.tensor([[1.0, 3.0, 99.0], [99.0, 99.0, -2.0]]), torch.tensor([[1, 1, 0], [0, 0, 1]])
+    adv, mask = (
+        torch.tensor([[1.0, 3.0, 99.0], [99.0, 99.0, -2.0]]),
+        torch.tensor([[1, 1, 0], [0, 0, 1]]),
+    )
     loss, _ = clipped_surrogate(logp, logp.detach(), adv, mask, clip_low=0.2, clip_high=0.2)
     assert loss.item() == pytest.approx(0.0)
     assert gradient(loss, logp) == [[-0.25, -0.75, 0.0], [0.0, 0.0, 1.0]]
@@ -91,7 +102,15 @@ def test_the_sequence_ratio_is_length_normalised_and_shared():
     # Log-ratios 0.2 and 0.4: mean 0.3, ρ = e^0.3 = 1.3498588, loss −ρ · 1. dρ/dlogp_t = ρ / 2: gradient −0.6749294 each.
     logp = leaf([[0.2, 0.4, 5.0]])
     mask = torch.tensor([[True, True, False]])
-    loss, metrics = clipped_surrogate(logp, torch.zeros(1, 3), torch.tensor([1.0]), mask, clip_low=0.5, clip_high=0.5, ratio="sequence")
+    loss, metrics = clipped_surrogate(
+        logp,
+        torch.zeros(1, 3),
+        torch.tensor([1.0]),
+        mask,
+        clip_low=0.5,
+        clip_high=0.5,
+        ratio="sequence",
+    )
     assert loss.item() == pytest.approx(-1.3498588)
     assert gradient(loss, logp) == approx([[-0.6749294, -0.6749294, 0.0]])
     assert metrics["ratio_mean"].item() == metrics["ratio_max"].item() == pytest.approx(1.3498588)
@@ -103,7 +122,13 @@ def test_the_sequence_ratio_clips_the_whole_sequence():
     # ρ = e^0.3 lies above 1 + 3e-4: loss −1.0003 and no gradient, although the first token alone has fallen
     logp = leaf([[-0.2, 0.8]])
     loss, metrics = clipped_surrogate(
-        logp, torch.zeros(1, 2), torch.tensor([1.0]), torch.ones(1, 2), clip_low=3e-4, clip_high=3e-4, ratio="sequence"
+        logp,
+        torch.zeros(1, 2),
+        torch.tensor([1.0]),
+        torch.ones(1, 2),
+        clip_low=3e-4,
+        clip_high=3e-4,
+        ratio="sequence",
     )
     assert loss.item() == pytest.approx(-1.0003)
     assert gradient(loss, logp) == [[0.0, 0.0]]
@@ -114,7 +139,13 @@ def test_the_sequence_ratio_with_an_advantage_per_token():
     # ρ = e^0.3 for both tokens, A = 1 and 3: loss −ρ · 2 = −2.6997176; dloss/dlogp_t = −ρ · 2 / 2 = −1.3498588
     logp = leaf([[0.2, 0.4]])
     loss, _ = clipped_surrogate(
-        logp, torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]), torch.ones(1, 2), clip_low=0.5, clip_high=0.5, ratio="sequence"
+        logp,
+        torch.zeros(1, 2),
+        torch.tensor([[1.0, 3.0]]),
+        torch.ones(1, 2),
+        clip_low=0.5,
+        clip_high=0.5,
+        ratio="sequence",
     )
     assert loss.item() == pytest.approx(-2.6997176)
     assert gradient(loss, logp) == approx([[-1.3498588, -1.3498588]])
@@ -124,7 +155,9 @@ def test_metrics_are_over_unmasked_tokens():
     # ρ = 2 (clipped: A > 0, above 1.2) and ½ (not: A > 0). k3: (2 − 1 − ln 2) and (½ − 1 + ln 2), mean ½ / 2 = 0.25
     logp = leaf([[math.log(2), -math.log(2), 7.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0]])
-    _, metrics = clipped_surrogate(logp, torch.zeros(1, 3), torch.tensor([1.0]), mask, clip_low=0.2, clip_high=0.2)
+    _, metrics = clipped_surrogate(
+        logp, torch.zeros(1, 3), torch.tensor([1.0]), mask, clip_low=0.2, clip_high=0.2
+    )
     assert set(metrics) == METRICS
     assert all(figure.ndim == 0 and not figure.requires_grad for figure in metrics.values())
     assert metrics["ratio_mean"].item() == pytest.approx(1.25)
@@ -151,7 +184,9 @@ def test_metrics_are_over_unmasked_tokens():
 def test_cispo_clips_the_ratio_and_keeps_the_gradient(rho, logp, adv, loss, grad, clipped):
     tensor = leaf([[logp]])
     old = torch.tensor([[logp - math.log(rho)]])
-    value, metrics = cispo(tensor, old, torch.tensor([adv]), torch.ones(1, 1), eps_low=0.2, eps_high=0.5)
+    value, metrics = cispo(
+        tensor, old, torch.tensor([adv]), torch.ones(1, 1), eps_low=0.2, eps_high=0.5
+    )
     assert value.item() == pytest.approx(loss)
     assert gradient(value, tensor) == approx([[grad]])
     assert set(metrics) == METRICS
@@ -172,7 +207,9 @@ def test_cispo_sums_over_tokens_and_divides_by_all_of_them():
 def test_cispo_divides_by_the_total_of_the_minibatch_when_told():
     # the same sum, 3, over 12 tokens: 0.25
     logp, adv = torch.tensor([[-1.0, -3.0], [-9.0, -5.0]]), torch.tensor([[2.0, 2.0], [77.0, -1.0]])
-    loss, _ = cispo(logp, logp, adv, torch.tensor([[1, 1], [0, 1]]), eps_low=0.2, eps_high=0.2, total_tokens=12)
+    loss, _ = cispo(
+        logp, logp, adv, torch.tensor([[1, 1], [0, 1]]), eps_low=0.2, eps_high=0.2, total_tokens=12
+    )
     assert loss.item() == pytest.approx(0.25)
 
 
@@ -196,7 +233,9 @@ def test_importance_weights_are_truncated_masked_and_detached():
     # e^ln 4 = 4 → cap 2; e^ln ½ = ½; e^0 = 1; under the mask 0; an overflowing exp is the cap
     trainer = torch.tensor([[math.log(4), math.log(0.5), -3.0, NAN, 1e30]], requires_grad=True)
     engine = torch.tensor([[0.0, 0.0, -3.0, INF, -1e30]], requires_grad=True)
-    weights = truncated_importance_weights(trainer, engine, torch.tensor([[1, 1, 1, 0, 1]]), cap=2.0)
+    weights = truncated_importance_weights(
+        trainer, engine, torch.tensor([[1, 1, 1, 0, 1]]), cap=2.0
+    )
     assert weights.tolist() == approx([[2.0, 0.5, 1.0, 0.0, 2.0]])
     assert not weights.requires_grad
 
@@ -215,7 +254,11 @@ MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
 def inputs(garbage: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """logp, old_logp and a [b, t] advantage, with `garbage` under MASK."""
     rng = torch.Generator().manual_seed(5)
-    columns = [-torch.rand(3, 5, generator=rng), -torch.rand(3, 5, generator=rng), torch.randn(3, 5, generator=rng)]
+    columns = [
+        -torch.rand(3, 5, generator=rng),
+        -torch.rand(3, 5, generator=rng),
+        torch.randn(3, 5, generator=rng),
+    ]
     if garbage is not None:
         columns = [torch.where(MASK.bool(), column, torch.tensor(garbage)) for column in columns]
     return columns[0].requires_grad_(), columns[1], columns[2]
@@ -232,7 +275,10 @@ def test_garbage_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradients(n
     assert torch.isfinite(loss)
     for figure, value in clean_metrics.items():
         assert torch.equal(metrics[figure], value), figure
-    grad, clean_grad = torch.tensor(gradient(loss, logp)), torch.tensor(gradient(clean_loss, clean_logp))
+    grad, clean_grad = (
+        torch.tensor(gradient(loss, logp)),
+        torch.tensor(gradient(clean_loss, clean_logp)),
+    )
     assert torch.equal(grad, clean_grad)
     assert (grad[MASK == 0] == 0).all()
     assert (grad[MASK == 1] != 0).any()
@@ -243,12 +289,17 @@ def test_garbage_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradients(n
 def test_opposite_garbage_whose_ratio_overflows(name, mixed):
     clean_logp, clean_old, clean_adv = inputs(None)
     logp, old, adv = inputs(mixed[0])[0], inputs(mixed[1])[1], inputs(NAN)[2]
-    loss, clean_loss = LOSSES[name](logp, old, adv, MASK)[0], LOSSES[name](clean_logp, clean_old, clean_adv, MASK)[0]
+    loss, clean_loss = (
+        LOSSES[name](logp, old, adv, MASK)[0],
+        LOSSES[name](clean_logp, clean_old, clean_adv, MASK)[0],
+    )
     assert torch.equal(loss, clean_loss)
     assert gradient(loss, logp) == gradient(clean_loss, clean_logp)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.int64, torch.float32, torch.float64]
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_mask_may_have_any_type(name, dtype):
     expected, _ = LOSSES[name](*inputs(NAN), MASK)
@@ -272,7 +323,9 @@ def test_a_batch_without_trained_tokens_is_zero_with_zero_gradients(name):
 def test_a_freak_ratio_leaves_loss_gradient_and_metrics_finite(name, adv):
     # the engine thought the token impossible: log-ratio 1e4, exp overflows
     logp = leaf([[-1.0, -1.0]])
-    loss, metrics = LOSSES[name](logp, torch.tensor([[-1.0, -1e4]]), torch.tensor([adv]), torch.ones(1, 2))
+    loss, metrics = LOSSES[name](
+        logp, torch.tensor([[-1.0, -1e4]]), torch.tensor([adv]), torch.ones(1, 2)
+    )
     assert torch.isfinite(loss)
     assert torch.isfinite(torch.tensor(gradient(loss, logp))).all()
     assert all(torch.isfinite(figure) for figure in metrics.values())
@@ -318,7 +371,9 @@ def loss_of(name: str, logp: Tensor, batch: dict[str, Tensor], total_tokens: int
         return cispo(logp, old, adv, mask, eps_low=0.2, eps_high=0.3, total_tokens=total_tokens)[0]
     if name == "nll":
         return nll(logp, mask, weights)[0]
-    return clipped_surrogate(logp, old, adv, mask, clip_low=0.2, clip_high=0.3, ratio=name, weights=weights)[0]  # pyright: ignore
+    return clipped_surrogate(
+        logp, old, adv, mask, clip_low=0.2, clip_high=0.3, ratio=name, weights=weights
+    )[0]  # pyright: ignore
 
 
 def accumulate(name: str, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
@@ -328,9 +383,15 @@ def accumulate(name: str, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
     total = 0.0
     for part in parts:
         rows = {key: column[part] for key, column in batch.items()}
-        width = int(rows["mask"].any(0).nonzero().max()) + 1 if rows["mask"].any() else 1  # a shorter micro-batch is padded less
-        rows = {key: column[:, :width] if column.ndim == 2 else column for key, column in rows.items()}
-        loss = loss_of(name, torch.log_softmax(theta, 0)[rows["ids"]], rows, int(batch["mask"].sum()))
+        width = (
+            int(rows["mask"].any(0).nonzero().max()) + 1 if rows["mask"].any() else 1
+        )  # a shorter micro-batch is padded less
+        rows = {
+            key: column[:, :width] if column.ndim == 2 else column for key, column in rows.items()
+        }
+        loss = loss_of(
+            name, torch.log_softmax(theta, 0)[rows["ids"]], rows, int(batch["mask"].sum())
+        )
         loss.backward()
         total += loss.item()
     assert theta.grad is not None
@@ -352,7 +413,12 @@ def test_every_split_into_micro_batches_gives_the_same_loss_and_gradient(name, s
 
 @pytest.mark.parametrize("name", ["token", "sequence", "cispo", "nll"])
 def test_one_sample_at_a_time_gives_the_same_gradient_as_the_whole(name):
-    torch.testing.assert_close(accumulate(name, torch.arange(B).split(1))[1], accumulate(name, [torch.arange(B)])[1], atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        accumulate(name, torch.arange(B).split(1))[1],
+        accumulate(name, [torch.arange(B)])[1],
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -363,15 +429,41 @@ X, A = torch.zeros(2, 3), torch.zeros(2)
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: clipped_surrogate(X, X, A, X, clip_low=-0.1, clip_high=0.2), "clip_low must not be negative"),
-        (lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=NAN), "clip_high must not be negative"),
-        (lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=0.2, ratio="word"), "ratio must be 'token' or"),  # pyright: ignore
-        (lambda: clipped_surrogate(X, X[:, :2], A, X, clip_low=0.1, clip_high=0.2), r"old_logp must be \[2, 3\] like the mask"),
-        (lambda: clipped_surrogate(X[:1], X, A, X, clip_low=0.1, clip_high=0.2), r"logp must be \[2, 3\]"),
-        (lambda: clipped_surrogate(X, X, torch.zeros(3), X, clip_low=0.1, clip_high=0.2), r"adv must be \[2\] or \[2, 3\], not \[3\]"),
-        (lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=0.2, weights=torch.zeros(3)), r"weights must be \[2\]"),
+        (
+            lambda: clipped_surrogate(X, X, A, X, clip_low=-0.1, clip_high=0.2),
+            "clip_low must not be negative",
+        ),
+        (
+            lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=NAN),
+            "clip_high must not be negative",
+        ),
+        (
+            lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=0.2, ratio="word"),
+            "ratio must be 'token' or",
+        ),  # pyright: ignore
+        (
+            lambda: clipped_surrogate(X, X[:, :2], A, X, clip_low=0.1, clip_high=0.2),
+            r"old_logp must be \[2, 3\] like the mask",
+        ),
+        (
+            lambda: clipped_surrogate(X[:1], X, A, X, clip_low=0.1, clip_high=0.2),
+            r"logp must be \[2, 3\]",
+        ),
+        (
+            lambda: clipped_surrogate(X, X, torch.zeros(3), X, clip_low=0.1, clip_high=0.2),
+            r"adv must be \[2\] or \[2, 3\], not \[3\]",
+        ),
+        (
+            lambda: clipped_surrogate(
+                X, X, A, X, clip_low=0.1, clip_high=0.2, weights=torch.zeros(3)
+            ),
+            r"weights must be \[2\]",
+        ),
         (lambda: cispo(X, X, A, X, eps_low=-1.0, eps_high=0.2), "eps_low must not be negative"),
-        (lambda: cispo(X, X, A, X, eps_low=0.2, eps_high=0.2, total_tokens=0), "total_tokens must be at least 1"),
+        (
+            lambda: cispo(X, X, A, X, eps_low=0.2, eps_high=0.2, total_tokens=0),
+            "total_tokens must be at least 1",
+        ),
         (lambda: cispo(X, X, X.T, X, eps_low=0.2, eps_high=0.2), "adv must be"),
         (lambda: nll(X[0], X[0]), r"mask must be \[b, t\]"),
         (lambda: nll(X[:0], X[:0]), r"mask must be \[b, t\]"),

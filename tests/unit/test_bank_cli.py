@@ -13,7 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from banks import HALL, another_run, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from banks import (
+    HALL,
+    another_run,
+    bank,
+    copy_of,
+    finished_run,
+    go_another_way,
+    lines,
+    moved,
+    opened,
+    parsed,
+    refused,
+    uids,
+)
 from doors import renderer
 from extractors import GOAL, PROMPTS, add, bank_of_version_1, hit, request, search, task, update
 from rich.cells import cell_len
@@ -175,7 +188,9 @@ def with_lifts(path: Path) -> Path:
         made = await opened(path)
         for uid, groups in GROUPS.items():
             unit = made._bank.entries[uid].unit
-            await made.record_lifts({f"run/9/{uid}{i}": [GroupSuccess(unit, *one)] for i, one in enumerate(groups)})
+            await made.record_lifts(
+                {f"run/9/{uid}{i}": [GroupSuccess(unit, *one)] for i, one in enumerate(groups)}
+            )
         await made.aclose()
 
     asyncio.run(record())
@@ -211,13 +226,22 @@ def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
 
 def test_a_lift_as_json_has_its_half_width(copy: Path):
     lifts = {entry["uid"]: entry["lift"] for entry in parsed("ls", with_lifts(copy))}
-    assert lifts["run/0/0/0#0"] == {"groups": 2, "mean": 0.5, "m2": 0.0, "half_width": pytest.approx(2.151326, abs=1e-6)}
+    assert lifts["run/0/0/0#0"] == {
+        "groups": 2,
+        "mean": 0.5,
+        "m2": 0.0,
+        "half_width": pytest.approx(2.151326, abs=1e-6),
+    }
     assert lifts["run/1/0/1#0"] == {
         "groups": 12, "mean": pytest.approx(5 / 12), "m2": pytest.approx(1 / 6), "half_width": pytest.approx(0.196116, abs=1e-6),
     }  # fmt: skip
     assert lifts["run/0/1/0#0"] is None
     groups = parsed("show", copy, "0/0/0#0")["lifts"]
-    assert [(one["version"], one["guided"], one["free"]) for one in groups] == [(1, 0.5, 0.25), (2, 1.0, 0.5), (2, 1.0, 0.5)]
+    assert [(one["version"], one["guided"], one["free"]) for one in groups] == [
+        (1, 0.5, 0.25),
+        (2, 1.0, 0.5),
+        (2, 1.0, 0.5),
+    ]
     assert lines("show", copy, "2/0/0#1")[7:9] == [
         "never credited",
         "lift -0.58 ± 0.20 over 12 groups: success of their guided − of their free members (of this version)",
@@ -228,17 +252,24 @@ def test_credit_without_a_free_member_is_no_lift(copy: Path):
     asyncio.run(go_another_way(copy))
     shown = lines("show", copy, "0/1/0#0")
     assert "won 0 of 1 credited episodes (of this version)" in shown
-    assert "lift unknown: no group that it guided has free members to compare with (of this version)" in shown
+    assert (
+        "lift unknown: no group that it guided has free members to compare with (of this version)"
+        in shown
+    )
 
 
 def test_what_is_left_out_is_said_beside_the_rows(run: Path):
     result = bank("ls", run, "--limit", "2", "--task", "room")
-    assert result.stdout.splitlines()[0] == "uid               lift  won  uses  step  goal                                text", (
-        "one task: no column"
-    )
+    assert (
+        result.stdout.splitlines()[0]
+        == "uid               lift  won  uses  step  goal                                text"
+    ), "one task: no column"
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "2 of 4; --limit 0 for all\n"
-    assert bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr == "2 of 4; --limit 0 for all\n"
+    assert (
+        bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr
+        == "2 of 4; --limit 0 for all\n"
+    )
     for command in (["ls", run], ["search", run, "west"]):
         nothing = bank(*command, "--task", "none")
         assert (nothing.stdout, nothing.stderr) == ("", "there is none\n")
@@ -253,11 +284,17 @@ def test_on_a_terminal_the_texts_give_way():
         "uid": ["run1a2b3c4d/100/15/7#2", "0/0/0#0"],
         "won": ["86/88", "–"],
         "goal": ["Room: the broken cellar. Reach the stairs down (>).", "短い"],
-        "text": ["Walk southwest until the wall, and then along it.", "左の壁に沿って歩き、それから右に曲がって出口を探しなさい。"],
+        "text": [
+            "Walk southwest until the wall, and then along it.",
+            "左の壁に沿って歩き、それから右に曲がって出口を探しなさい。",
+        ],
     }
     for width in (60, 80, 100):
         rows = table(columns, width)
-        assert {cell_len(row) for row in rows[1:]} <= {width, width - 1}  # a wide character may not fit into the last cell
+        assert {cell_len(row) for row in rows[1:]} <= {
+            width,
+            width - 1,
+        }  # a wide character may not fit into the last cell
         assert all("…" in row for row in rows[1:])
     assert table(columns, 80)[0] == "uid                       won  goal                text"
     assert table(columns, 300) == table(columns, None)
@@ -282,14 +319,19 @@ def test_show_as_json(run: Path):
 
 
 def test_show_says_how_an_entry_went(run: Path):
-    assert lines("show", run, "run/0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted at step 2 to make room for run/2/0/0"
+    assert (
+        lines("show", run, "run/0/0/0#1")[0]
+        == "run/0/0/0#1, version 1, evicted at step 2 to make room for run/2/0/0"
+    )
 
 
 def test_a_uid_may_be_shortened_at_both_ends(run: Path):
     whole = lines("show", run, "run/0/1/0#0")
     for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@1"):
         assert lines("show", run, name) == whole
-    assert "2 experiences begin with it: '2/0/0#0, 2/0/0#1'. Give more of it." in refused("show", run, "2/0")
+    assert "2 experiences begin with it: '2/0/0#0, 2/0/0#1'. Give more of it." in refused(
+        "show", run, "2/0"
+    )
     assert "uid = 'nope': no experience of this bank has it" in refused("show", run, "nope")
     assert "no experience of this bank" in refused("show", run, "")
 
@@ -297,26 +339,47 @@ def test_a_uid_may_be_shortened_at_both_ends(run: Path):
 def test_where_two_uids_differ_in_their_run_alone_all_stay_whole():
     uids = ["run/0/0/0#0", "run1a/0/0/0#0", "run1a/0/0/1#0", "odd"]
     assert short_uids(uids) == {uid: uid for uid in uids}
-    assert short_uids(uids[1:]) == {"run1a/0/0/0#0": "0/0/0#0", "run1a/0/0/1#0": "0/0/1#0", "odd": "odd"}
+    assert short_uids(uids[1:]) == {
+        "run1a/0/0/0#0": "0/0/0#0",
+        "run1a/0/0/1#0": "0/0/1#0",
+        "odd": "odd",
+    }
 
 
 def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
     """As lessons written by hand may have them."""
     parents = {"a": [], "a@1": ["a@1"], "A": [], "a@1@2": ["a@1@1"], "ab": ["A@1"]}
-    said = [{"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of} for uid, of in parents.items()]
+    said = [
+        {"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of}
+        for uid, of in parents.items()
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
     lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
     found = {uid: parsed("show", new, uid) for uid in parents}
-    assert {uid: story["entry"]["uid"] for uid, story in found.items()} == {uid: uid for uid in parents}
-    offspring = {uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()}
+    assert {uid: story["entry"]["uid"] for uid, story in found.items()} == {
+        uid: uid for uid in parents
+    }
+    offspring = {
+        uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()
+    }
     assert offspring == {"a": ["a@1"], "a@1": ["a@1@2"], "A": ["ab"], "a@1@2": [], "ab": []}
-    assert [parsed("show", new, name)["entry"]["uid"] for name in ("A@1", "a@1@1", "a@1@2@1")] == ["A", "a@1", "a@1@2"]
+    assert [parsed("show", new, name)["entry"]["uid"] for name in ("A@1", "a@1@1", "a@1@2@1")] == [
+        "A",
+        "a@1",
+        "a@1@2",
+    ]
 
 
 def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_path: Path):
     """Each experience came of the one before it, and all of them of the first."""
-    parents = {f"e{i:02}": [f"e{before:02}@1" for before in {0, i - 1} if 0 <= before < i] for i in range(12)}
-    said = [{"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of} for uid, of in parents.items()]
+    parents = {
+        f"e{i:02}": [f"e{before:02}@1" for before in {0, i - 1} if 0 <= before < i]
+        for i in range(12)
+    }
+    said = [
+        {"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of}
+        for uid, of in parents.items()
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
     lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
 
@@ -325,11 +388,15 @@ def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_pat
         return [line.split()[2] for line in shown[first : shown.index("", first)]]
 
     last = lines("show", new, "e11")
-    assert uids_under("lineage, the newest first (the first 10 of 12)", last) == [f"e{i:02}@1" for i in range(11, 1, -1)]
+    assert uids_under("lineage, the newest first (the first 10 of 12)", last) == [
+        f"e{i:02}@1" for i in range(11, 1, -1)
+    ]
     assert "what came of it" not in last
     first = lines("show", new, "e00")
     assert uids_under("lineage, the newest first", first) == ["e00@1"]
-    assert uids_under("the last 10 of the 11 versions that came of it", first) == [f"e{i:02}@1" for i in range(2, 12)]
+    assert uids_under("the last 10 of the 11 versions that came of it", first) == [
+        f"e{i:02}@1" for i in range(2, 12)
+    ]
     assert len(parsed("show", new, "e11")["lineage"]) == 12
     with reading(new) as view:
         view._db.set_trace_callback((statements := []).append)
@@ -345,7 +412,11 @@ async def asked(folder: Path, *answers: str, told: str = "Go west.") -> None:
     """An episode is distilled; the next one asks as often as there are answers, and is won."""
     said = iter([add(told), *answers])
     prompts = replace(PROMPTS, refine=write_refine)
-    made = await opened(folder / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda _: next(said)), prompts=prompts)
+    made = await opened(
+        folder / "bank.sqlite",
+        engine=ScriptedEngine(renderer(), lambda _: next(said)),
+        prompts=prompts,
+    )
     await made.submit(request())
     await made.drain()
     made.advance(1)
@@ -399,7 +470,13 @@ def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):
         "",
     ]
     story = parsed("show", tmp_path, "run/train/1/4/0/1")
-    refined = {"id": "run/train/1/4/0/1", "step": 1, "uid": "run/0/0/0#0", "version": 1, "text": "Two rooms west."}
+    refined = {
+        "id": "run/train/1/4/0/1",
+        "step": 1,
+        "uid": "run/0/0/0#0",
+        "version": 1,
+        "text": "Two rooms west.",
+    }
     assert (story["refinement"], story["answer"]) == (refined, f"{REFINED}<|im_end|>")
     assert [use["reward"] for use in story["uses"]] == [1.0]
     told = parsed("show", tmp_path, "0/0/0#0")
@@ -428,8 +505,14 @@ def test_a_long_history_is_told_in_few_periods():
     Of steps 9 to 11 the lifts are 0, 1/2 and 1: half = 3.182446 · √(1 + 1/2) / 3 = 1.299228.
     Of step 19 there is one: 12.706205.
     """
-    uses = [UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0) for step in range(20) for member in range(2)]
-    lifts = [LiftView(step, f"run/{step}/0", 1, (step - 9) / 2, 0.0) for step in (9, 10, 11)] + [LiftView(19, "run/19/0", 1, 0.25, 1.0)]
+    uses = [
+        UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0)
+        for step in range(20)
+        for member in range(2)
+    ]
+    lifts = [LiftView(step, f"run/{step}/0", 1, (step - 9) / 2, 0.0) for step in (9, 10, 11)] + [
+        LiftView(19, "run/19/0", 1, 0.25, 1.0)
+    ]
     assert history(uses, lifts) == [
         "when                  lift  won",
         "steps 0–2                –  0/6",
@@ -458,10 +541,14 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     for query, name in ((GOAL + " Go southwest.", "room"), ("left wall", "maze")):
         rows = parsed("search", run, query, "--task", name)
         assert rows[0]["uid"] == asyncio.run(nearest(query, name))
-        assert [row["similarity"] for row in rows] == sorted((row["similarity"] for row in rows), reverse=True)
+        assert [row["similarity"] for row in rows] == sorted(
+            (row["similarity"] for row in rows), reverse=True
+        )
     goal, text = asyncio.run(HashEmbedder().embed([HALL.goal, "Follow the left wall."]))
     s = goal @ text
-    cosine = (1 + 0.1 * s) / math.sqrt(1 + 0.2 * s + 0.01)  # of g and g + w·t, with w = 0.1 and s = g·t
+    cosine = (1 + 0.1 * s) / math.sqrt(
+        1 + 0.2 * s + 0.01
+    )  # of g and g + w·t, with w = 0.1 and s = g·t
     assert lines("search", run, HALL.goal, "--limit", "1") == [
         "cosine  uid      lift  won  uses  step  goal                  text",
         f" {cosine:.3f}  0/1/0#0     –    –     0     0  Leave the long hall.  Follow the left wall.",
@@ -491,7 +578,10 @@ def test_stats(run: Path):
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
     }  # fmt: skip
     assert figures["lift"] == {"above": 0, "below": 0, "around": 1, "unknown": 4}
-    assert (figures["won"], figures["used"]) == ([0, 0, 0, 0, 1], {"active": 5, "retrieved": 1, "credited": 1, "voted": 0})
+    assert (figures["won"], figures["used"]) == (
+        [0, 0, 0, 0, 1],
+        {"active": 5, "retrieved": 1, "credited": 1, "voted": 0},
+    )
     assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
 
 
@@ -506,7 +596,9 @@ async def test_the_size_of_a_bank_that_is_open_is_with_its_log(tmp_path: Path):
 @pytest.mark.parametrize("version", ["0", "3", "9" * 5000])
 def test_a_version_that_was_never_written_is_no_experience(run: Path, version: str):
     assert lines("show", run, "0/0/0#0@1") == lines("show", run, "0/0/0#0@2")
-    assert "the newest version of that experience is 2. Leave the version out." in refused("show", run, f"0/0/0#0@{version}")
+    assert "the newest version of that experience is 2. Leave the version out." in refused(
+        "show", run, f"0/0/0#0@{version}"
+    )
 
 
 def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
@@ -515,7 +607,12 @@ def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
     says = add("Go west.", "Go south.", "Be careful.")
 
     async def write() -> None:
-        made = await opened(path, engine=ScriptedEngine(renderer(), lambda prompt: tidy if "user\nmerge\n" in prompt else says))
+        made = await opened(
+            path,
+            engine=ScriptedEngine(
+                renderer(), lambda prompt: tidy if "user\nmerge\n" in prompt else says
+            ),
+        )
         await made.submit(request())
         await made.drain()
         made.advance(5)
@@ -525,11 +622,22 @@ def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
     asyncio.run(write())
     (uid,) = uids(path)
     assert uid.startswith("merge/0-")
-    assert [(v["kind"], v["step"]) for v in parsed("show", path, uid)["lineage"]] == [("merge", 5), ("add", 0), ("add", 0)]
+    assert [(v["kind"], v["step"]) for v in parsed("show", path, uid)["lineage"]] == [
+        ("merge", 5),
+        ("add", 0),
+        ("add", 0),
+    ]
     source = parsed("show", path, "run/0/0/0#0")
-    assert (source["entry"]["status"], [v["uid"] for v in source["offspring"]], source["eviction"]) == ("merged", [uid], None)
+    assert (
+        source["entry"]["status"],
+        [v["uid"] for v in source["offspring"]],
+        source["eviction"],
+    ) == ("merged", [uid], None)
     name = uid.removesuffix("#0")
-    assert lines("show", path, "run/0/0/0#2")[0] == f"run/0/0/0#2, version 1, evicted at step 5 by {name}"
+    assert (
+        lines("show", path, "run/0/0/0#2")[0]
+        == f"run/0/0/0#2, version 1, evicted at step 5 by {name}"
+    )
     assert parsed("stats", path)["ops"].items() >= {"chunk": 1, "merge": 1, "discard": 1}.items()
     new = tmp_path / "new.sqlite"
     (tmp_path / "lessons.jsonl").write_text(bank("export", path).stdout, "utf-8")
@@ -547,7 +655,11 @@ def test_queue_and_dead(run: Path):
         "run/0/0/3  won      room  Find the exit of the azure cellar.  engine: the prompt is too long",
     ]
     (waiting,) = parsed("queue", run)
-    assert (waiting["id"], waiting["guided"], waiting["reason"]) == ("run/2/1/0", ["run/0/1/0#0"], None)
+    assert (waiting["id"], waiting["guided"], waiting["reason"]) == (
+        "run/2/1/0",
+        ["run/0/1/0#0"],
+        None,
+    )
     assert parsed("dead", run)[0]["reason"] == "engine: the prompt is too long"
 
 
@@ -570,7 +682,11 @@ def test_diff(run: Path, copy: Path):
 def test_a_diff_as_json_has_the_same_limit(run: Path, copy: Path):
     asyncio.run(go_another_way(copy))
     result = bank("diff", run, copy, "--limit", "1", "--json")
-    assert {name: len(part) for name, part in json.loads(result.stdout).items()} == {"only_a": 1, "only_b": 1, "both": 1}
+    assert {name: len(part) for name, part in json.loads(result.stdout).items()} == {
+        "only_a": 1,
+        "only_b": 1,
+        "both": 1,
+    }
     assert result.stderr == "3 of 6; --limit 0 for all\n"
     assert len(parsed("diff", run, copy, "--limit", "0")["both"]) == 4
 
@@ -578,7 +694,9 @@ def test_a_diff_as_json_has_the_same_limit(run: Path, copy: Path):
 def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
     asyncio.run(another_run(run / "bank.sqlite", path))
-    assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(uids(run)) | {"again/1/0/0#0": 1}
+    assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(
+        uids(run)
+    ) | {"again/1/0/0#0": 1}
     assert lines("ls", path, "--task", "maze") == [
         "uid      lift  won  uses  step  goal                  text",
         "1/0/0#0     –    –     0     1  Leave the long hall.  Follow the left wall.",
@@ -591,9 +709,15 @@ def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_
         "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
     ]
     first = shown.index("lift and credit over time (of all versions)")
-    assert shown[first + 2 : first + 4] == ["  earlier runs  +0.38 ± 2.18  2/3", "  step 1                   –  0/1"]
+    assert shown[first + 2 : first + 4] == [
+        "  earlier runs  +0.38 ± 2.18  2/3",
+        "  step 1                   –  0/1",
+    ]
     assert "     –  run/1/0/1          1      -1" in shown
-    assert lines("show", path, "0/0/0#1")[0] == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
+    assert (
+        lines("show", path, "0/0/0#1")[0]
+        == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
+    )
 
 
 def test_what_was_retrieved_in_an_earlier_run_alone(run: Path, tmp_path: Path):
@@ -609,9 +733,13 @@ def test_operations_of_earlier_runs_are_counted_apart(run: Path, tmp_path: Path)
     assert (now["ops"], now["dropped"]) == ({"add": 1, "credit": 1, "retrieve": 1, "submit": 1}, {})
     assert (now["log"], now["step"], now["earlier"]) == (4, 1, earlier["log"])
     assert (earlier["step"], earlier["earlier"]) == (2, 0)
-    assert lines("stats", path)[0].endswith(f"MiB, 4 operations, the last at step 1, after {earlier['log']} of earlier runs")
+    assert lines("stats", path)[0].endswith(
+        f"MiB, 4 operations, the last at step 1, after {earlier['log']} of earlier runs"
+    )
     asyncio.run(ExperienceManager.start_from(path, tmp_path / "third.sqlite"))
-    assert lines("stats", tmp_path / "third.sqlite")[0].endswith(f"MiB, 0 operations, after {earlier['log'] + 4} of earlier runs")
+    assert lines("stats", tmp_path / "third.sqlite")[0].endswith(
+        f"MiB, 0 operations, after {earlier['log'] + 4} of earlier runs"
+    )
 
 
 # ── while a run writes ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -623,13 +751,24 @@ async def test_a_run_under_way_can_be_looked_into_and_is_not_disturbed(tmp_path:
     writing = asyncio.create_task(keep_writing(made))
     seen = []
     for _ in range(3):
-        seen.append(len(await asyncio.to_thread(parsed, "ls", path, "--status", "all", "--limit", "0")))
-        for command in (["stats", path], ["queue", path], ["dead", path], ["search", path, "west"], ["diff", path, path]):
+        seen.append(
+            len(await asyncio.to_thread(parsed, "ls", path, "--status", "all", "--limit", "0"))
+        )
+        for command in (
+            ["stats", path],
+            ["queue", path],
+            ["dead", path],
+            ["search", path, "west"],
+            ["diff", path, path],
+        ):
             await asyncio.to_thread(parsed, *command)
         assert not writing.done()
     assert seen == sorted(seen)
     for command in (["prune", path, "--max-entries", "1", "--yes"], ["dead", path, "--retry"]):
-        assert "is writing to it. End that one first, or work on a copy." in await asyncio.to_thread(refused, *command, code=1)
+        assert (
+            "is writing to it. End that one first, or work on a copy."
+            in await asyncio.to_thread(refused, *command, code=1)
+        )
     assert not writing.done()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -674,7 +813,9 @@ async def test_a_writer_that_comes_and_goes_leaves_a_reader_its_state(copy: Path
         await made.drain()
         await made.aclose()
         assert (view.entries(None), view.queue()) == (entries, requests)
-        assert [view.lineage(entry.unit)[0].text for entry in entries] == [entry.text for entry in entries]
+        assert [view.lineage(entry.unit)[0].text for entry in entries] == [
+            entry.text for entry in entries
+        ]
     with reading(copy) as view:
         assert view.queue()["done"] == requests["done"] + requests["pending"] + 40
     assert not list(await asyncio.to_thread(tmp_path.glob, "*-*")), "no log"
@@ -682,7 +823,13 @@ async def test_a_writer_that_comes_and_goes_leaves_a_reader_its_state(copy: Path
 
 def test_looking_leaves_nothing_behind(run: Path):
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
-    for command in (["ls", run], ["show", run, "0/0/0#0"], ["stats", run], ["export", run], ["search", run, "west"]):
+    for command in (
+        ["ls", run],
+        ["show", run, "0/0/0#0"],
+        ["stats", run],
+        ["export", run],
+        ["search", run, "west"],
+    ):
         lines(*command)
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
@@ -698,7 +845,9 @@ def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_pat
         parsed(*command)
     assert len(lines("export", path)) == 1 + 3
     assert path.read_bytes() == before
-    assert lines("dead", path, "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
+    assert lines("dead", path, "--retry") == [
+        "1 dead episode is queued again; it waits until the run goes on"
+    ]
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     assert uids(path, "--status", "all", "--sort", "age") == written
@@ -722,7 +871,9 @@ def test_nothing_of_an_answer_is_obeyed(tmp_path: Path):
 
 def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
     async def write() -> None:
-        made = await opened(tmp_path / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda prompt: add(HOSTILE)))
+        made = await opened(
+            tmp_path / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda prompt: add(HOSTILE))
+        )
         await made.submit(request(of=task(f"ro{HOSTILE}om", f"Go{HOSTILE}.")))
         await made.drain()
         await made.submit(request(1, of=task("room", HOSTILE), shown=(hit("run/0/0/0#0"),)))
@@ -750,7 +901,10 @@ def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
             output = bank(*command, *options).output
             assert [c for c in output if not c.isprintable() and c != "\n"] == [], command
     row = lines("ls", tmp_path)[1]
-    assert r"\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08 [bold red]markup[/] :skull: a b second line" in row
+    assert (
+        r"\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08 [bold red]markup[/] :skull: a b second line"
+        in row
+    )
     shown = lines("show", tmp_path, uid)
     assert "  second line" in shown, "a text of several lines is shown as one"
 
@@ -761,8 +915,18 @@ def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
 def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("Once upon a time. " * 99)
-    for name, reason in (("none", "no such file"), ("empty", "no such file"), ("text", "not a bank of crl")):
-        for command in (["ls"], ["stats"], ["export"], ["prune", "--max-entries", "1"], ["dead", "--retry"]):
+    for name, reason in (
+        ("none", "no such file"),
+        ("empty", "no such file"),
+        ("text", "not a bank of crl"),
+    ):
+        for command in (
+            ["ls"],
+            ["stats"],
+            ["export"],
+            ["prune", "--max-entries", "1"],
+            ["dead", "--retry"],
+        ):
             assert reason in refused(command[0], tmp_path / name, *command[1:])
     assert not (tmp_path / "none").exists()
     with closing(sqlite3.connect(copy)) as db:
@@ -771,8 +935,12 @@ def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
 
 
 def test_arguments_that_are_no_unicode(run: Path, tmp_path: Path):
-    assert r"uid = 'a\udcff': it is no Unicode text. Give it in UTF-8." in refused("show", run, "a\udcff")
-    assert r"text = '\udcff': it is no Unicode text. Give it in UTF-8." in refused("search", run, "\udcff")
+    assert r"uid = 'a\udcff': it is no Unicode text. Give it in UTF-8." in refused(
+        "show", run, "a\udcff"
+    )
+    assert r"text = '\udcff': it is no Unicode text. Give it in UTF-8." in refused(
+        "search", run, "\udcff"
+    )
     path = tmp_path / "x\udcff.sqlite"
     path.write_bytes((run / "bank.sqlite").read_bytes())
     assert parsed("stats", path)["bank"] == str(path)
@@ -789,7 +957,10 @@ def test_a_bank_that_was_cut_off_is_damaged(copy: Path, share: float):
     whole = copy.read_bytes()
     copy.write_bytes(whole[: int(share * len(whole))])
     whole_copy = "Restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
-    assert f"it is damaged (database disk image is malformed). {whole_copy}, or give a run directory" in refused("ls", copy)
+    assert (
+        f"it is damaged (database disk image is malformed). {whole_copy}, or give a run directory"
+        in refused("ls", copy)
+    )
 
 
 def test_without_torch(run: Path):
@@ -798,5 +969,7 @@ def test_without_torch(run: Path):
         "finally: print(sorted({'torch', 'transformers', 'nle'} & set(sys.modules)), file=sys.stderr)"
     )
     for command in (["show", run, "0/0/0#0"], ["search", run, "west"], ["ls", run]):
-        result = subprocess.run([sys.executable, "-c", code, "bank", *map(str, command)], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code, "bank", *map(str, command)], capture_output=True, text=True
+        )
         assert (result.returncode, result.stderr) == (0, "[]\n")

@@ -35,18 +35,30 @@ CRL = [sys.executable, "-c", "from crl.cli.main import main; main()"]
 def can_mount() -> bool:
     unshare = shutil.which("unshare")
     return (
-        unshare is not None and subprocess.run([unshare, "-rm", "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True).returncode == 0
+        unshare is not None
+        and subprocess.run(
+            [unshare, "-rm", "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True
+        ).returncode
+        == 0
     )
 
 
-needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs unshare, and to be allowed a mount namespace")
+needs_mounts = pytest.mark.skipif(
+    not can_mount(), reason="needs unshare, and to be allowed a mount namespace"
+)
 
 
-def within(mount: str, folder: Path, command: Sequence[str | Path], then: str = "true") -> subprocess.CompletedProcess[str]:
+def within(
+    mount: str, folder: Path, command: Sequence[str | Path], then: str = "true"
+) -> subprocess.CompletedProcess[str]:
     """Runs the command where `mount` was done first; `then`, a line of shell, still sees that file system. {} in both is `folder`."""
-    script = f'set -e; {mount}; code=0; "$@" || code=$?; {then}; exit $code'.replace("{}", str(folder))
+    script = f'set -e; {mount}; code=0; "$@" || code=$?; {then}; exit $code'.replace(
+        "{}", str(folder)
+    )
     call = ["unshare", "-rm", "bash", "-c", script, "bash", *map(str, command)]
-    return subprocess.run(call, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        call, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 FULL = "mount -t tmpfs -o size={size} crl {}"
@@ -60,7 +72,9 @@ print(json.dumps([[result.exit_code, result.stdout, result.stderr] for result in
 """
 
 
-def commands(mount: str, folder: Path, *wanted: Sequence[str | Path], then: str = "true") -> list[tuple[int, str, str]]:
+def commands(
+    mount: str, folder: Path, *wanted: Sequence[str | Path], then: str = "true"
+) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each `crl bank` command."""
     listed = json.dumps([list(map(str, command)) for command in wanted])
     done = within(mount, folder, [sys.executable, "-c", COMMANDS, listed], then=then)
@@ -108,13 +122,23 @@ async def test_what_was_acknowledged_before_the_disk_was_full_is_there(tmp_path:
     (folder := tmp_path / "full").mkdir()
     (safe := tmp_path / "safe").mkdir()
     full = FULL.replace("{size}", "400k")
-    done = within(full, folder, [sys.executable, "-c", FILLS_IT, folder / "bank.sqlite"], then=f"cp {{}}/bank.sqlite* {safe}")
+    done = within(
+        full,
+        folder,
+        [sys.executable, "-c", FILLS_IT, folder / "bank.sqlite"],
+        then=f"cp {{}}/bank.sqlite* {safe}",
+    )
     assert done.returncode == 0, done.stderr
     acknowledged, message = done.stdout.strip().split(" ", 1)
-    assert message == f"{folder}/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe."
+    assert (
+        message
+        == f"{folder}/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe."
+    )
     assert int(acknowledged) > 5
     store = await Store.open(safe / "bank.sqlite")
-    assert [one.id for one in await store.lease()] == [f"run/0/0/{member}" for member in range(int(acknowledged))]
+    assert [one.id for one in await store.lease()] == [
+        f"run/0/0/{member}" for member in range(int(acknowledged))
+    ]
     await store.aclose()
 
 
@@ -125,7 +149,9 @@ def test_an_import_to_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> N
     lessons.write_text(bank("export", run).stdout, "utf-8")
     left = tmp_path / "left"
     full = FULL.replace("{size}", "100k")
-    ((code, _, said),) = commands(full, folder, ["import", folder / "new.sqlite", lessons], then=f"ls -A {{}} > {left}")
+    ((code, _, said),) = commands(
+        full, folder, ["import", folder / "new.sqlite", lessons], then=f"ls -A {{}} > {left}"
+    )
     assert code == 1
     assert "database or disk is full. Free some disk space" in said
     assert said.count("\n") == 1
@@ -138,10 +164,15 @@ def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path:
     full = f"{FULL.replace('{size}', '400k')}; cp {copy}/* {{}}; cat /dev/zero > {{}}/filler 2> /dev/null || true"
     changes = [["dead", folder, "--retry"], ["prune", folder, "--max-entries", "1", "--yes"]]
     for code, _, said in commands(full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"):
-        assert (code, said) == (1, f"error: {folder}/bank.sqlite: No space left on device. Free some disk space.\n")
+        assert (code, said) == (
+            1,
+            f"error: {folder}/bank.sqlite: No space left on device. Free some disk space.\n",
+        )
     assert len(uids(copy)) == 5
     assert bank("dead", copy).stdout.count("run/0/0/3") == 1
-    assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"], "what SQLite could not make is gone again"
+    assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"], (
+        "what SQLite could not make is gone again"
+    )
 
 
 # ── a read-only directory ───────────────────────────────────────────────────────────────────────────────────────────
@@ -149,15 +180,26 @@ def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path:
 
 @needs_mounts
 def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: Path) -> None:
-    looking = [["ls", copy], ["stats", copy], ["export", copy], ["show", copy, "0/0/0#0"], ["search", copy, "west"]]
+    looking = [
+        ["ls", copy],
+        ["stats", copy],
+        ["export", copy],
+        ["show", copy, "0/0/0#0"],
+        ["search", copy, "west"],
+    ]
     changing = [["dead", copy, "--retry"], ["prune", copy, "--max-entries", "1", "--yes"]]
     (lessons := copy.parent / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
-    *found, retried, pruned, imported = commands(READ_ONLY, copy, *looking, *changing, ["import", copy / "new.sqlite", lessons])
+    *found, retried, pruned, imported = commands(
+        READ_ONLY, copy, *looking, *changing, ["import", copy / "new.sqlite", lessons]
+    )
     assert found == [(0, bank(*command).stdout, "") for command in looking]
     refusal = f"error: {copy}/bank.sqlite: Read-only file system. Its directory must exist and be writable.\n"
     assert retried == pruned == (1, "", refusal)
     assert imported[0] == 2
-    assert f"{copy}/new.sqlite': cannot be made (Read-only file system). Choose a directory" in imported[2]
+    assert (
+        f"{copy}/new.sqlite': cannot be made (Read-only file system). Choose a directory"
+        in imported[2]
+    )
     assert len(list(copy.iterdir())) == 2
 
 
@@ -212,7 +254,14 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
     """In a directory where it could: what it made it could not remove, and the owner not use."""
 
     def looked() -> Any:
-        return json.loads(subprocess.run([sys.executable, "-c", LOOKS, path], env=ENVIRONMENT, check=True, capture_output=True).stdout)
+        return json.loads(
+            subprocess.run(
+                [sys.executable, "-c", LOOKS, path],
+                env=ENVIRONMENT,
+                check=True,
+                capture_output=True,
+            ).stdout
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
@@ -223,9 +272,15 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
         for file in (path, log, index):
             file.chmod(0o444)
         texts, files = looked()
-        assert ("Go north." in texts, files) == (True, ["bank.sqlite", "bank.sqlite-shm", "bank.sqlite-wal"])
+        assert ("Go north." in texts, files) == (
+            True,
+            ["bank.sqlite", "bank.sqlite-shm", "bank.sqlite-wal"],
+        )
         index.unlink()
-        assert "and what is in bank.sqlite-wal beside it can only be read where both and their directory are writable" in looked()
+        assert (
+            "and what is in bank.sqlite-wal beside it can only be read where both and their directory are writable"
+            in looked()
+        )
         log.unlink()
         texts, files = looked()
         assert ("Go north." in texts, files) == (False, ["bank.sqlite"])
@@ -247,33 +302,68 @@ print(json.dumps([[refused(name, path, *options) for name, *options in COMMANDS]
 def test_what_cannot_be_read_is_named_with_the_reason(copy: Path, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o755)
-        closed, locked, barred = Path(place, "closed.sqlite"), Path(place, "locked"), Path(place, "barred")
+        closed, locked, barred = (
+            Path(place, "closed.sqlite"),
+            Path(place, "locked"),
+            Path(place, "barred"),
+        )
         shutil.copy(copy / "bank.sqlite", closed)
         shutil.copytree(copy, locked)
         shutil.copytree(copy, barred)
         for path in (closed, locked, barred / "bank.sqlite"):
             path.chmod(0)
-        wanted = {path: "Permission denied" for path in (closed, locked, locked / "bank.sqlite", barred)}
-        wanted |= {closed.with_name("x" * 300): "File name too long", closed / "bank.sqlite": "Not a directory"}
-        said = json.loads(subprocess.check_output([sys.executable, "-c", FAILS, copy, *wanted], env=ENVIRONMENT))
+        wanted = {
+            path: "Permission denied" for path in (closed, locked, locked / "bank.sqlite", barred)
+        }
+        wanted |= {
+            closed.with_name("x" * 300): "File name too long",
+            closed / "bank.sqlite": "Not a directory",
+        }
+        said = json.loads(
+            subprocess.check_output([sys.executable, "-c", FAILS, copy, *wanted], env=ENVIRONMENT)
+        )
         locked.chmod(0o700)
-    remedy = "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl."
+    remedy = (
+        "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl."
+    )
     for (path, reason), errors in zip(wanted.items(), said, strict=True):
         file = path / "bank.sqlite" if path in (locked, barred) else path
-        assert errors == [f"error: bank = '{file}': it cannot be read ({reason}). {remedy}\n"] * len(errors)
+        assert errors == [
+            f"error: bank = '{file}': it cannot be read ({reason}). {remedy}\n"
+        ] * len(errors)
     assert "'/dev/null': it is no file" in refused("ls", "/dev/null")
     (lessons := tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
-    assert "cannot be made (File name too long)" in refused("import", tmp_path / ("x" * 300), lessons)
+    assert "cannot be made (File name too long)" in refused(
+        "import", tmp_path / ("x" * 300), lessons
+    )
 
 
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(mount: str, folder: Path, method: str, then: str = "true") -> subprocess.CompletedProcess[str]:
+def train(
+    mount: str, folder: Path, method: str, then: str = "true"
+) -> subprocess.CompletedProcess[str]:
     """The run's directory is `mine` in `folder`."""
-    sizes = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=1", "tasks.room.eval.new=1", "tasks.room.eval.online=0")
+    sizes = (
+        "rollout.groups=2",
+        "rollout.group_size=4",
+        "tasks.room.eval.known=1",
+        "tasks.room.eval.new=1",
+        "tasks.room.eval.online=0",
+    )
     sets = [word for setting in (*sizes, "eval.probe_every=0") for word in ("--set", setting)]
-    options = ["--tasks", "room", "--run-dir", folder / "mine", "--steps", "30", "--method", method, "--plain"]
+    options = [
+        "--tasks",
+        "room",
+        "--run-dir",
+        folder / "mine",
+        "--steps",
+        "30",
+        "--method",
+        method,
+        "--plain",
+    ]
     return within(mount, folder, [*CRL, "train", *options, *sets], then)
 
 
@@ -294,13 +384,24 @@ def test_no_run_begins_where_nothing_can_be_written(tmp_path: Path) -> None:
             "500k",
             "/mine/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe.",
         ),
-        ("grpo", "60k", "/mine: No space left on device. Free some disk space; the checkpoints that are there are whole."),
+        (
+            "grpo",
+            "60k",
+            "/mine: No space left on device. Free some disk space; the checkpoints that are there are whole.",
+        ),
     ],
 )
-def test_a_run_that_fills_the_disk_ends_with_one_line(method: str, size: str, message: str, tmp_path: Path) -> None:
+def test_a_run_that_fills_the_disk_ends_with_one_line(
+    method: str, size: str, message: str, tmp_path: Path
+) -> None:
     (folder := tmp_path / "full").mkdir()
     (safe := tmp_path / "safe").mkdir()
-    done = train(FULL.replace("{size}", size), folder, method, then=f"cp {{}}/mine/bank.sqlite* {safe} 2> /dev/null || true")
+    done = train(
+        FULL.replace("{size}", size),
+        folder,
+        method,
+        then=f"cp {{}}/mine/bank.sqlite* {safe} 2> /dev/null || true",
+    )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith(f"error: {folder}{message}")
     if method == "complementary":
@@ -313,7 +414,15 @@ def test_a_run_that_fills_the_disk_ends_with_one_line(method: str, size: str, me
 
 # ── a damaged file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-LOOKING = [["ls", "--status", "all"], ["stats"], ["queue"], ["dead"], ["export"], ["show", "0/0/0#0"], ["search", "west"]]
+LOOKING = [
+    ["ls", "--status", "all"],
+    ["stats"],
+    ["queue"],
+    ["dead"],
+    ["export"],
+    ["show", "0/0/0#0"],
+    ["search", "west"],
+]
 CHANGING = [["dead", "--retry"], ["prune", "--max-entries", "1", "--yes"]]
 
 
@@ -321,17 +430,25 @@ def damaged(whole: bytes, seed: int, cut: bool) -> bytes:
     """Cut off anywhere, or with other bytes in up to 200 places in a row."""
     draw = random.Random(seed)
     place = draw.randrange(len(whole))
-    return whole[:place] if cut else whole[:place] + draw.randbytes(draw.randint(1, 200)) + whole[place + 200 :]
+    return (
+        whole[:place]
+        if cut
+        else whole[:place] + draw.randbytes(draw.randint(1, 200)) + whole[place + 200 :]
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.booleans(), command=st.sampled_from(LOOKING + CHANGING))
-def test_a_damaged_bank_is_one_line_or_still_good_enough(run: Path, seed: int, cut: bool, command: list[str]) -> None:
+def test_a_damaged_bank_is_one_line_or_still_good_enough(
+    run: Path, seed: int, cut: bool, command: list[str]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bank.sqlite"
         path.write_bytes(damaged((run / "bank.sqlite").read_bytes(), seed, cut))
         result = bank(command[0], path, *command[1:])
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(
+        result.exception
+    )
     if result.exit_code:
         assert result.stderr.startswith("error: ")
         assert str(path) in result.stderr

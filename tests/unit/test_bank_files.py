@@ -31,11 +31,15 @@ async def test_a_symlink_is_the_bank_that_it_leads_to(tmp_path: Path) -> None:
     made = await opened(path)
     await made.submit(request(note="west"))
     await made.drain()
-    with pytest.raises(StoreError, match=f"link.sqlite: process {os.getpid()} on .* is writing to it"):
+    with pytest.raises(
+        StoreError, match=f"link.sqlite: process {os.getpid()} on .* is writing to it"
+    ):
         await Store.open(link)
     assert bank("prune", link, "--max-entries", "1", "--yes").exit_code == 1
     with reading(link) as reader:
-        assert [entry.text for entry in reader.entries()] == ["Go west.", "Mind the trap."], "what is in the log beside the file too"
+        assert [entry.text for entry in reader.entries()] == ["Go west.", "Mind the trap."], (
+            "what is in the log beside the file too"
+        )
     copy = tmp_path / "copy.sqlite"
     await made.start_from(link, copy)
     await made.aclose()
@@ -52,7 +56,10 @@ async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
     await (await Store.open(path)).aclose()
     os.link(path, other)
     for name in (path, other):
-        with pytest.raises(StoreError, match=rf"{name.name}: it has 2 names \(hard links\).*Copy the file, and use the copy\.$"):
+        with pytest.raises(
+            StoreError,
+            match=rf"{name.name}: it has 2 names \(hard links\).*Copy the file, and use the copy\.$",
+        ):
             await Store.open(name)
         with pytest.raises(ConfigError, match=r"it has 2 names \(hard links\)"), reading(name):
             pass
@@ -76,7 +83,10 @@ async def test_closing_twice_is_closing(tmp_path: Path) -> None:
 async def test_a_closing_that_is_cancelled_closes(tmp_path: Path, turns: int) -> None:
     """Also while it waits for what is to be committed: else nobody could open the bank again."""
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitting = [asyncio.create_task(store.submit(request(member=member), Stamp(0, 0))) for member in range(100)]
+    submitting = [
+        asyncio.create_task(store.submit(request(member=member), Stamp(0, 0)))
+        for member in range(100)
+    ]
     await asyncio.sleep(0)
     closing_it = asyncio.create_task(store.aclose())
     for _ in range(turns):
@@ -110,10 +120,35 @@ def changed(run: Path, folder: Path, *statements: str) -> Path:
 
 def trained(path: Path, folder: Path) -> tuple[int, str]:
     """Exit code and stderr of a run that starts from the bank."""
-    sizes = ("rollout.groups=2", "rollout.group_size=4", "tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0")
-    sets = [word for setting in (*sizes, "eval.probe_every=0", f"bank.init={path}") for word in ("--set", setting)]
-    result = CliRunner().invoke(app, ["train", "--tasks", "room", "--run-dir", str(folder / "new"), "--steps", "1", "--plain", *sets])
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    sizes = (
+        "rollout.groups=2",
+        "rollout.group_size=4",
+        "tasks.room.eval.known=0",
+        "tasks.room.eval.new=0",
+        "tasks.room.eval.online=0",
+    )
+    sets = [
+        word
+        for setting in (*sizes, "eval.probe_every=0", f"bank.init={path}")
+        for word in ("--set", setting)
+    ]
+    result = CliRunner().invoke(
+        app,
+        [
+            "train",
+            "--tasks",
+            "room",
+            "--run-dir",
+            str(folder / "new"),
+            "--steps",
+            "1",
+            "--plain",
+            *sets,
+        ],
+    )
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(
+        result.exception
+    )
     return result.exit_code, result.stderr
 
 
@@ -127,7 +162,8 @@ DAMAGED = (
 async def test_a_version_that_no_crl_writes(run: Path, tmp_path: Path, version: int) -> None:
     path = changed(run, tmp_path, f"PRAGMA user_version = {version}")
     with pytest.raises(
-        StoreError, match=rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. {re.escape(DAMAGED)}$"
+        StoreError,
+        match=rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. {re.escape(DAMAGED)}$",
     ):
         await Store.open(path)
     result = bank("ls", path)
@@ -155,7 +191,10 @@ def test_vectors_that_no_embedder_made(run: Path, tmp_path: Path, statement: str
     assert (code, said.count("\n")) == (1, 1), said
     for error in (said, bank("search", path, "west").stderr):
         assert error.startswith("error: ")
-        assert "bank.sqlite: it cannot be read (" in error or "copy.sqlite: it cannot be read (" in error
+        assert (
+            "bank.sqlite: it cannot be read (" in error
+            or "copy.sqlite: it cannot be read (" in error
+        )
         assert DAMAGED in error
 
 
@@ -168,7 +207,10 @@ async def reopened(path: Path) -> None:
 def test_vectors_of_another_dimension_are_made_again(run: Path, tmp_path: Path) -> None:
     """Their embedder's name may be that of one that has changed."""
     path = changed(run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
-    assert "the bank's vectors are not of the embedder that search has" in bank("search", path, "west").stderr
+    assert (
+        "the bank's vectors are not of the embedder that search has"
+        in bank("search", path, "west").stderr
+    )
     asyncio.run(reopened(path))
     assert bank("search", path, "west").exit_code == 0
 
@@ -178,20 +220,33 @@ def test_a_table_that_is_gone(run: Path, tmp_path: Path, table: str) -> None:
     path = changed(run, tmp_path, f"DROP TABLE {table}")
     code, said = trained(path, tmp_path)
     assert (code, said.count("\n")) == (1, 1), said
-    for error in (said, bank("stats", path).stderr, bank("prune", path, "--max-entries", "1", "--yes").stderr):
+    for error in (
+        said,
+        bank("stats", path).stderr,
+        bank("prune", path, "--max-entries", "1", "--yes").stderr,
+    ):
         assert f"no such table: {table}. {DAMAGED}" in error
 
 
-def test_a_frozen_run_does_not_start_from_a_bank_without_its_tables(run: Path, tmp_path: Path) -> None:
+def test_a_frozen_run_does_not_start_from_a_bank_without_its_tables(
+    run: Path, tmp_path: Path
+) -> None:
     path = changed(run, tmp_path, "DROP TABLE entries")
     with pytest.raises(ConfigError, match=r"it is damaged \(no such table: entries\)\. Choose\.$"):
         check_bank(path, "bank.init", "Choose", guiding=True)
 
 
 async def test_rows_that_no_crl_wrote(run: Path, tmp_path: Path) -> None:
-    path = changed(run, tmp_path, "UPDATE requests SET payload = '[]' WHERE payload IS NOT NULL", "UPDATE generations SET logprobs = X'00'")
+    path = changed(
+        run,
+        tmp_path,
+        "UPDATE requests SET payload = '[]' WHERE payload IS NOT NULL",
+        "UPDATE generations SET logprobs = X'00'",
+    )
     store = await Store.open(path)
     for reading_them in (store.lease(), store.generations(["run/0/0/0"])):
-        with pytest.raises(StoreError, match=rf"copy.sqlite: it cannot be read \(.*\. {re.escape(DAMAGED)}$"):
+        with pytest.raises(
+            StoreError, match=rf"copy.sqlite: it cannot be read \(.*\. {re.escape(DAMAGED)}$"
+        ):
             await reading_them
     await store.aclose()

@@ -12,7 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from banks import SETTINGS, another_run, bank, copy_of, finished_run, go_another_way, lines, moved, opened, parsed, refused, uids
+from banks import (
+    SETTINGS,
+    another_run,
+    bank,
+    copy_of,
+    finished_run,
+    go_another_way,
+    lines,
+    moved,
+    opened,
+    parsed,
+    refused,
+    uids,
+)
 from doors import renderer
 from extractors import GOAL, add, hit, logged, manager, request, search
 from hypothesis import given, settings
@@ -43,7 +56,9 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def test_the_dead_can_be_tried_again(copy: Path):
-    assert lines("dead", copy, "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
+    assert lines("dead", copy, "--retry") == [
+        "1 dead episode is queued again; it waits until the run goes on"
+    ]
     assert [one["id"] for one in parsed("queue", copy)] == ["run/0/0/3", "run/2/1/0"]
     assert parsed("dead", copy) == []
 
@@ -66,12 +81,19 @@ def test_some_of_the_dead_can_be_tried_again(copy: Path):
     before = parsed("dead", copy)
     assert [one["id"] for one in before] == ["run/0/0/3", "run/2/1/0"]
     unknown = refused("dead", copy, "--retry", "run/2/1/0", "nobody", "run/0/0/0", code=1)
-    assert unknown == f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; crl bank dead lists them.\n"
+    assert (
+        unknown
+        == f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; crl bank dead lists them.\n"
+    )
     assert "named for --retry alone" in refused("dead", copy, "run/2/1/0")
     assert parsed("dead", copy) == before
-    assert lines("dead", copy, "--retry", "run/2/1/0") == ["1 dead episode is queued again; it waits until the run goes on"]
+    assert lines("dead", copy, "--retry", "run/2/1/0") == [
+        "1 dead episode is queued again; it waits until the run goes on"
+    ]
     assert [one["id"] for one in parsed("queue", copy)] == ["run/2/1/0"]
-    assert lines("dead", copy, "run/0/0/3", "--retry") == ["1 dead episode is queued again; it waits until the run goes on"]
+    assert lines("dead", copy, "run/0/0/3", "--retry") == [
+        "1 dead episode is queued again; it waits until the run goes on"
+    ]
 
 
 def test_what_dies_twice_can_be_tried_twice(copy: Path):
@@ -98,7 +120,9 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
         await (made := await opened(copy)).drain()
         await made.aclose()
         settings = replace(SETTINGS, vote_out=1)
-        for step, (uid, version, kind) in enumerate((("run/0/0/0#0", 2, "up"), ("run/0/0/0#0", 2, "up"), ("run/2/0/0#1", 1, "down"))):
+        for step, (uid, version, kind) in enumerate(
+            (("run/0/0/0#0", 2, "up"), ("run/0/0/0#0", 2, "up"), ("run/2/0/0#1", 1, "down"))
+        ):
             engine = ScriptedEngine(renderer(), lambda _, kind=kind: vote % kind)
             made = await manager(copy, engine, settings, embedder=HashEmbedder())
             await made.submit(request(3 + step, shown=(hit(uid, version),)))
@@ -111,7 +135,9 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
         "0/0/0#0  +0.50 ± 12.71  1/1     1     1     +2  Find the exit of the azure cellar.  Go southwest.",
     ]
     assert "+2 votes of the extractor (of this version)" in lines("show", copy, "0/0/0#0")
-    assert lines("show", copy, "2/0/0#1")[0].endswith("evicted at step 0 by the votes up to run/5/0/0")
+    assert lines("show", copy, "2/0/0#1")[0].endswith(
+        "evicted at step 0 by the votes up to run/5/0/0"
+    )
     assert lines("stats", copy)[2].endswith("1 credited, 1 voted on")
     assert parsed("stats", copy)["ops"].items() >= {"up": 2, "down": 1}.items()
     (tmp_path / "out.jsonl").write_text(bank("export", copy).stdout, "utf-8")
@@ -122,31 +148,57 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
 def test_lines_of_the_first_format_are_read(tmp_path: Path):
     (tmp_path / "old.jsonl").write_text('{"crl_bank": 1}\n' + GOOD, "utf-8")
     lines("import", tmp_path / "new.sqlite", tmp_path / "old.jsonl")
-    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [(0, None)]
+    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [
+        (0, None)
+    ]
 
 
 def test_lines_of_the_second_format_are_read(tmp_path: Path):
     voted = GOOD.replace("}", ', "credited": 2, "credit": 0.0, "votes": -1}')
     (tmp_path / "old.jsonl").write_text('{"crl_bank": 2, "entries": 1}\n' + voted, "utf-8")
     lines("import", tmp_path / "new.sqlite", tmp_path / "old.jsonl")
-    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [(-1, None)]
+    assert [(entry["votes"], entry["lift"]) for entry in parsed("ls", tmp_path / "new.sqlite")] == [
+        (-1, None)
+    ]
 
 
 def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
     new = moved(run, tmp_path)
     assert bank("export", new).stdout == bank("export", run).stdout
     assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 3, "entries": 5}'
-    kept = ("uid", "version", "text", "goal", "task", "parents", "retrieved", "credited", "credit", "votes", "lift", "status")
+    kept = (
+        "uid",
+        "version",
+        "text",
+        "goal",
+        "task",
+        "parents",
+        "retrieved",
+        "credited",
+        "credit",
+        "votes",
+        "lift",
+        "status",
+    )
     lift = parsed("show", new, "0/0/0#0")["entry"]["lift"]
-    assert lift == {"groups": 1, "mean": 0.5, "m2": 0.0, "half_width": pytest.approx(12.706205, abs=1e-6)}
-    assert [[row[name] for name in kept] for row in parsed("ls", new)] == [[row[name] for name in kept] for row in parsed("ls", run)]
+    assert lift == {
+        "groups": 1,
+        "mean": 0.5,
+        "m2": 0.0,
+        "half_width": pytest.approx(12.706205, abs=1e-6),
+    }
+    assert [[row[name] for name in kept] for row in parsed("ls", new)] == [
+        [row[name] for name in kept] for row in parsed("ls", run)
+    ]
     shown = lines("show", new, "0/0/0#0")
     assert shown[11:13] == [
         "  step  how     uid        by           text",
         "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
     assert shown[13] == "  came from what is not in this bank: run/0/0/0#0@1"
-    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], "what came of an earlier version"
+    assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], (
+        "what came of an earlier version"
+    )
     assert shown[-1].startswith("The answer that wrote it is not here: it came from elsewhere")
 
 
@@ -180,7 +232,10 @@ def test_a_run_with_a_closer_bound_says_what_went(run: Path, tmp_path: Path):
     asyncio.run(start())
     assert len(uids(tmp_path / "bank.sqlite")) == 1
     first, *_ = lines("show", tmp_path / "bank.sqlite", "run/0/1/0#0")
-    assert first == "run/0/1/0#0, version 1, evicted at step 0 to fit the bounds of the run that opened the bank"
+    assert (
+        first
+        == "run/0/1/0#0, version 1, evicted at step 0 to fit the bounds of the run that opened the bank"
+    )
 
 
 def test_lessons_can_be_written_by_hand(tmp_path: Path):
@@ -207,7 +262,10 @@ DEEP = "[" * 200_000
         ('{"crl_bank": true}', ":1.crl_bank = True: is no version of the format"),
         ('{"crl_bank": 1, "entries": -1}', ":1.entries = -1: is no number of experiences"),
         ('{"crl_bank": 1, "entries": true}', ":1.entries = True: is no number of experiences"),
-        ('{"crl_bank": 1, "entries": 2}\n' + GOOD, ":1.entries = 2: 1 follow, so it may be cut off. Export it again"),
+        (
+            '{"crl_bank": 1, "entries": 2}\n' + GOOD,
+            ":1.entries = 2: 1 follow, so it may be cut off. Export it again",
+        ),
         ("Go west.", ":2 = 'Go west.': invalid JSON"),
         ("[]", ":2 = '[]': "),
         ('{"task": "room", "goal": "Get out."', ":2 = "),
@@ -216,24 +274,51 @@ DEEP = "[" * 200_000
         (GOOD.replace('"Go west."', "7"), ":2.text = 7: should be a valid string"),
         (GOOD.replace("Go west.", "\\ud800"), ":2 = "),
         (GOOD.replace("}", ', "vector": []}'), ":2.vector = []: extra inputs are not permitted"),
-        (GOOD.replace("}", ', "version": 0}'), ":2.version = 0: should be greater than or equal to 1"),
+        (
+            GOOD.replace("}", ', "version": 0}'),
+            ":2.version = 0: should be greater than or equal to 1",
+        ),
         (GOOD.replace("}", ', "credited": 1, "credit": -2.0}'), ":2 = "),
         (GOOD.replace("}", ', "credit": NaN}'), ":2"),
-        (GOOD.replace("}", ', "lift": {"groups": 0, "mean": 0.0, "m2": 0.0}}'), ":2.lift.groups = 0: should be greater than or equal to 1"),
-        (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 1.5, "m2": 0.0}}'), ":2.lift.mean = 1.5: should be less than or equal to 1"),
+        (
+            GOOD.replace("}", ', "lift": {"groups": 0, "mean": 0.0, "m2": 0.0}}'),
+            ":2.lift.groups = 0: should be greater than or equal to 1",
+        ),
+        (
+            GOOD.replace("}", ', "lift": {"groups": 2, "mean": 1.5, "m2": 0.0}}'),
+            ":2.lift.mean = 1.5: should be less than or equal to 1",
+        ),
         (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 0.5, "m2": 1.75}}'), ":2.lift = "),
-        (GOOD.replace("}", ', "lift": {"groups": 2, "mean": 0.5}}'), ":2.lift.m2 = None: field required"),
+        (
+            GOOD.replace("}", ', "lift": {"groups": 2, "mean": 0.5}}'),
+            ":2.lift.m2 = None: field required",
+        ),
         (GOOD.replace("}", ', "parents": ["b"]}'), ":2.parents.0 = 'b': is no uid@version"),
-        (GOOD.replace("}", ', "parents": ["b@12345678901"]}'), ":2.parents.0 = 'b@12345678901': is no uid@version"),
-        (GOOD + "\n" + json.dumps({"task": "room", "goal": "", "text": "x" * 2001}), ":3.text = 'xxx"),
-        (GOOD + "\n" + GOOD, ":3.uid = 'a': line 2 has it too. Give each experience a uid of its own."),
+        (
+            GOOD.replace("}", ', "parents": ["b@12345678901"]}'),
+            ":2.parents.0 = 'b@12345678901': is no uid@version",
+        ),
+        (
+            GOOD + "\n" + json.dumps({"task": "room", "goal": "", "text": "x" * 2001}),
+            ":3.text = 'xxx",
+        ),
+        (
+            GOOD + "\n" + GOOD,
+            ":3.uid = 'a': line 2 has it too. Give each experience a uid of its own.",
+        ),
         (GOOD.encode() + b"\n\xff", ":3 = "),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_made(content: str | bytes, message: str, tmp_path: Path):
+def test_a_bad_line_is_named_and_nothing_is_made(
+    content: str | bytes, message: str, tmp_path: Path
+):
     file, new = tmp_path / "lessons.jsonl", tmp_path / "new.sqlite"
     content = content.encode() if isinstance(content, str) else content
-    whole = not content or b"crl_bank" in content or content in (GOOD.encode(), DEEP.encode(), b"\xff\xfe")
+    whole = (
+        not content
+        or b"crl_bank" in content
+        or content in (GOOD.encode(), DEEP.encode(), b"\xff\xfe")
+    )
     file.write_bytes(content if whole else b'{"crl_bank": 1}\n' + content)
     assert f"{file}{message}" in refused("import", new, file)
     assert list(tmp_path.iterdir()) == [file]
@@ -250,12 +335,16 @@ def test_an_export_that_was_cut_off_anywhere_is_refused(run: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_imported_bank_is_one_file_whose_log_is_empty(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_imported_bank_is_one_file_whose_log_is_empty(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Also where closing it leaves files behind: they would not be renamed with it."""
     kept, close = [], Store.aclose
 
     async def leaving(store: Store) -> None:
-        kept.append(reader := sqlite3.connect(store._database.path))  # keeps SQLite from tidying up at the end
+        kept.append(
+            reader := sqlite3.connect(store._database.path)
+        )  # keeps SQLite from tidying up at the end
         reader.execute("SELECT * FROM log").fetchall()
         await close(store)
 
@@ -270,25 +359,46 @@ def test_an_imported_bank_is_one_file_whose_log_is_empty(run: Path, tmp_path: Pa
 def test_an_import_does_not_inherit_the_log_of_a_bank_that_is_gone(run: Path, tmp_path: Path):
     (tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
     (tmp_path / "new.sqlite-wal").write_bytes(b"left behind")
-    assert f"bank = '{tmp_path}/new.sqlite-wal': it exists" in refused("import", tmp_path / "new.sqlite", tmp_path / "lessons.jsonl")
+    assert f"bank = '{tmp_path}/new.sqlite-wal': it exists" in refused(
+        "import", tmp_path / "new.sqlite", tmp_path / "lessons.jsonl"
+    )
 
 
-def test_an_import_writes_over_nothing_and_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_import_writes_over_nothing_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     new = moved(run, tmp_path)
     before = new.read_bytes()
-    assert "it exists, and is not written over" in refused("import", new, tmp_path / "lessons.jsonl")
+    assert "it exists, and is not written over" in refused(
+        "import", new, tmp_path / "lessons.jsonl"
+    )
     assert new.read_bytes() == before
-    assert "cannot be made (No such file or directory)" in refused("import", tmp_path / "no" / "new.sqlite", tmp_path / "lessons.jsonl")
-    assert "cannot be read (No such file or directory)" in refused("import", tmp_path / "newer.sqlite", tmp_path / "none.jsonl")
+    assert "cannot be made (No such file or directory)" in refused(
+        "import", tmp_path / "no" / "new.sqlite", tmp_path / "lessons.jsonl"
+    )
+    assert "cannot be read (No such file or directory)" in refused(
+        "import", tmp_path / "newer.sqlite", tmp_path / "none.jsonl"
+    )
     monkeypatch.setattr("crl.manager.tables.json.dumps", lambda *args, **options: 1 / 0)
-    assert isinstance(bank("import", tmp_path / "newer.sqlite", tmp_path / "lessons.jsonl").exception, ZeroDivisionError)
+    assert isinstance(
+        bank("import", tmp_path / "newer.sqlite", tmp_path / "lessons.jsonl").exception,
+        ZeroDivisionError,
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
 
 
 def test_an_import_that_is_terminated_leaves_nothing(run: Path, tmp_path: Path):
     (file := tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
     endless = "import asyncio; from crl.manager.store import Store; Store.take_in = lambda *_: asyncio.sleep(99); "
-    command = [sys.executable, "-c", f"{endless}from crl.cli.main import main; main()", "bank", "import", tmp_path / "new.sqlite", file]
+    command = [
+        sys.executable,
+        "-c",
+        f"{endless}from crl.cli.main import main; main()",
+        "bank",
+        "import",
+        tmp_path / "new.sqlite",
+        file,
+    ]
     with subprocess.Popen(command) as process:
         while not list(tmp_path.glob(".crl-import-*/new.sqlite-wal")):
             assert process.poll() is None
@@ -302,16 +412,53 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 @given(st.lists(st.tuples(words, words, words), max_size=4))
 @settings(max_examples=50)
-def test_any_text_survives_its_export(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[str, str, str]]):
+def test_any_text_survives_its_export(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[str, str, str]]
+):
     lift = Lift(3, -1 / 3, 0.7) if texts and len(texts[0][2]) % 2 else None
     entries = [
-        EntryView(f"run/0/0/{i}#0", 3, "active", name, goal, text, (f"a#{i}@2",), 4, "run/0/0/0", 5, 6, 7, -1.0, -2, lift)
+        EntryView(
+            f"run/0/0/{i}#0",
+            3,
+            "active",
+            name,
+            goal,
+            text,
+            (f"a#{i}@2",),
+            4,
+            "run/0/0/0",
+            5,
+            6,
+            7,
+            -1.0,
+            -2,
+            lift,
+        )
         for i, (name, goal, text) in enumerate(texts)
     ]
     file = tmp_path_factory.mktemp("export") / "lessons.jsonl"
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in exported(entries)), "utf-8", newline="\n")
-    kept = ("uid", "version", "task", "goal", "text", "parents", "retrieved", "credited", "credit", "votes", "lift", "status")
-    assert [[getattr(e, name) for name in kept] for e in parse_exported(file)] == [[getattr(e, name) for name in kept] for e in entries]
+    file.write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in exported(entries)),
+        "utf-8",
+        newline="\n",
+    )
+    kept = (
+        "uid",
+        "version",
+        "task",
+        "goal",
+        "text",
+        "parents",
+        "retrieved",
+        "credited",
+        "credit",
+        "votes",
+        "lift",
+        "status",
+    )
+    assert [[getattr(e, name) for name in kept] for e in parse_exported(file)] == [
+        [getattr(e, name) for name in kept] for e in entries
+    ]
 
 
 # ── prune ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -323,7 +470,9 @@ def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
     assert uids(copy, "--status", "evicted", "--sort", "age")[-1] == "run/0/0/0#1"
     assert lines("show", copy, "0/1/0#0")[0].startswith("run/0/1/0#0, version 1, evicted at step ")
     assert lines("show", copy, "0/1/0#0")[0].endswith("by crl bank prune")
-    assert lines("prune", copy, "--max-entries", "4", "--yes") == ["nothing to evict among 4 active experiences"]
+    assert lines("prune", copy, "--max-entries", "4", "--yes") == [
+        "nothing to evict among 4 active experiences"
+    ]
 
     async def guiding() -> set[str]:
         made = await opened(copy)
@@ -336,21 +485,33 @@ def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
 
 def test_prune_evicts_what_was_not_used_since_a_step(copy: Path):
     assert lines("prune", copy, "--unused-since", "2", "--yes") == ["evicted 2; active now 3"]
-    assert set(uids(copy)) == {"run/0/0/0#0", "run/2/0/0#0", "run/2/0/0#1"}  # retrieved at step 2, and written then
+    assert set(uids(copy)) == {
+        "run/0/0/0#0",
+        "run/2/0/0#0",
+        "run/2/0/0#1",
+    }  # retrieved at step 2, and written then
 
 
 def test_what_was_used_in_an_earlier_run_alone_was_not_used_since(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
     asyncio.run(another_run(run / "bank.sqlite", path))
     assert lines("prune", path, "--unused-since", "1", "--yes") == ["evicted 4; active now 2"]
-    assert set(uids(path)) == {"run/0/0/0#0", "again/1/0/0#0"}  # retrieved at step 1 of this run, and written then
+    assert set(uids(path)) == {
+        "run/0/0/0#0",
+        "again/1/0/0#0",
+    }  # retrieved at step 1 of this run, and written then
 
 
-def test_what_is_pruned_before_the_first_operation_of_a_run_is_pruned_by_its_clock(run: Path, tmp_path: Path):
+def test_what_is_pruned_before_the_first_operation_of_a_run_is_pruned_by_its_clock(
+    run: Path, tmp_path: Path
+):
     path = tmp_path / "bank.sqlite"
     asyncio.run(ExperienceManager.start_from(run / "bank.sqlite", path))
     assert lines("prune", path, "--max-entries", "4", "--yes") == ["evicted 1; active now 4"]
-    assert lines("show", path, "0/1/0#0")[0] == "run/0/1/0#0, version 1, evicted at step 0 by crl bank prune"
+    assert (
+        lines("show", path, "0/1/0#0")[0]
+        == "run/0/1/0#0, version 1, evicted at step 0 by crl bank prune"
+    )
 
 
 def test_prune_asks_first(copy: Path):
@@ -366,7 +527,9 @@ def test_prune_asks_first(copy: Path):
 
 
 def test_what_was_changed_is_told_as_json_too(copy: Path, tmp_path: Path):
-    assert "prune = '--json': it does not ask" in refused("prune", copy, "--max-entries", "2", "--json")
+    assert "prune = '--json': it does not ask" in refused(
+        "prune", copy, "--max-entries", "2", "--json"
+    )
     assert parsed("prune", copy, "--max-entries", "2", "--yes") == {"evicted": 3, "active": 2}
     assert parsed("prune", copy, "--max-entries", "2", "--yes") == {"evicted": 0, "active": 2}
     (tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")

@@ -31,7 +31,9 @@ async def learner(tiny_actor: Path) -> AsyncIterator[LocalLearner]:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.125)
-    learner = LocalLearner(model, SurrogateLoss(0.2, 0.2, "token"), OptimizerSection(), TrainSettings(1.0, 1024, 1.0))
+    learner = LocalLearner(
+        model, SurrogateLoss(0.2, 0.2, "token"), OptimizerSection(), TrainSettings(1.0, 1024, 1.0)
+    )
     yield learner
     await learner.aclose()
 
@@ -40,48 +42,72 @@ async def save(learner: LocalLearner, root: Path, step: int, companion: Path) ->
     return await save_checkpoint(root, step, {"actor": learner}, {"actor": companion}, STATE)
 
 
-async def test_a_stranger_can_load_it(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+async def test_a_stranger_can_load_it(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
     path = await save(learner, tmp_path / "checkpoints", 4, tiny_actor)
     assert path == tmp_path / "checkpoints" / "4"
-    assert json.loads((path / "manifest.json").read_text()) == {"step": 4, "models": ["actor"], "state": STATE}
+    assert json.loads((path / "manifest.json").read_text()) == {
+        "step": 4,
+        "models": ["actor"],
+        "state": STATE,
+    }
     model = AutoModelForCausalLM.from_pretrained(path / "actor", dtype=torch.float32)
     loaded = named_weights(model)
     for name, weight in named_weights(learner.model).items():
         assert torch.equal(loaded[name], weight), name
-    tokenizer, original = AutoTokenizer.from_pretrained(path / "actor"), AutoTokenizer.from_pretrained(tiny_actor)
+    tokenizer, original = (
+        AutoTokenizer.from_pretrained(path / "actor"),
+        AutoTokenizer.from_pretrained(tiny_actor),
+    )
     text = [{"role": "user", "content": "at 2 3\nstairs east"}]
     rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
-    assert rendered == original.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+    assert rendered == original.apply_chat_template(
+        text, add_generation_prompt=True, tokenize=False
+    )
     assert tokenizer.encode("at 2 3") == original.encode("at 2 3")
     assert model_profile(path / "actor") == "compact"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-async def test_only_what_belongs_beside_the_weights_travels(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+async def test_only_what_belongs_beside_the_weights_travels(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
     companion = tmp_path / "companion"
     shutil.copytree(tiny_actor, companion)
     (companion / "merges.txt").write_text("a b")
     (companion / "config.json").write_text("{}")
-    (companion / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    (companion / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
+    )
     (companion / "model-00001-of-00002.safetensors").write_bytes(b"old weights")
     (companion / "onnx").mkdir()
     actor = await save(learner, tmp_path / "checkpoints", 1, companion) / "actor"
     assert (actor / "merges.txt").read_text() == "a b"
-    assert json.loads((actor / "config.json").read_text())["model_type"] == "qwen2", "the model's own config wins"
-    left = {path.name for path in actor.iterdir()}
-    assert not left & {"model.safetensors.index.json", "model-00001-of-00002.safetensors", "onnx", "recipe.json"}, (
-        "they describe other weights"
+    assert json.loads((actor / "config.json").read_text())["model_type"] == "qwen2", (
+        "the model's own config wins"
     )
+    left = {path.name for path in actor.iterdir()}
+    assert not left & {
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "onnx",
+        "recipe.json",
+    }, "they describe other weights"
 
 
-async def test_saving_twice_is_saving_once(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+async def test_saving_twice_is_saving_once(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
     path = await save(learner, tmp_path, 2, tiny_actor)
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
     assert await save(learner, tmp_path, 2, tiny_actor) == path
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
 
 
-async def test_the_states_are_those_of_the_complete_checkpoints(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+async def test_the_states_are_those_of_the_complete_checkpoints(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
     assert saved_states(tmp_path) == []
     for step in (1, 2):
         await save(learner, tmp_path, step, tiny_actor)
@@ -89,7 +115,9 @@ async def test_the_states_are_those_of_the_complete_checkpoints(learner: LocalLe
     assert saved_states(tmp_path) == [STATE, STATE]
 
 
-async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(learner: LocalLearner, tmp_path: Path, tiny_actor: Path) -> None:
+async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
     class Broken(LocalLearner):
         def __init__(self) -> None:
             self.saved = learner
@@ -100,11 +128,18 @@ async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(learne
 
     with pytest.raises(LearnerError):
         await save(Broken(), tmp_path / "run" / "checkpoints", 3, tiny_actor)
-    assert not (tmp_path / "run" / "checkpoints" / "3").exists(), "the name is only given to what is complete"
-    with pytest.raises(ConfigError, match=r"run = .*run': it holds no complete checkpoint\. Give a run that reached"):
+    assert not (tmp_path / "run" / "checkpoints" / "3").exists(), (
+        "the name is only given to what is complete"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"run = .*run': it holds no complete checkpoint\. Give a run that reached",
+    ):
         latest_checkpoint(tmp_path / "run" / "checkpoints")
     await save(learner, tmp_path / "run" / "checkpoints", 3, tiny_actor)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], "the draft is gone"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], (
+        "the draft is gone"
+    )
 
 
 def checkpoint(root: Path, name: str, *, manifest: bool = True) -> Path:

@@ -75,7 +75,15 @@ def test_help_is_instant_and_without_torch():
 def test_help_texts():
     assert crl("--help").output.startswith("Usage:")
     text = crl("train", "--help").output
-    for option in ("--tasks A,B", "--method NAME", "--preset NAME", "--steps N", "--seed N", "--run-dir DIR", "--set KEY=VALUE"):
+    for option in (
+        "--tasks A,B",
+        "--method NAME",
+        "--preset NAME",
+        "--steps N",
+        "--seed N",
+        "--run-dir DIR",
+        "--set KEY=VALUE",
+    ):
         assert option in text
     assert "--dry-run" in text
     assert "--plain" in text
@@ -83,10 +91,14 @@ def test_help_texts():
 
 
 def test_bad_input_in_a_process_of_its_own(model: str):
-    result = subprocess.run([*IN_A_PROCESS, "train", "--tasks", "rom", "--set", model], capture_output=True, text=True)
+    result = subprocess.run(
+        [*IN_A_PROCESS, "train", "--tasks", "rom", "--set", model], capture_output=True, text=True
+    )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: tasks = 'rom': is not a task that crl knows. Did you mean room?")
+    assert result.stderr.startswith(
+        "error: tasks = 'rom': is not a task that crl knows. Did you mean room?"
+    )
     assert result.stderr.count("\n") == 1
 
 
@@ -97,7 +109,9 @@ def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path
         asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
         words = [*words, str(path)]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([*IN_A_PROCESS, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+        ended = subprocess.run(
+            [*IN_A_PROCESS, *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
@@ -106,17 +120,27 @@ def test_a_closed_output_is_nobodys_mistake(words: list[str], tmp_path: Path):
     if words[0] == "bank":
         asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
         words = [*words, str(path)]
-    ended = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *IN_A_PROCESS, *words], stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *IN_A_PROCESS, *words],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
 def test_each_mistake_is_one_line(model: str, tmp_path: Path):
-    assert "Did you mean rollout.groups?" in one_line_error(crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3"))
+    assert "Did you mean rollout.groups?" in one_line_error(
+        crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3")
+    )
     assert "rollout.groups = 'x': should be a valid integer" in one_line_error(
         crl("train", "--tasks", "room", "--set", model, "--set", "rollout.groups=x")
     )
-    assert "is neither a bundled model nor a directory" in one_line_error(crl("train", "--tasks", "room", "--set", "actor.model=no/such"))
-    assert "Did you mean grpo?" in one_line_error(crl("train", "--tasks", "room", "--method", "gropo", "--set", model))
+    assert "is neither a bundled model nor a directory" in one_line_error(
+        crl("train", "--tasks", "room", "--set", "actor.model=no/such")
+    )
+    assert "Did you mean grpo?" in one_line_error(
+        crl("train", "--tasks", "room", "--method", "gropo", "--set", model)
+    )
     assert "is not a run directory" in one_line_error(crl("eval", str(tmp_path / "nope")))
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
@@ -125,22 +149,49 @@ def test_each_mistake_is_one_line(model: str, tmp_path: Path):
 
 
 def test_usage_errors_exit_with_2():
-    for args in (["train"], ["train", "--tasks", "room", "--stepz", "3"], ["train", "--tasks", "room", "--steps", "x"], ["nope"]):
+    for args in (
+        ["train"],
+        ["train", "--tasks", "room", "--stepz", "3"],
+        ["train", "--tasks", "room", "--steps", "x"],
+        ["nope"],
+    ):
         result = crl(*args)
         assert result.exit_code == 2, args
         assert "Traceback" not in result.output
 
 
-def test_train_hands_over_the_config_and_its_exit_code(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_train_hands_over_the_config_and_its_exit_code(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = FakeRun(monkeypatch, outcome=1)
     result = crl(
-        *("train", "--tasks", "room", "--steps", "2", "--seed", "5", "--plain", "--run-dir", str(tmp_path / "new"), "--set", model),
+        *(
+            "train",
+            "--tasks",
+            "room",
+            "--steps",
+            "2",
+            "--seed",
+            "5",
+            "--plain",
+            "--run-dir",
+            str(tmp_path / "new"),
+            "--set",
+            model,
+        ),
         *("--set", "rollout.groups=3", "--set", "run.seed=6"),
     )
     assert result.exit_code == 1
     ((config, run_dir, options),) = run.calls
-    assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (2, 6, 3, "complementary")
-    repeated = f"crl train --tasks room --steps 2 --set {model} --set rollout.groups=3 --set run.seed=6"
+    assert (config.run.steps, config.run.seed, config.rollout.groups, config.method) == (
+        2,
+        6,
+        3,
+        "complementary",
+    )
+    repeated = (
+        f"crl train --tasks room --steps 2 --set {model} --set rollout.groups=3 --set run.seed=6"
+    )
     assert (run_dir, options["command"]) == (tmp_path / "new", repeated)
 
 
@@ -158,8 +209,14 @@ def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pyte
 
 def test_how_a_run_ends_is_the_exit_code(model: str, monkeypatch: pytest.MonkeyPatch):
     FakeRun(monkeypatch, outcome=EngineError("the engine\nis gone"))
-    assert one_line_error(crl("train", "--tasks", "room", "--set", model), code=1) == "error: the engine is gone\n"
-    FakeRun(monkeypatch, outcome=ConfigError("device", "cuda", "torch finds no CUDA device", "use auto or cpu"))
+    assert (
+        one_line_error(crl("train", "--tasks", "room", "--set", model), code=1)
+        == "error: the engine is gone\n"
+    )
+    FakeRun(
+        monkeypatch,
+        outcome=ConfigError("device", "cuda", "torch finds no CUDA device", "use auto or cpu"),
+    )
     one_line_error(crl("train", "--tasks", "room", "--set", model))
     FakeRun(monkeypatch, outcome=KeyboardInterrupt())
     assert crl("train", "--tasks", "room", "--set", model).exit_code == 130
@@ -183,7 +240,9 @@ def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.Mo
 # ── --dry-run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_dry_run_prints_the_plan_and_makes_nothing(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_prints_the_plan_and_makes_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     result = crl("train", "--tasks", "room", "--set", model, "--dry-run")
     assert result.exit_code == 0
@@ -216,7 +275,11 @@ def test_the_plans_config_is_toml_again(model: str):
     config = load(["room"], sets=[model])
     text = plan(config).split("── devices ──")[0].removeprefix("── resolved config ──")
     expected = config.model_dump()
-    del expected["gpus"], expected["gpu_memory"], expected["engine"]["memory_fraction"]  # unset: TOML has no null
+    del (
+        expected["gpus"],
+        expected["gpu_memory"],
+        expected["engine"]["memory_fraction"],
+    )  # unset: TOML has no null
     del expected["actor"]["importance_cap"]
     for name in ("size", "vote_out", "duplicate"):
         del expected["bank"][name]
@@ -226,7 +289,14 @@ def test_the_plans_config_is_toml_again(model: str):
 
 
 def test_the_plan_follows_the_settings(model: str):
-    sets = ["method=grpo", "run.steps=10", "run.eval_every=5", "rollout.max_staleness=0", "engine.device=cpu", "tasks.room.rendering=full"]
+    sets = [
+        "method=grpo",
+        "run.steps=10",
+        "run.eval_every=5",
+        "rollout.max_staleness=0",
+        "engine.device=cpu",
+        "tasks.room.rendering=full",
+    ]
     text = plan(load(["room"], sets=[model, *sets]))
     assert "torch on cpu, 1 CPU thread" in text
     assert "room  full rendering: set by hand" in text
@@ -238,19 +308,39 @@ def test_the_plan_follows_the_settings(model: str):
 def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):
     bank = tmp_path / "bank.sqlite"
     asyncio.run(bank_of_one_entry(bank))
-    sets = ["extractor.train=false", "complementary.guided=1", "retrieval.per=rollout", "retrieval.choice=diverse", f"bank.init={bank}"]
+    sets = [
+        "extractor.train=false",
+        "complementary.guided=1",
+        "retrieval.per=rollout",
+        "retrieval.choice=diverse",
+        f"bank.init={bank}",
+    ]
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
-    assert "retrieval  8 of 8 members are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)" in lines
+    assert (
+        f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}"
+        in lines
+    )
+    assert (
+        "retrieval  8 of 8 members are guided, one experience per rollout, chosen by similarity and diversity (eq. 6)"
+        in lines
+    )
     assert not any(line.startswith("critic ") for line in lines)
-    lines = plan(load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])).splitlines()
-    assert "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience" in lines
+    lines = plan(
+        load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])
+    ).splitlines()
+    assert (
+        "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience"
+        in lines
+    )
     late = "an unfinished episode goes on for 4 turns, for the extractor alone"
     assert any(late in line for line in lines)
     lines = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"])).splitlines()
     assert "extractor  not trained" in lines
-    assert f"bank       frozen: nothing is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}" in lines
+    assert (
+        f"bank       frozen: nothing is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}"
+        in lines
+    )
     assert not any(late in line for line in lines), "no extractor reads it"
 
 
@@ -262,7 +352,10 @@ def test_the_plan_counts_places_where_there_are_some(model: str, tmp_path: Path)
     sets = [model, "method=grpo"]
     lines = plan(load(["room", "alfworld"], sets=sets)).splitlines()
     own = {
-        name: lines[lines.index(f"{name}  full rendering: the actor's model declares the full profile") :] for name in ("room", "alfworld")
+        name: lines[
+            lines.index(f"{name}  full rendering: the actor's model declares the full profile") :
+        ]
+        for name in ("room", "alfworld")
     }
     assert own["room"][2] == PLACES
     assert own["alfworld"][1] == "  40 turns of at most 2,048 tokens, context full"
@@ -273,20 +366,42 @@ def test_the_plan_counts_places_where_there_are_some(model: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        ("online", "changes nothing, since alfworld has no places that persist (its EnvSpec has no revisit). Set it to 0, or declare"),
-        ("probe", "changes nothing, since nobody knows the right advice in alfworld (its EnvSpec has no advisor). Set it to 0, or declare"),
+        (
+            "online",
+            "changes nothing, since alfworld has no places that persist (its EnvSpec has no revisit). Set it to 0, or declare",
+        ),
+        (
+            "probe",
+            "changes nothing, since nobody knows the right advice in alfworld (its EnvSpec has no advisor). Set it to 0, or declare",
+        ),
     ],
 )
-def test_evaluations_that_an_environment_declares_nothing_for_are_refused(model: str, tmp_path: Path, size: str, said: str, command: str):
+def test_evaluations_that_an_environment_declares_nothing_for_are_refused(
+    model: str, tmp_path: Path, size: str, said: str, command: str
+):
     (tmp_path / "model" / "crl.json").unlink()
     dry = ("--dry-run",) if command == "dry run" else ()
-    sets = [word for setting in (model, f"tasks.alfworld.eval.{size}=2") for word in ("--set", setting)]
-    result = crl("train", "--tasks", "alfworld", "--method", "grpo", "--run-dir", str(tmp_path / "run"), *sets, *dry)
+    sets = [
+        word for setting in (model, f"tasks.alfworld.eval.{size}=2") for word in ("--set", setting)
+    ]
+    result = crl(
+        "train",
+        "--tasks",
+        "alfworld",
+        "--method",
+        "grpo",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *sets,
+        *dry,
+    )
     assert f"tasks.alfworld.eval.{size} = 2: {said}" in one_line_error(result)
     assert not (tmp_path / "run").exists()
 
 
 async def bank_of_one_entry(path: Path) -> None:
     database = await Database.open(path)
-    database.connection.execute("INSERT INTO entries VALUES (1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')")
+    database.connection.execute(
+        "INSERT INTO entries VALUES (1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'')"
+    )
     await database.aclose()

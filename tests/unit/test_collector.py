@@ -40,7 +40,14 @@ class Barrier(ScriptedEngine):
     def open(self, step: int) -> None:
         self._open.setdefault(step, asyncio.Event()).set()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         assert session is not None
         step = int(session.split("/")[1])
         self.asking[step] = self.asking.get(step, 0) + 1
@@ -55,15 +62,35 @@ class Mortal(ScriptedEngine):
         super().__init__(renderer(), dice)
         self._left = n
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         if self._left == 0:
             raise EngineError("the engine is gone")
         self._left -= 1
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-def collector(home: House, engine: Engine, source: Any = None, *, staleness: int = 0, completed: int = 0, **changes: Any) -> Collector:
-    parts: dict[str, Any] = {"planner": GuidedShare(0.0), "group_size": K, "steps": STEPS, **changes}
+def collector(
+    home: House,
+    engine: Engine,
+    source: Any = None,
+    *,
+    staleness: int = 0,
+    completed: int = 0,
+    **changes: Any,
+) -> Collector:
+    parts: dict[str, Any] = {
+        "planner": GuidedShare(0.0),
+        "group_size": K,
+        "steps": STEPS,
+        **changes,
+    }
     gate = StalenessGate(G, staleness, completed)
     sampler = parts.pop("sampler", None)
     run = runner(engine, home.host, **({"sampler": sampler} if sampler else {}))
@@ -102,13 +129,19 @@ async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 async def test_batches_follow_the_stream(staleness: int) -> None:
     async with house() as home:
-        batches = await collected(collector(home, ScriptedEngine(renderer(), dice), staleness=staleness))
+        batches = await collected(
+            collector(home, ScriptedEngine(renderer(), dice), staleness=staleness)
+        )
     tasks = stream().draw(G * STEPS)
     for step, batch in enumerate(batches):
         assert [(t.step, t.group, t.member) for t in batch] == [
-            (step, group, member) for group in range(step * G, (step + 1) * G) for member in range(K)
+            (step, group, member)
+            for group in range(step * G, (step + 1) * G)
+            for member in range(K)
         ]
-        assert [t.task for t in batch] == [tasks[t.group] for t in batch], "the members of a group share one task"
+        assert [t.task for t in batch] == [tasks[t.group] for t in batch], (
+            "the members of a group share one task"
+        )
     assert len({t.task.goal for batch in batches for t in batch}) > 1
 
 
@@ -133,7 +166,9 @@ async def test_the_planner_decides_what_each_member_is() -> None:
             return [RolloutPlan("guided" if member == 0 else "free") for member in range(members)]
 
     async with house() as home:
-        (batch,) = await collected(collector(home, scripted("open"), planner=Half(), steps=1), steps=1)
+        (batch,) = await collected(
+            collector(home, scripted("open"), planner=Half(), steps=1), steps=1
+        )
     assert [t.condition for t in batch] == ["guided", "free", "free"] * G
 
 
@@ -182,7 +217,9 @@ async def test_a_resumed_collector_goes_on_with_its_step() -> None:
     source.draw(2 * G)
     async with house() as home:
         batches = await collected(collector(home, scripted("open"), source, completed=2))
-    assert [t.group for batch in batches for t in batch] == [group for group in range(2 * G, 4 * G) for _ in range(K)]
+    assert [t.group for batch in batches for t in batch] == [
+        group for group in range(2 * G, 4 * G) for _ in range(K)
+    ]
     assert batches[0][0].task == stream().draw(2 * G + 1)[-1]
 
 
@@ -220,7 +257,11 @@ async def test_a_dead_engine_ends_the_run(requests: int, in_waves: bool) -> None
 
 
 def leaves(group: BaseExceptionGroup) -> list[BaseException]:
-    return [leaf for error in group.exceptions for leaf in (leaves(error) if isinstance(error, BaseExceptionGroup) else [error])]
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
 
 
 async def test_a_cancelled_collector_gives_every_environment_back() -> None:
@@ -240,9 +281,14 @@ def drawn(state: State) -> int:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_the_sources_state_is_that_before_the_first_step_that_is_not_completed(staleness: int) -> None:
+async def test_the_sources_state_is_that_before_the_first_step_that_is_not_completed(
+    staleness: int,
+) -> None:
     engine, source = Barrier(), stream()
-    async with house() as home, running(part := collector(home, engine, source, staleness=staleness)):
+    async with (
+        house() as home,
+        running(part := collector(home, engine, source, staleness=staleness)),
+    ):
         assert drawn(part.source_state()) == 0
         for step in range(STEPS):
             ahead = min(step + staleness, STEPS - 1)
@@ -252,8 +298,12 @@ async def test_the_sources_state_is_that_before_the_first_step_that_is_not_compl
             resumed = stream()
             resumed.load_state(part.source_state())
             engine.open(step)
-            assert resumed.draw(G) == [t.task for t in (await part.batch(step))[::K]], "a resumed run draws the same tasks again"
-            assert drawn(part.source_state()) == step * G, "a batch that is not trained yet is played again"
+            assert resumed.draw(G) == [t.task for t in (await part.batch(step))[::K]], (
+                "a resumed run draws the same tasks again"
+            )
+            assert drawn(part.source_state()) == step * G, (
+                "a batch that is not trained yet is played again"
+            )
             await part.complete(step)
             assert drawn(part.source_state()) == (step + 1) * G
 

@@ -76,7 +76,9 @@ def test_every_shipped_mixture_loads_in_both_profiles(path: Path, profile):
         pytest.skip(f"not there yet: {missing}")
     for file, changes in mixed.task_files():
         task = TaskConfig.model_validate(task_settings(file, profile, changes))
-        assert (task.turns, task.max_response_tokens) == (30, 4096) or profile == "compact", "the paper's for mixtures"
+        assert (task.turns, task.max_response_tokens) == (30, 4096) or profile == "compact", (
+            "the paper's for mixtures"
+        )
 
 
 def test_every_shipped_toml_is_a_task_a_mixture_or_a_preset():
@@ -84,10 +86,19 @@ def test_every_shipped_toml_is_a_task_a_mixture_or_a_preset():
 
 
 def test_defaults_are_the_papers(model: Path):
-    config = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))})
-    assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size) == (128, 8)
+    config = RunConfig(
+        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
+    )
+    assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size) == (
+        128,
+        8,
+    )
     assert config.actor.optimizer.learning_rate == 1e-6
-    assert (config.actor.clip_low, config.actor.clip_high, config.actor.ratio) == (0.2, 0.2, "token")
+    assert (config.actor.clip_low, config.actor.clip_high, config.actor.ratio) == (
+        0.2,
+        0.2,
+        "token",
+    )
     assert (config.tasks["room"].turns, config.tasks["room"].max_response_tokens) == (30, 4096)
     assert config.actor.max_context_tokens == 32768
 
@@ -95,27 +106,60 @@ def test_defaults_are_the_papers(model: Path):
 def test_node8_is_the_papers_main_configuration():
     """Every value that CRL C.2 gives for its runs of several tasks."""
     config = load(["three"], preset="node8")
-    assert (config.actor.model, config.extractor.model) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-4B-Thinking-2507")
+    assert (config.actor.model, config.extractor.model) == (
+        "Qwen/Qwen2.5-7B-Instruct",
+        "Qwen/Qwen3-4B-Thinking-2507",
+    )
     assert config.embedder.model == "Qwen/Qwen3-Embedding-0.6B"
-    assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size, config.run.steps) == (384, 8, 128)
-    assert (config.actor.max_context_tokens, config.extractor.max_context_tokens) == (32_768, 65_536)
+    assert (
+        config.rollout.groups * config.rollout.group_size,
+        config.rollout.group_size,
+        config.run.steps,
+    ) == (384, 8, 128)
+    assert (config.actor.max_context_tokens, config.extractor.max_context_tokens) == (
+        32_768,
+        65_536,
+    )
     for role in (config.actor, config.extractor):
-        assert (role.optimizer.learning_rate, role.optimizer.warmup_steps, role.kl_coef) == (1e-6, 0, 0.0)
+        assert (role.optimizer.learning_rate, role.optimizer.warmup_steps, role.kl_coef) == (
+            1e-6,
+            0,
+            0.0,
+        )
     assert (config.actor.clip_low, config.actor.clip_high) == (0.2, 0.2)
-    assert (config.extractor.clip_low, config.extractor.clip_high, config.extractor.batch) == (0.1, 0.1, 64)
-    assert (config.extractor.merge_every, config.extractor.baseline, config.extractor.malformed_reward) == (5, "batch", None)
-    assert (config.bank.scope, config.bank.key_text_weight, config.bank.cap, config.bank.size) == ("shared", None, None, None)
+    assert (config.extractor.clip_low, config.extractor.clip_high, config.extractor.batch) == (
+        0.1,
+        0.1,
+        64,
+    )
+    assert (
+        config.extractor.merge_every,
+        config.extractor.baseline,
+        config.extractor.malformed_reward,
+    ) == (5, "batch", None)
+    assert (config.bank.scope, config.bank.key_text_weight, config.bank.cap, config.bank.size) == (
+        "shared",
+        None,
+        None,
+        None,
+    )
     retrieval = config.retrieval
     assert (retrieval.batch, retrieval.max_wait, retrieval.workers) == (16, 0.001, 4)
     assert (retrieval.choice, retrieval.lam, retrieval.candidates) == ("diverse", 0.4, 16)
-    assert (retrieval.margin, retrieval.min_similarity) == (2.0, -1.0), "all candidates take part in eq. 6"
+    assert (retrieval.margin, retrieval.min_similarity) == (2.0, -1.0), (
+        "all candidates take part in eq. 6"
+    )
     assert (config.ask.enabled, config.critic.enabled) == (True, False)
-    assert {(task.turns, task.max_response_tokens, task.overtime) for task in config.tasks.values()} == {(30, 4096, 0)}
+    assert {
+        (task.turns, task.max_response_tokens, task.overtime) for task in config.tasks.values()
+    } == {(30, 4096, 0)}
 
 
 def test_the_papers_runs_of_one_task():
     """Turns and tokens that CRL C.2 gives for them."""
-    limits = {name: load([name], preset="node8").tasks[name] for name in ("room", "webshop", "alfworld")}
+    limits = {
+        name: load([name], preset="node8").tasks[name] for name in ("room", "webshop", "alfworld")
+    }
     assert {name: (task.turns, task.max_response_tokens) for name, task in limits.items()} == {
         "room": (30, 4096), "webshop": (30, 4096), "alfworld": (40, 2048)
     }  # fmt: skip
@@ -128,7 +172,9 @@ def test_every_field_says_what_it_is():
             if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
                 yield from fields(field.annotation)
 
-    assert [name for kind in (RunConfig, TaskConfig) for name, text in fields(kind) if not text] == []
+    assert [
+        name for kind in (RunConfig, TaskConfig) for name, text in fields(kind) if not text
+    ] == []
 
 
 def test_the_config_imports_without_torch():
@@ -142,15 +188,27 @@ def test_the_config_imports_without_torch():
 def test_what_is_meant_for_tiny_models_is_theirs_alone(model: Path):
     """By the profile of the model: the preset's [compact] table and the tasks'; others get the paper's values."""
     tiny = resolved(model)
-    assert (tiny.actor.optimizer.learning_rate, tiny.actor.max_context_tokens, tiny.tasks["room"].turns) == (2e-4, 1024, 4)
-    assert resolved(model, "actor.optimizer.learning_rate=1e-3").actor.optimizer.learning_rate == 1e-3
+    assert (
+        tiny.actor.optimizer.learning_rate,
+        tiny.actor.max_context_tokens,
+        tiny.tasks["room"].turns,
+    ) == (2e-4, 1024, 4)
+    assert (
+        resolved(model, "actor.optimizer.learning_rate=1e-3").actor.optimizer.learning_rate == 1e-3
+    )
     (model / "crl.json").unlink()
     full = resolved(model)
-    assert (full.actor.optimizer.learning_rate, full.actor.max_context_tokens, full.tasks["room"].turns) == (1e-6, 32_768, 30)
+    assert (
+        full.actor.optimizer.learning_rate,
+        full.actor.max_context_tokens,
+        full.tasks["room"].turns,
+    ) == (1e-6, 32_768, 30)
 
 
 def test_a_response_leaves_room_for_its_prompt(model: Path):
-    with pytest.raises(ConfigError, match=r"tasks\.room\.max_response_tokens = 1024: leaves no room"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.room\.max_response_tokens = 1024: leaves no room"
+    ):
         resolved(model, "tasks.room.max_response_tokens=1024")
 
 
@@ -158,7 +216,9 @@ def test_later_layers_win(model: Path, tmp_path: Path):
     assert RunConfig.model_fields["run"].default.steps == 128
     assert resolved(model).run.steps == 100, "preset over default"
     assert resolved(model, options={"run.steps": 3}).run.steps == 3, "option over preset"
-    assert resolved(model, "run.steps=4", "run.steps=5", options={"run.steps": 3}).run.steps == 5, "--set over option, the last one wins"
+    assert resolved(model, "run.steps=4", "run.steps=5", options={"run.steps": 3}).run.steps == 5, (
+        "--set over option, the last one wins"
+    )
     preset = tmp_path / "mine.toml"
     preset.write_text("[rollout]\ngroups = 2\n[tasks.room]\nturns = 9\n")
     config = resolved(model, preset=str(preset))
@@ -179,7 +239,9 @@ def test_the_models_profile_chooses_the_rendering(model: Path):
 
 def test_a_task_from_a_file_of_ones_own(model: Path, tmp_path: Path):
     mine = tmp_path / "mine.toml"
-    mine.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n')
+    mine.write_text(
+        'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n'
+    )
     config = resolved(model, tasks=("room", str(mine)))
     assert list(config.tasks) == ["room", "mine"]
     assert config.tasks["mine"].window == 3
@@ -219,16 +281,24 @@ def test_a_malformed_set_is_refused(text: str):
 
 def test_unknown_keys_name_what_was_meant(model: Path, tmp_path: Path):
     text = refusal(model, "rollout.group_sise=4")
-    assert text.startswith("rollout.group_sise = 4: is not a setting. Did you mean rollout.group_size? Available: groups, group_size,")
-    assert "Did you mean run.steps?" in refusal(model, "steps=4")
-    assert "tasks.room.stream.place = 4: is not a setting. Did you mean tasks.room.stream.places?" in refusal(
-        model, "tasks.room.stream.place=4"
+    assert text.startswith(
+        "rollout.group_sise = 4: is not a setting. Did you mean rollout.group_size? Available: groups, group_size,"
     )
-    assert "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?" in refusal(model, "tasks.rom.turns=4")
+    assert "Did you mean run.steps?" in refusal(model, "steps=4")
+    assert (
+        "tasks.room.stream.place = 4: is not a setting. Did you mean tasks.room.stream.places?"
+        in refusal(model, "tasks.room.stream.place=4")
+    )
+    assert "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?" in refusal(
+        model, "tasks.rom.turns=4"
+    )
     preset = tmp_path / "mine.toml"
     preset.write_text("[actor]\nminibatch = 2\n")
     text = refusal(model, preset=str(preset))
-    assert f"actor.minibatch = 2: is not a setting (from {preset}). Did you mean actor.minibatches?" in text
+    assert (
+        f"actor.minibatch = 2: is not a setting (from {preset}). Did you mean actor.minibatches?"
+        in text
+    )
 
 
 def test_bad_values_say_why_and_what_to_do(model: Path):
@@ -236,25 +306,51 @@ def test_bad_values_say_why_and_what_to_do(model: Path):
         "rollout.group_size = 1: should be greater than or equal to 2. Correct it in --set rollout.group_size "
         "(K: rollouts of one identical task in a group; at least 2, since advantages compare them)."
     )
-    assert "run.steps = -1: should be greater than or equal to 0. Correct it in --steps" in refusal(model, options={"run.steps": -1})
-    assert "rollout.groups = 'two': should be a valid integer" in refusal(model, "rollout.groups=two")
-    assert "rollout.groups = '2': should be a valid integer" in refusal(model, 'rollout.groups="2"')
-    assert "actor.ratio = 'word': should be 'token' or 'sequence'" in refusal(model, "actor.ratio=word")
-    assert "actor.temperature = 0: should be greater than 0" in refusal(model, "actor.temperature=0")
-    assert "eval.temperature = nan: should be a finite number" in refusal(model, "eval.temperature=nan")
-    assert "run = 3: is a section, not a value. Set one of its keys: run.seed, run.steps" in refusal(model, "run=3")
-    assert '\'window(0)\': should be "full" or "window(n)" with n at least 1' in refusal(model, "tasks.room.context=window(0)")
-    assert "tasks.room.stream.permanent = 33: is more than tasks.room.stream.places, which is 32" in refusal(
-        model, "tasks.room.stream.permanent=33"
+    assert "run.steps = -1: should be greater than or equal to 0. Correct it in --steps" in refusal(
+        model, options={"run.steps": -1}
     )
-    assert "tasks.room.eval.known = 256: needs places that stay" in refusal(model, "tasks.room.stream.permanent=0")
-    assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in refusal(model, "actor.minibatches=999")
+    assert "rollout.groups = 'two': should be a valid integer" in refusal(
+        model, "rollout.groups=two"
+    )
+    assert "rollout.groups = '2': should be a valid integer" in refusal(model, 'rollout.groups="2"')
+    assert "actor.ratio = 'word': should be 'token' or 'sequence'" in refusal(
+        model, "actor.ratio=word"
+    )
+    assert "actor.temperature = 0: should be greater than 0" in refusal(
+        model, "actor.temperature=0"
+    )
+    assert "eval.temperature = nan: should be a finite number" in refusal(
+        model, "eval.temperature=nan"
+    )
+    assert (
+        "run = 3: is a section, not a value. Set one of its keys: run.seed, run.steps"
+        in refusal(model, "run=3")
+    )
+    assert '\'window(0)\': should be "full" or "window(n)" with n at least 1' in refusal(
+        model, "tasks.room.context=window(0)"
+    )
+    assert (
+        "tasks.room.stream.permanent = 33: is more than tasks.room.stream.places, which is 32"
+        in refusal(model, "tasks.room.stream.permanent=33")
+    )
+    assert "tasks.room.eval.known = 256: needs places that stay" in refusal(
+        model, "tasks.room.stream.permanent=0"
+    )
+    assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in refusal(
+        model, "actor.minibatches=999"
+    )
 
 
 def test_unknown_names(model: Path):
-    assert "tasks = 'rom': is not a task that crl knows. Did you mean room? Available: " in refusal(model, tasks=("rom",))
-    assert "preset = 'gpu': is not a preset that crl knows. Did you mean gpu1?" in refusal(model, preset="gpu")
-    assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in refusal(model, options={"method": "gpro"})
+    assert "tasks = 'rom': is not a task that crl knows. Did you mean room? Available: " in refusal(
+        model, tasks=("rom",)
+    )
+    assert "preset = 'gpu': is not a preset that crl knows. Did you mean gpu1?" in refusal(
+        model, preset="gpu"
+    )
+    assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in refusal(
+        model, options={"method": "gpro"}
+    )
     assert "tasks = 'nope.toml': there is no such file" in refusal(model, tasks=("nope.toml",))
 
 
@@ -262,9 +358,16 @@ def test_a_value_where_a_section_belongs_does_not_vanish(model: Path, tmp_path: 
     preset = tmp_path / "mine.toml"
     preset.write_text("[[actor]]\nminibatches = 2\n")
     text = refusal(model, preset=str(preset))
-    assert text == "actor = [{'minibatches': 2}]: is a value, so there can be no actor.model. Remove one of the two."
-    assert "run.steps = 100: is a value, so there can be no run.steps.x" in refusal(model, "run.steps.x=1")
-    assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(model, "tasks.room.stream.x.y=1")
+    assert (
+        text
+        == "actor = [{'minibatches': 2}]: is a value, so there can be no actor.model. Remove one of the two."
+    )
+    assert "run.steps = 100: is a value, so there can be no run.steps.x" in refusal(
+        model, "run.steps.x=1"
+    )
+    assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(
+        model, "tasks.room.stream.x.y=1"
+    )
 
 
 KEYS = sorted({key.replace("NAME", "room") for key in dotted_keys()} - {"preset", "actor.model"})
@@ -272,12 +375,21 @@ SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS} - {""})
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [("3", "3"), ("word", "'word'"), ("[1]", "[1]"), ("true", "True"), ("[{ x = 1 }]", "[{'x': 1}]")]
+    ("value", "shown"),
+    [
+        ("3", "3"),
+        ("word", "'word'"),
+        ("[1]", "[1]"),
+        ("true", "True"),
+        ("[{ x = 1 }]", "[{'x': 1}]"),
+    ],
 )
 def test_no_section_is_a_value(model: Path, value: str, shown: str):
     for section in SECTIONS:
         own = rf"is a section, not a value\. Set one of its keys: {section}\.|is a value, so there can be no {section}\."
-        assert re.match(rf"{section} = {re.escape(shown)}: ({own})", refusal(model, f"{section}={value}"))
+        assert re.match(
+            rf"{section} = {re.escape(shown)}: ({own})", refusal(model, f"{section}={value}")
+        )
 
 
 @pytest.mark.parametrize("value", ["{ x = 1 }", "[[1]]", "~nobody-has-this-name/x", '"a\\u0000b"'])
@@ -296,7 +408,10 @@ def test_what_a_preset_has_for_tiny_models_is_a_table(model: Path, tmp_path: Pat
 
 
 def test_tasks_are_named_once_and_chosen_by_their_option(model: Path):
-    assert refusal(model, tasks=("room", "room")) == "tasks = 'room,room': room is there twice. Name each task once."
+    assert (
+        refusal(model, tasks=("room", "room"))
+        == "tasks = 'room,room': room is there twice. Name each task once."
+    )
     assert "tasks = '': names no task. Give at least one" in refusal(model, tasks=("",))
     assert "tasks = 'room': cannot be set here. Use --tasks A,B." in refusal(model, "tasks=room")
     assert "Use --preset NAME" in refusal(model, "preset=cpu")
@@ -319,11 +434,18 @@ def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: P
     mine = tmp_path / "mine.toml"
     base = 'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n'
     mine.write_text(base.replace("turns = 5\n", ""))
-    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in refusal(model, tasks=(str(mine),))
-    (model / "crl.json").unlink()  # the full profile does not use [compact], and finds its mistakes all the same
+    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in refusal(
+        model, tasks=(str(mine),)
+    )
+    (
+        model / "crl.json"
+    ).unlink()  # the full profile does not use [compact], and finds its mistakes all the same
     mine.write_text(base + "[compact]\nturnz = 5\n")
     text = refusal(model, tasks=(str(mine),))
-    assert f"tasks.mine.compact.turnz = 5: is not a setting (from {mine}). Did you mean tasks.mine.compact.turns?" in text
+    assert (
+        f"tasks.mine.compact.turnz = 5: is not a setting (from {mine}). Did you mean tasks.mine.compact.turns?"
+        in text
+    )
     mine.write_text(base + "compact = 3\n")
     assert "tasks.mine.compact = 3: is not a table" in refusal(model, tasks=(str(mine),))
 
@@ -331,7 +453,9 @@ def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: P
 def test_no_task_is_called_as_all_together(model: Path, tmp_path: Path):
     path = tmp_path / "overall.toml"
     path.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n')
-    assert "tasks.overall.name = 'overall': is what all tasks together are called." in refusal(model, tasks=(str(path),))
+    assert "tasks.overall.name = 'overall': is what all tasks together are called." in refusal(
+        model, tasks=(str(path),)
+    )
 
 
 def test_the_sequence_ratio_has_its_own_clip(model: Path):
@@ -344,7 +468,9 @@ def test_the_sequence_ratio_has_its_own_clip(model: Path):
     )
 
 
-@pytest.mark.parametrize("key", ["actor.top_p", "actor.top_k", "actor.min_p", "eval.top_p", "engine.top_k"])
+@pytest.mark.parametrize(
+    "key", ["actor.top_p", "actor.top_k", "actor.min_p", "eval.top_p", "engine.top_k"]
+)
 def test_truncated_sampling_is_refused_with_the_reason(model: Path, key: str):
     text = refusal(model, f"{key}=0.9")
     assert text.startswith(f"{key} = 0.9: is refused because sampling is by temperature only")
@@ -359,16 +485,23 @@ def test_settings_that_contradict_each_other(model: Path):
     text = refusal(model, "actor.importance_cap=2.0")
     assert 'actor.importance_cap = 2.0: is legal only with actor.old_logp = "recompute"' in text
     assert text.endswith("Remove it or add --set actor.old_logp=recompute.")
-    assert resolved(model, "actor.importance_cap=2.0", "actor.old_logp=recompute").actor.importance_cap == 2.0
+    assert (
+        resolved(model, "actor.importance_cap=2.0", "actor.old_logp=recompute").actor.importance_cap
+        == 2.0
+    )
 
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_model_that_does_not_exist(model: Path, tmp_path: Path):
-    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in refusal(model, "actor.model=no/such")
+    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in refusal(
+        model, "actor.model=no/such"
+    )
     (tmp_path / "empty").mkdir()
-    assert "that directory holds no config.json" in refusal(model, f"actor.model={tmp_path / 'empty'}")
+    assert "that directory holds no config.json" in refusal(
+        model, f"actor.model={tmp_path / 'empty'}"
+    )
     assert "actor.model = 3: should be a valid string" in refusal(model, "actor.model=3")
 
 
@@ -377,7 +510,9 @@ def test_a_models_path_is_saved_absolute(model: Path, monkeypatch: pytest.Monkey
     assert load(["room"], sets=["actor.model=model"]).actor.model == str(model.resolve())
 
 
-def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     config = resolved(model, "prompts.distil=mine.txt")
     assert config.prompts.distil == str(tmp_path / "mine.txt")
@@ -388,11 +523,17 @@ def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(model: 
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
         train(config, tmp_path / "run", command="", screen=PlainMonitor())
     assert not (tmp_path / "run").exists()
-    assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in refusal(model, "prompts.distill=x")
-    assert "prompts.actor = '': string should have at least 1 character" in refusal(model, "prompts.actor=")
+    assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in refusal(
+        model, "prompts.distill=x"
+    )
+    assert "prompts.actor = '': string should have at least 1 character" in refusal(
+        model, "prompts.actor="
+    )
 
 
-def test_bundled_models_are_known_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bundled_models_are_known_by_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "models" / "mini").mkdir(parents=True)
     (tmp_path / "models" / "mini" / "config.json").write_text("{}")
     monkeypatch.setattr("crl.config.models.PACKAGE", tmp_path)
@@ -415,7 +556,10 @@ def write_safetensors(path: Path, **shapes: list[int]) -> None:
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
         size = 4 * shape[0] * shape[1]
-        header[name], at = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}, at + size
+        header[name], at = (
+            {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]},
+            at + size,
+        )
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
 
@@ -434,13 +578,19 @@ def test_a_models_size_is_read_from_its_shards(model: Path):
 
 
 def test_the_saved_config_is_the_same_config(model: Path, tmp_path: Path):
-    config = resolved(model, "actor.old_logp=recompute", "actor.importance_cap=2", "tasks.room.context=window(2)")
+    config = resolved(
+        model, "actor.old_logp=recompute", "actor.importance_cap=2", "tasks.room.context=window(2)"
+    )
     dump(config, tmp_path / "config.json", prompts={"actor/room": "abc"})
     saved = load_saved(tmp_path)
     assert saved.config == config
     assert saved.prompts == {"actor/room": "abc"}
     assert {"python", "crl", "torch", "transformers", "numpy", "nle"} <= saved.versions.keys()
-    assert set(json.loads((tmp_path / "config.json").read_text())) == {"config", "prompts", "versions"}
+    assert set(json.loads((tmp_path / "config.json").read_text())) == {
+        "config",
+        "prompts",
+        "versions",
+    }
 
 
 def test_a_run_that_is_none_or_cannot_be_read(model: Path, tmp_path: Path):
@@ -460,7 +610,9 @@ def test_a_run_that_is_none_or_cannot_be_read(model: Path, tmp_path: Path):
     saved = json.loads(whole)
     saved["config"]["actor"]["future"] = 1
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(ConfigError, match=r"actor\.future = 1: is not a setting \(from .*config\.json\)"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.future = 1: is not a setting \(from .*config\.json\)"
+    ):
         load_saved(tmp_path)
 
 
@@ -468,7 +620,9 @@ def test_the_tree_is_frozen_and_its_keys_are_listed(model: Path):
     config = resolved(model)
     with pytest.raises(ValueError, match="frozen"):
         config.run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
-    assert {"run.seed", "actor.optimizer.learning_rate", "tasks.NAME.stream.places"} <= set(dotted_keys())
+    assert {"run.seed", "actor.optimizer.learning_rate", "tasks.NAME.stream.places"} <= set(
+        dotted_keys()
+    )
     with pytest.raises(ConfigError, match=r"^stream\.places = 0: "):
         validated(TaskConfig, {**config.tasks["room"].model_dump(), "stream": {"places": 0}})
 
@@ -494,22 +648,52 @@ def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path
     assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
     assert tables(f"actor.model={big}", f"extractor.model={model}") == (tiny, full)
     assert tables(f"actor.model={big}", f"extractor.model={big}") == (paper, full)
-    assert tables(f"actor.model={model}", f"extractor.model={model}", "extractor.batch=5", "bank.cap=6")[0][1] == 5, "--set over both"
+    assert (
+        tables(
+            f"actor.model={model}", f"extractor.model={model}", "extractor.batch=5", "bank.cap=6"
+        )[0][1]
+        == 5
+    ), "--set over both"
 
 
 def test_the_papers_values_for_experience(model: Path):
-    config = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))})
+    config = RunConfig(
+        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
+    )
     assert config.method == "complementary"
-    assert (config.extractor.batch, config.extractor.clip_low, config.extractor.clip_high) == (64, 0.1, 0.1)
-    assert (config.retrieval.candidates, config.retrieval.lam, config.retrieval.choice, config.retrieval.per) == (
+    assert (config.extractor.batch, config.extractor.clip_low, config.extractor.clip_high) == (
+        64,
+        0.1,
+        0.1,
+    )
+    assert (
+        config.retrieval.candidates,
+        config.retrieval.lam,
+        config.retrieval.choice,
+        config.retrieval.per,
+    ) == (
         16,
         0.4,
         "diverse",
         "group",
     )
-    assert (config.retrieval.batch, config.retrieval.max_wait, config.retrieval.workers) == (16, 0.001, 4)
-    assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (None, None, False, "")
-    assert (config.bank.size, config.bank.evict, config.bank.vote_out, config.bank.duplicate) == (None, "fifo", None, None)
+    assert (config.retrieval.batch, config.retrieval.max_wait, config.retrieval.workers) == (
+        16,
+        0.001,
+        4,
+    )
+    assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (
+        None,
+        None,
+        False,
+        "",
+    )
+    assert (config.bank.size, config.bank.evict, config.bank.vote_out, config.bank.duplicate) == (
+        None,
+        "fifo",
+        None,
+        None,
+    )
     assert (config.complementary.guided, config.complementary.advantages) == (0.5, "split")
 
 
@@ -519,14 +703,20 @@ def test_a_method_without_experience_asks_for_no_extractor(model: Path):
     assert not config.with_experience
     assert config.extractor.max_response_tokens == 4096, "no profile was looked at"
     assert resolved(model).with_experience
-    assert "extractor.model = 'no/such': is neither a bundled model nor a directory" in refusal(model, "extractor.model=no/such")
-    assert "extractor.batch = 0: should be greater than or equal to 1" in refusal(model, "extractor.batch=0", options=grpo)
+    assert "extractor.model = 'no/such': is neither a bundled model nor a directory" in refusal(
+        model, "extractor.model=no/such"
+    )
+    assert "extractor.batch = 0: should be greater than or equal to 1" in refusal(
+        model, "extractor.batch=0", options=grpo
+    )
 
 
 def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     text = refusal(model, f"extractor.model={tmp_path / 'empty'}")
-    assert text.startswith(f"extractor.model = '{tmp_path / 'empty'}': that directory holds no config.json")
+    assert text.startswith(
+        f"extractor.model = '{tmp_path / 'empty'}': that directory holds no config.json"
+    )
     assert "extractor.model = 3: should be a valid string" in refusal(model, "extractor.model=3")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("{}")
@@ -541,7 +731,10 @@ def test_a_group_is_shared_evenly(model: Path):
         "complementary.guided = 0.5: is no whole number of members of a group of 5 (rollout.group_size). "
         "Choose a multiple of 1/5, or another group size."
     )
-    assert resolved(model, "rollout.group_size=5", "complementary.guided=0.6").complementary.guided == 0.6
+    assert (
+        resolved(model, "rollout.group_size=5", "complementary.guided=0.6").complementary.guided
+        == 0.6
+    )
     alone = ("rollout.group_size=4", "complementary.guided=0.75")
     assert refusal(model, *alone).startswith(
         "complementary.guided = 0.75: leaves one guided or one free member of 4, whose advantage among its like is always 0."
@@ -549,7 +742,9 @@ def test_a_group_is_shared_evenly(model: Path):
     assert resolved(model, *alone, "complementary.advantages=cross")
     everybody = ("complementary.guided=1", "extractor.baseline=batch")
     assert resolved(model, "rollout.group_size=5", *everybody).rollout.group_size == 5
-    assert resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
+    assert (
+        resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
+    )
 
 
 def test_a_group_without_free_members_is_no_baseline(model: Path):
@@ -557,8 +752,14 @@ def test_a_group_without_free_members_is_no_baseline(model: Path):
         "extractor.baseline = 'group': compares with a group's members without experience, and with complementary.guided = 1 there are "
         "none. Add --set extractor.baseline=batch."
     )
-    assert resolved(model, "complementary.guided=1", "extractor.baseline=batch").extractor.baseline == "batch"
-    assert resolved(model, "complementary.guided=1", "extractor.train=false").extractor.baseline == "group", "nobody is trained"
+    assert (
+        resolved(model, "complementary.guided=1", "extractor.baseline=batch").extractor.baseline
+        == "batch"
+    )
+    assert (
+        resolved(model, "complementary.guided=1", "extractor.train=false").extractor.baseline
+        == "group"
+    ), "nobody is trained"
 
 
 def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
@@ -569,35 +770,60 @@ def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
     assert text.startswith(
         "extractor.max_response_tokens = 1024: leaves no room for a prompt in extractor.max_context_tokens, which is 1024"
     )
-    assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in refusal(model, "bank.frosen=true")
+    assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in refusal(
+        model, "bank.frosen=true"
+    )
     assert "Did you mean retrieval.choice?" in refusal(model, "retrieval.choise=credit")
-    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in refusal(model, "retrieval.choice=best")
-    assert "complementary.guided = 'half': should be a valid number" in refusal(model, "complementary.guided=half")
-    assert "complementary.guided = 1.5: should be less than or equal to 1" in refusal(model, "complementary.guided=1.5")
-    assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(model, "extractor.malformed_reward=-2")
+    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in refusal(
+        model, "retrieval.choice=best"
+    )
+    assert "complementary.guided = 'half': should be a valid number" in refusal(
+        model, "complementary.guided=half"
+    )
+    assert "complementary.guided = 1.5: should be less than or equal to 1" in refusal(
+        model, "complementary.guided=1.5"
+    )
+    assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(
+        model, "extractor.malformed_reward=-2"
+    )
 
 
 def test_what_a_critic_cannot_be(model: Path):
     assert not resolved(model).critic.enabled
     assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 24, "a tiny actor's"
-    assert refusal(model, "critic.enabled=true", "critic.warmup=0", "complementary.guided=1", "extractor.baseline=batch") == (
+    assert refusal(
+        model,
+        "critic.enabled=true",
+        "critic.warmup=0",
+        "complementary.guided=1",
+        "extractor.baseline=batch",
+    ) == (
         "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free. "
         "Choose at least 1."
     )
     assert refusal(model, "critic.max_response_tokens=1024").startswith(
         "critic.max_response_tokens = 1024: leaves no room for a prompt in actor.max_context_tokens, which is 1024"
     )
-    assert "critic.enough = 65: should be less than or equal to 64" in refusal(model, "critic.enough=65")
-    with pytest.raises(ConfigError, match=r"critic\.enabled = True: method grpo has no experience that the actor could judge"):
+    assert "critic.enough = 65: should be less than or equal to 64" in refusal(
+        model, "critic.enough=65"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"critic\.enabled = True: method grpo has no experience that the actor could judge",
+    ):
         resolved(model, "critic.enabled=true", options={"method": "grpo"})
 
 
-def test_a_banks_path_is_saved_absolute(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_banks_path_is_saved_absolute(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bank.sqlite").touch()
     assert resolved(model, "bank.init=bank.sqlite").bank.init == str(tmp_path / "bank.sqlite")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolved(model, "bank.init=~/bank.sqlite", "bank.frozen=true").bank.init == str(tmp_path / "bank.sqlite")
+    assert resolved(model, "bank.init=~/bank.sqlite", "bank.frozen=true").bank.init == str(
+        tmp_path / "bank.sqlite"
+    )
     assert resolved(model).bank.init == ""
 
 
@@ -633,12 +859,17 @@ def test_a_run_of_before_there_were_policies_evicts_as_it_did(model: Path, tmp_p
 )
 def test_of_a_prompt_that_nobody_is_told_the_switch_is_named(model: Path, prompt: str, switch: str):
     def refused(*sets: str, **options: str) -> str:
-        with pytest.raises(ConfigError, match=rf"^prompts\.{prompt} = .*: no model of this run is told it\. Remove it, or ") as caught:
+        with pytest.raises(
+            ConfigError,
+            match=rf"^prompts\.{prompt} = .*: no model of this run is told it\. Remove it, or ",
+        ) as caught:
             require_told(resolved(model, f"prompts.{prompt}=a.txt", *sets, options=options))
         return str(caught.value).partition("Remove it, or ")[2]
 
     assert refused() == f"add --set {switch}."
-    assert refused(switch) == "give language models as actor.model and extractor.model.", "tiny ones know the game's texts alone"
+    assert refused(switch) == "give language models as actor.model and extractor.model.", (
+        "tiny ones know the game's texts alone"
+    )
     assert refused(method="grpo") == "choose another method than grpo, which has no experience."
 
 
@@ -646,16 +877,41 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
     sets = ("bank.size=9", "bank.evict=lru", "bank.vote_out=2", "bank.duplicate=0.9")
     config = resolved(model, *sets)
     async with AsyncExitStack() as stack:
-        with pytest.raises(ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"):
+        with pytest.raises(
+            ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"
+        ):
             await _bank_parts(config, specs(config), {}, unseen, stack)
         config = resolved(model, *sets[:2], sets[3])
         settings = (await _bank_parts(config, specs(config), {}, unseen, stack)).settings
-        assert (settings.cap, settings.size, settings.evict, settings.vote_out, settings.duplicate) == (8, 9, "lru", None, 0.9)
-        untrained = (await _bank_parts(resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack)).settings
-        assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (-1.0, None), "nothing to train on is kept"
-        judged = (await _bank_parts(resolved(model, "critic.enabled=true"), specs(config), {}, unseen, stack)).settings
-        assert (settings.credit.centred, judged.credit.centred) == (False, True), "a verdict's score is no advantage"
-        frozen = (await _bank_parts(resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack)).settings
+        assert (
+            settings.cap,
+            settings.size,
+            settings.evict,
+            settings.vote_out,
+            settings.duplicate,
+        ) == (8, 9, "lru", None, 0.9)
+        untrained = (
+            await _bank_parts(
+                resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack
+            )
+        ).settings
+        assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (
+            -1.0,
+            None,
+        ), "nothing to train on is kept"
+        judged = (
+            await _bank_parts(
+                resolved(model, "critic.enabled=true"), specs(config), {}, unseen, stack
+            )
+        ).settings
+        assert (settings.credit.centred, judged.credit.centred) == (False, True), (
+            "a verdict's score is no advantage"
+        )
+        frozen = (
+            await _bank_parts(
+                resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack
+            )
+        ).settings
         assert (frozen.cap, frozen.size) == (None, None), "nothing of a static bank goes"
 
 
@@ -666,16 +922,23 @@ def test_a_policy_needs_a_bound(model: Path, tmp_path: Path):
     assert refusal(model, big_actor, "bank.evict=lru") == (
         "bank.evict = 'lru': nothing is evicted from a bank without bounds. Give bank.cap or bank.size too."
     )
-    assert "changes nothing, since nothing is evicted from a bank without bounds." in refusal(model, big_actor, "bank.evict=fifo")
+    assert "changes nothing, since nothing is evicted from a bank without bounds." in refusal(
+        model, big_actor, "bank.evict=fifo"
+    )
     for bound in ("cap", "size"):
         assert resolved(model, big_actor, "bank.evict=lru", f"bank.{bound}=5").bank.evict == "lru"
 
 
 async def test_a_deterministic_run_waits_for_any_answer(model: Path):
-    for sets, lease in (([], 3600.0), (["run.deterministic=true", "rollout.max_staleness=0"], None)):
+    for sets, lease in (
+        ([], 3600.0),
+        (["run.deterministic=true", "rollout.max_staleness=0"], None),
+    ):
         config = resolved(model, *sets)
         async with AsyncExitStack() as stack:
-            assert (await _bank_parts(config, specs(config), {}, unseen, stack)).settings.lease == lease
+            assert (
+                await _bank_parts(config, specs(config), {}, unseen, stack)
+            ).settings.lease == lease
 
 
 def test_settings_of_another_engine_are_refused(model: Path):
@@ -703,11 +966,17 @@ def test_what_vllm_cannot_do_is_refused(model: Path, tmp_path: Path):
     assert refusal(model, "embedder.kind=vllm").startswith(
         "embedder.kind = 'vllm': serves an encoder's directory, but embedder.model is none"
     )
-    assert resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}").embedder.kind == "vllm"
-    assert "must not depend on who shares a pass" in refusal(model, "embedder.kind=vllm", f"embedder.model={tmp_path}", *deterministic)
+    assert (
+        resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}").embedder.kind == "vllm"
+    )
+    assert "must not depend on who shares a pass" in refusal(
+        model, "embedder.kind=vllm", f"embedder.model={tmp_path}", *deterministic
+    )
 
 
-def test_a_missing_vllm_is_named_with_its_extra(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_missing_vllm_is_named_with_its_extra(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = tmp_path / "run"
     with pytest.raises(ConfigError) as caught:
@@ -722,21 +991,36 @@ def test_a_missing_vllm_is_named_with_its_extra(model: Path, monkeypatch: pytest
     plan(resolved(model, "engine.kind=vllm"))  # a laptop may plan for a node
 
 
-@pytest.mark.parametrize("key", ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"])
+@pytest.mark.parametrize(
+    "key",
+    ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"],
+)
 def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Path):
     section, _, name = key.partition(".")
     said = f"{key} = 2: changes nothing, since {section}.enabled is false. Add --set {section}.enabled=true, or leave it out."
     assert refusal(model, f"{key}=2").replace("2.0", "2") == said
     without = f"{key} = 2: changes nothing, since the method grpo has no experience. Leave it out, or choose another method."
     assert refusal(model, f"{key}=2", options={"method": "grpo"}) == without
-    assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=true"), section), name) == 2
-    assert getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=false"), section), name) == 2, "the user knows"
+    assert (
+        getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=true"), section), name) == 2
+    )
+    assert (
+        getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=false"), section), name)
+        == 2
+    ), "the user knows"
     mine = tmp_path / "mine.toml"
     mine.write_text(f"[compact.{section}]\n{name} = 2\n")
-    assert getattr(getattr(resolved(model, preset=str(mine)), section), name) == 2, "of a tiny model, whenever it is on"
+    assert getattr(getattr(resolved(model, preset=str(mine)), section), name) == 2, (
+        "of a tiny model, whenever it is on"
+    )
     mine.write_text(f"[{section}]\n{name} = 2\n")
     assert refusal(model, preset=str(mine)).replace("2.0", "2") == said
-    assert getattr(getattr(resolved(model, f"{section}.enabled=true", preset=str(mine)), section), name) == 2
+    assert (
+        getattr(
+            getattr(resolved(model, f"{section}.enabled=true", preset=str(mine)), section), name
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -751,16 +1035,24 @@ def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Pa
         "extractor.merge_every=2",
     ],
 )
-def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(model: Path, setting: str, tmp_path: Path):
+def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(
+    model: Path, setting: str, tmp_path: Path
+):
     frozen = ("bank.init=a.sqlite", "bank.frozen=true")
     assert resolved(model, setting), "of one that is written"
-    said = "changes nothing, since bank.frozen is true: nothing is written. Leave one of the two out."
+    said = (
+        "changes nothing, since bank.frozen is true: nothing is written. Leave one of the two out."
+    )
     assert refusal(model, *frozen, setting).endswith(said)
-    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 8, "the preset's is no setting of the user's"
+    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 8, (
+        "the preset's is no setting of the user's"
+    )
     mine = tmp_path / "mine.toml"
     section, _, rest = setting.partition(".")
     mine.write_text(f"[{section}]\n{rest}\n[compact.bank]\ncap = 4\n")
-    assert resolved(model, *frozen, preset=str(mine)).bank.frozen, "a file may be for other runs too"
+    assert resolved(model, *frozen, preset=str(mine)).bank.frozen, (
+        "a file may be for other runs too"
+    )
 
 
 def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
@@ -769,7 +1061,12 @@ def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
         "Add --set extractor.merge_every=5, or leave it out."
     )
     for every in (0, 5):
-        assert resolved(model, "extractor.merge_tokens=99", f"extractor.merge_every={every}").extractor.merge_tokens == 99, "the user knows"
+        assert (
+            resolved(
+                model, "extractor.merge_tokens=99", f"extractor.merge_every={every}"
+            ).extractor.merge_tokens
+            == 99
+        ), "the user knows"
     assert resolved(model, "extractor.merge_tokens=99", options={"method": "grpo"})
 
 
@@ -778,8 +1075,12 @@ def test_trials_are_of_the_choice_by_credit(model: Path):
         'retrieval.trials = 0.25: changes nothing, since retrieval.choice is "diverse", which spreads searches itself. '
         "Add --set retrieval.choice=credit, or leave it out."
     )
-    assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", "the preset's own trials wait"
-    assert resolved(model, "retrieval.choice=diverse", "retrieval.trials=0.0").retrieval.trials == 0.0, "which is what it comes to"
+    assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", (
+        "the preset's own trials wait"
+    )
+    assert (
+        resolved(model, "retrieval.choice=diverse", "retrieval.trials=0.0").retrieval.trials == 0.0
+    ), "which is what it comes to"
     assert resolved(model, "retrieval.trials=0.25").retrieval.trials == 0.25
 
 
@@ -803,14 +1104,20 @@ def test_overtime_is_planned_only_where_episodes_are_distilled(model: Path):
     frozen = resolved(model, "bank.frozen=true", "bank.init=bank.sqlite")
     alone = resolved(model, options={"method": "grpo"})
     assert (resolved(model).distils, frozen.distils, alone.distils) == (True, False, False)
-    assert "goes on for 4 turns, for the extractor alone" in overview(resolved(model, "actor.model=tiny-actor"))
-    assert "goes on for" not in overview(resolved(model, "actor.model=tiny-actor", options={"method": "grpo"}))
+    assert "goes on for 4 turns, for the extractor alone" in overview(
+        resolved(model, "actor.model=tiny-actor")
+    )
+    assert "goes on for" not in overview(
+        resolved(model, "actor.model=tiny-actor", options={"method": "grpo"})
+    )
 
 
 def test_questions_are_off_and_few_for_tiny_models(model: Path):
     assert resolved(model).ask.questions == 0
     assert resolved(model, "ask.enabled=true").ask.questions == 1
-    paper = RunConfig(tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}).ask
+    paper = RunConfig(
+        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
+    ).ask
     assert (paper.enabled, paper.limit, paper.deadline) == (False, 3, 30.0)
     assert "ask.limit = 0: should be greater than or equal to 1" in refusal(model, "ask.limit=0")
     assert "ask.deadline = 0.0: should be greater than 0" in refusal(model, "ask.deadline=0.0")
@@ -818,4 +1125,6 @@ def test_questions_are_off_and_few_for_tiny_models(model: Path):
         "ask.enabled = True: changes nothing, since the method grpo has no bank to ask. Leave it out, or choose another method."
     )
     assert resolved(model, "ask.enabled=false", options={"method": "grpo"})
-    assert resolved(model, preset="node8", options={"method": "grpo"}).ask.enabled, "a bundled preset serves every method"
+    assert resolved(model, preset="node8", options={"method": "grpo"}).ask.enabled, (
+        "a bundled preset serves every method"
+    )

@@ -8,7 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from credited import ANSWERS, BETTER, E0, ENDS, GOES_EAST, GOES_WEST, KEPT, W0, distil, lose, opened, taken, train, west_and_east, win
+from credited import (
+    ANSWERS,
+    BETTER,
+    E0,
+    ENDS,
+    GOES_EAST,
+    GOES_WEST,
+    KEPT,
+    W0,
+    distil,
+    lose,
+    opened,
+    taken,
+    train,
+    west_and_east,
+    win,
+)
 from doors import renderer
 from extractors import Scribe, hit, logged, request, search
 
@@ -40,7 +56,9 @@ def advantages(batch: dict[str, ExtractorSample]) -> Any:
 
 def text(trace: TokenTrace) -> str:
     """What it is trained on."""
-    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    return renderer().decode(
+        [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
+    )
 
 
 async def counters(made: ExperienceManager, generation: str) -> tuple[int, int | None] | None:
@@ -99,13 +117,17 @@ async def merge_away(made: ExperienceManager) -> None:
 
 @pytest.mark.parametrize("go", [supersede, evict, discard, merge_away])
 @pytest.mark.parametrize(("late", "trained"), [(KEPT, True), (KEPT + 1, False)])
-async def test_what_guides_nobody_any_more_earns_for_as_long_as_episodes_may_run(tmp_path, go, late, trained):
+async def test_what_guides_nobody_any_more_earns_for_as_long_as_episodes_may_run(
+    tmp_path, go, late, trained
+):
     made = await west_and_east(tmp_path, cap=2)
     made.advance(10)
     for group in range(9):  # until each has guided
         await made.search([search(group=group)])
     await go(made)
-    assert (W0.use.uid, 1) not in {(uid, entry.version) for uid, entry in made._bank.entries.items()}
+    assert (W0.use.uid, 1) not in {
+        (uid, entry.version) for uid, entry in made._bank.entries.items()
+    }
     made.advance(10 + late)
     await made.drain()
     await win(made, W0.use, "run/10/0/0")
@@ -142,19 +164,27 @@ async def test_each_training_takes_the_mean_of_the_episodes_since_the_one_before
     await made.mark_trained(list(batch), 5)
     await win(made, W0.use, "after")
     # Ready anew with the mark, and so behind the other one: (−1 − 1 + 1) / 3
-    assert list(rewards(await taken(made, 2, 5)).items()) == [("run/0/1/0#0@1", 1.0), ("run/0/0/0#0@1", pytest.approx(-1 / 3))]
+    assert list(rewards(await taken(made, 2, 5)).items()) == [
+        ("run/0/1/0#0@1", 1.0),
+        ("run/0/0/0#0@1", pytest.approx(-1 / 3)),
+    ]
     await train(made, 2, 5)
     assert await made.take_batch(1, 99) is None, "each episode once"
     assert await ever(made, W0.use) == (6, 0.0)
     await made.aclose()
 
 
-async def test_an_episode_counts_once_however_often_it_is_told_and_however_often_the_same_guided_it(tmp_path):
+async def test_an_episode_counts_once_however_often_it_is_told_and_however_often_the_same_guided_it(
+    tmp_path,
+):
     made = await west_and_east(tmp_path)
     await asyncio.gather(*(made.credit([W0.use], True, episode="run/1/0/0") for _ in range(3)))
     await made.credit([W0.use], False, episode="run/1/0/0")  # nor can it be told otherwise
     await made.credit([W0.use, E0.use, W0.use], False, episode="run/1/0/1")
-    assert rewards(await taken(made, 2, 1)) == {"run/0/0/0#0@1": 0.0, "run/0/1/0#0@1": -1.0}  # (1 − 1) / 2
+    assert rewards(await taken(made, 2, 1)) == {
+        "run/0/0/0#0@1": 0.0,
+        "run/0/1/0#0@1": -1.0,
+    }  # (1 − 1) / 2
     assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 0.0), (1, -1.0))
     entry = made._bank.entries[W0.use.uid]
     assert (entry.credited, entry.credit) == (2, 0.0)
@@ -167,9 +197,15 @@ async def test_an_episode_counts_once_however_often_it_is_told_and_however_often
 @pytest.mark.parametrize(
     ("credit", "weights"),
     [
-        ({"cooldown": 2, "alpha": 0.5}, [(4, 1.0), (5, None), (6, 2**-0.5), (7, None), (8, 3**-0.5)]),
+        (
+            {"cooldown": 2, "alpha": 0.5},
+            [(4, 1.0), (5, None), (6, 2**-0.5), (7, None), (8, 3**-0.5)],
+        ),
         ({"cooldown": 0, "alpha": 0.5}, [(4, 1.0), (4, 2**-0.5), (4, 3**-0.5), (9, 0.5)]),  # 4^−½
-        ({"cooldown": 3, "alpha": 1.0}, [(0, 1.0), (1, None), (2, None), (3, 0.5), (5, None), (9, 1 / 3)]),
+        (
+            {"cooldown": 3, "alpha": 1.0},
+            [(0, 1.0), (1, None), (2, None), (3, 0.5), (5, None), (9, 1 / 3)],
+        ),
         ({"cooldown": 1, "alpha": 0.0}, [(7, 1.0), (7, None), (8, 1.0)]),
         ({"cooldown": 2, "alpha": 2.0}, [(1, 1.0), (3, 0.25), (5, 1 / 9)]),
     ],
@@ -185,9 +221,13 @@ async def test_the_weight_at_each_step(tmp_path, credit, weights):
         assert bool(batch) == (weight is not None)
         if batch:
             trainings, last = trainings + 1, step
-            assert [sample.weight for sample in batch.values()] == pytest.approx([weight, weight]), "the op, and what came before it"
+            assert [sample.weight for sample in batch.values()] == pytest.approx(
+                [weight, weight]
+            ), "the op, and what came before it"
             sql = "SELECT data ->> 'count' FROM log WHERE kind = 'train' AND data != '{}' ORDER BY seq DESC LIMIT 1"
-            assert (await made._store._database.rows(sql))[0][0] == waiting, "what waited is trained with the rest"
+            assert (await made._store._database.rows(sql))[0][0] == waiting, (
+                "what waited is trained with the rest"
+            )
             waiting = 0
         assert await counters(made, "run/0/0/0") == (trainings, last), "what waits moves no counter"
     await made.aclose()
@@ -204,7 +244,9 @@ async def test_the_cooldown_is_the_generations_and_what_waits_fills_no_batch(tmp
     assert await made.take_batch(2, 5) is None
     assert rewards(await taken(made, 1, 5)) == {"run/0/1/0#0@1": 1.0}
     batch = await taken(made, 2, 6)
-    assert rewards(batch) == {"run/0/0/0#1@1": -1.0, "run/0/1/0#0@1": 1.0}, "it has become ready first"
+    assert rewards(batch) == {"run/0/0/0#1@1": -1.0, "run/0/1/0#0@1": 1.0}, (
+        "it has become ready first"
+    )
     # w = 2^−½ and 1; baseline = (1 − 2^−½) / (1 + 2^−½) = 0.17157; A = 2^−½ · (−1.17157) and 0.82843
     assert advantages(batch) == {
         "run/0/0/0#1@1": -0.828427,
@@ -234,7 +276,10 @@ async def test_the_ops_of_an_answer_are_trained_each_on_its_own_tokens(tmp_path)
         "run/0/0/0#0@1": (0.5, 0.75), "run/0/0/0#1@1": (-1.0, -0.75), "run/0/0/0@head": (-0.25, 0.0)
     }  # fmt: skip
     first, second, head = batch.values()
-    assert (text(head.trace), text(first.trace)) == ("It went west, then east.</think>\n[", GOES_WEST)
+    assert (text(head.trace), text(first.trace)) == (
+        "It went west, then east.</think>\n[",
+        GOES_WEST,
+    )
     assert text(second.trace).endswith(GOES_EAST[1:] + ENDS)
     places = [sampled_at(sample) for sample in (head, first, second)]
     assert len(set.union(*places)) == sum(map(len, places)), "no token is trained twice"
@@ -249,8 +294,15 @@ async def test_an_op_that_was_not_credited_has_no_part_in_the_batch(tmp_path):
     await win(made, hit("run/0/0/0#1").use, "1")
     await lose(made, hit("run/0/1/0#0").use, "2")
     batch = await taken(made, 2, 1)
-    assert advantages(batch) == {"run/0/0/0#1@1": 1.0, "run/0/1/0#0@1": -1.0, "run/0/0/0@head": 1.0, "run/0/1/0@head": -1.0}
-    assert GOES_WEST in renderer().decode(batch["run/0/0/0#1@1"].trace.ids), "it stands before, as context"
+    assert advantages(batch) == {
+        "run/0/0/0#1@1": 1.0,
+        "run/0/1/0#0@1": -1.0,
+        "run/0/0/0@head": 1.0,
+        "run/0/1/0@head": -1.0,
+    }
+    assert GOES_WEST in renderer().decode(batch["run/0/0/0#1@1"].trace.ids), (
+        "it stands before, as context"
+    )
     assert GOES_WEST not in "".join(text(sample.trace) for sample in batch.values())
     await made.aclose()
 
@@ -265,8 +317,14 @@ async def test_an_update_and_an_add_of_one_answer_are_two_units_of_one_generatio
     assert {name: (s.generation, s.advantage) for name, s in batch.items()} == {
         "run/0/0/0#0@2": ("run/1/0/0", 1.0), "run/1/0/0#1@1": ("run/1/0/0", -1.0), "run/1/0/0@head": ("run/1/0/0", 0.0)
     }  # fmt: skip
-    assert (text(batch["run/0/0/0#0@2"].trace), text(batch["run/1/0/0#1@1"].trace)) == (BETTER, GOES_EAST + ENDS)
-    assert (await counters(made, "run/1/0/0"), await counters(made, "run/0/0/0")) == ((1, 3), None), "version 1 has nothing to earn"
+    assert (text(batch["run/0/0/0#0@2"].trace), text(batch["run/1/0/0#1@1"].trace)) == (
+        BETTER,
+        GOES_EAST + ENDS,
+    )
+    assert (await counters(made, "run/1/0/0"), await counters(made, "run/0/0/0")) == (
+        (1, 3),
+        None,
+    ), "version 1 has nothing to earn"
     await made.aclose()
 
 
@@ -301,13 +359,24 @@ async def test_an_answer_that_was_cut_has_no_end_to_be_trained(tmp_path):
 async def test_a_return_earns_nothing_and_no_part_of_the_head(tmp_path):
     made = await opened(tmp_path, malformed_reward=-1.0)
     await distil(made, request(note="none"), request(group=1, note="after"))
-    assert (await made.stats()).items() >= {"generations": 1, "buffer/ready": 0, "ops/return": 2}.items()
+    assert (await made.stats()).items() >= {
+        "generations": 1,
+        "buffer/ready": 0,
+        "ops/return": 2,
+    }.items()
     await made.credit([hit("run/0/0/0#0").use], True, episode="stray")
     await win(made, hit("run/0/1/0#1").use, "1")
     batch = await taken(made, 1, 1)
-    assert {name: text(sample.trace) for name, sample in batch.items()} == {"run/0/1/0#1@1": GOES_EAST + ENDS, "run/0/1/0@head": "["}
+    assert {name: text(sample.trace) for name, sample in batch.items()} == {
+        "run/0/1/0#1@1": GOES_EAST + ENDS,
+        "run/0/1/0@head": "[",
+    }
     await made.credit([], True, episode="free")
-    assert (await made.stats()).items() >= {"ops/credit": 1, "ops/stray": 1, "buffer/ready": 1}.items()
+    assert (await made.stats()).items() >= {
+        "ops/credit": 1,
+        "ops/stray": 1,
+        "buffer/ready": 1,
+    }.items()
     await made.aclose()
 
 
@@ -322,7 +391,13 @@ async def test_what_guided_is_credited_in_the_version_that_guided(tmp_path):
     await win(made, guide.use, "run/1/0/0")
     await distil(made, request(1, note="better", shown=(guide,)))
     entry = made._bank.entries["run/0/0/0#0"]
-    assert (entry.version, entry.retrieved, entry.last_returned_step, entry.credited, entry.credit) == (2, 0, None, 0, 0.0)
+    assert (
+        entry.version,
+        entry.retrieved,
+        entry.last_returned_step,
+        entry.credited,
+        entry.credit,
+    ) == (2, 0, None, 0, 0.0)
     await win(made, guide.use, "run/1/0/1", "run/1/0/2")  # these began before the update
     await lose(made, guide.use, "run/1/0/3")
     await lose(made, hit(entry.uid, 2).use, "run/2/0/0")
@@ -331,7 +406,12 @@ async def test_what_guided_is_credited_in_the_version_that_guided(tmp_path):
     assert {name: (s.generation, s.reward) for name, s in batch.items() if "#" in name} == {
         "run/0/0/0#0@1": ("run/0/0/0", 0.5), "run/0/0/0#0@2": ("run/1/0/0", -1.0)
     }  # fmt: skip
-    assert advantages(batch) == {"run/0/0/0#0@1": 0.75, "run/0/0/0#0@2": -0.75, "run/0/0/0@head": 0.75, "run/1/0/0@head": -0.75}
+    assert advantages(batch) == {
+        "run/0/0/0#0@1": 0.75,
+        "run/0/0/0#0@2": -0.75,
+        "run/0/0/0@head": 0.75,
+        "run/1/0/0@head": -0.75,
+    }
     assert (entry.credited, entry.credit) == (1, -1.0)
     await made.aclose()
 
@@ -350,14 +430,25 @@ async def test_a_merge_begins_at_zero_and_its_parents_keep_what_they_earned(tmp_
     await made.drain()
     batch = await train(made, 3, 99)
     # r̄ = 1, −1/3 and −1: the baseline is −1/9
-    assert {i: s for i, s in batch.items() if "#" in i}.keys() == {"run/0/0/0#0@1", "run/0/1/0#0@1", f"{uid}@1"}
+    assert {i: s for i, s in batch.items() if "#" in i}.keys() == {
+        "run/0/0/0#0@1",
+        "run/0/1/0#0@1",
+        f"{uid}@1",
+    }
     assert advantages(batch) == {
         "run/0/0/0#0@1": 10 / 9, "run/0/1/0#0@1": -2 / 9, f"{uid}@1": -8 / 9,
         "run/0/0/0@head": 10 / 9, "run/0/1/0@head": -2 / 9, f"{name}@head": -8 / 9,
     }  # fmt: skip
-    assert text(batch[f"{uid}@1"].trace) == '{"op": "merge", "targets": [1, 2], "text": "Go west, then east."}' + ENDS
+    assert (
+        text(batch[f"{uid}@1"].trace)
+        == '{"op": "merge", "targets": [1, 2], "text": "Go west, then east."}' + ENDS
+    )
     await made.drain()
-    assert [await counters(made, g) for g in ("run/0/0/0", "run/0/1/0", name)] == [None, None, (1, 99)]
+    assert [await counters(made, g) for g in ("run/0/0/0", "run/0/1/0", name)] == [
+        None,
+        None,
+        (1, 99),
+    ]
     await made.aclose()
 
 
@@ -376,7 +467,9 @@ async def test_what_is_discarded_is_trained_on_what_it_had_earned(tmp_path):
 
 
 @pytest.mark.parametrize(("reward", "advantage"), [(-1.0, -1.5), (-0.2, -0.9), (0.0, -0.75)])
-async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_was_set(tmp_path, reward, advantage):
+async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_was_set(
+    tmp_path, reward, advantage
+):
     made = await opened(tmp_path, malformed_reward=reward, cooldown=0)
     bad = [request(member=m, note="bad") for m in range(3)]
     await distil(made, *bad, *(request(group=1, member=m, note="north") for m in range(3)))
@@ -385,12 +478,21 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
         for member in range(3):
             await win(made, hit(f"run/0/1/{member}#0").use, f"{repeat} {member}")
         batch = await train(made, 4, 1)
-        assert list(rewards(batch)) == [f"run/0/0/{repeat}@0", "run/0/1/0#0@1", "run/0/1/1#0@1", "run/0/1/2#0@1"]
+        assert list(rewards(batch)) == [
+            f"run/0/0/{repeat}@0",
+            "run/0/1/0#0@1",
+            "run/0/1/1#0@1",
+            "run/0/1/2#0@1",
+        ]
         if repeat == 0:  # baseline (reward + 3) / 4
             assert batch["run/0/0/0@0"].advantage == pytest.approx(advantage)
-        assert text(batch[f"run/0/0/{repeat}@0"].trace) == "H", "no answer that could be used begins like this"
+        assert text(batch[f"run/0/0/{repeat}@0"].trace) == "H", (
+            "no answer that could be used begins like this"
+        )
     await made.drain()
-    assert (await made.stats()).items() >= {"generations": 3, "buffer/ready": 0}.items(), "once trained they can earn no more"
+    assert (await made.stats()).items() >= {"generations": 3, "buffer/ready": 0}.items(), (
+        "once trained they can earn no more"
+    )
     await made.aclose()
 
 
@@ -406,7 +508,9 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
         ("<think>West", False, "<|im_end|>"),
     ],
 )
-async def test_of_an_answer_without_an_op_the_token_is_trained_that_no_usable_one_has_there(tmp_path, answer, cut, blamed):
+async def test_of_an_answer_without_an_op_the_token_is_trained_that_no_usable_one_has_there(
+    tmp_path, answer, cut, blamed
+):
     """Usable answers share what comes before it, and what follows may read like one.
 
     An answer that is cut by the token limit is wrong in its last token, in the place of its end.
@@ -420,16 +524,26 @@ async def test_of_an_answer_without_an_op_the_token_is_trained_that_no_usable_on
     assert stop == start + 1
     said = [renderer().decode([token]) for token in generation.completion.ids]
     assert said[start].startswith(blamed)
-    assert "".join(said[:start]) + blamed == (answer + "<|im_end|>")[: len("".join(said[:start]) + blamed)]
+    assert (
+        "".join(said[:start]) + blamed
+        == (answer + "<|im_end|>")[: len("".join(said[:start]) + blamed)]
+    )
     await made.aclose()
 
 
 async def test_of_answers_without_an_op_as_many_wait_as_a_batch_holds(tmp_path):
     made = await opened(tmp_path, malformed_reward=-1.0, cooldown=0)
-    await distil(made, *(request(member=m, note="bad") for m in range(6)), *(request(group=1, member=m, note="north") for m in range(3)))
+    await distil(
+        made,
+        *(request(member=m, note="bad") for m in range(6)),
+        *(request(group=1, member=m, note="north") for m in range(3)),
+    )
     assert await made.take_batch(4, 1) is None
     figures = await made.stats()
-    assert figures.items() >= {"buffer/ready": 4, "ops/malformed": 6, "dropped/too many malformed": 2}.items()
+    assert (
+        figures.items()
+        >= {"buffer/ready": 4, "ops/malformed": 6, "dropped/too many malformed": 2}.items()
+    )
     assert await made.take_batch(4, 1) is None
     assert (await made.stats())["dropped/too many malformed"] == 2, "those that are left fit"
     await made.drain()
@@ -448,7 +562,13 @@ async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_hel
     episodes it guided three, of which one was won."""
     made = await west_and_east(tmp_path, cooldown=0)
     accepted, rejected = replace(W0.use, verdict="accept"), replace(W0.use, verdict="reject")
-    given = [(accepted, True), (accepted, False), (rejected, True), (W0.use, False), (replace(E0.use, verdict="refine"), False)]
+    given = [
+        (accepted, True),
+        (accepted, False),
+        (rejected, True),
+        (W0.use, False),
+        (replace(E0.use, verdict="refine"), False),
+    ]
     for _ in range(2):  # a repeat changes nothing
         for episode, (use, success) in enumerate(given):
             await made.credit([use], success, episode=f"e{episode}")
@@ -483,10 +603,15 @@ async def test_a_group_adds_to_a_lift_once_and_what_is_unknown_to_none(tmp_path)
     stranger = GroupSuccess(UnitKey("nobody", 1), 1.0, 0.0)
     first, second = GroupSuccess(west, 1.0, 0.5), GroupSuccess(west, 0.25, 0.5)
     await asyncio.gather(*(made.record_lifts({"run/1/0": [stranger, first]}) for _ in range(3)))
-    await made.record_lifts({"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]})  # nor can it be told otherwise
+    await made.record_lifts(
+        {"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]}
+    )  # nor can it be told otherwise
     await made.record_lifts({})
     assert made._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
-    assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == ["run/1/0", "run/1/1"]
+    assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == [
+        "run/1/0",
+        "run/1/1",
+    ]
     assert await made.take_batch(1, 5) is None
     assert await ever(made, W0.use) == (0, 0.0)
     await made.aclose()
@@ -498,11 +623,20 @@ async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
     before = await made.snapshot()
     await made.record_lifts({"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 0.0, 1.0)]})
     await supersede(made)
-    await made.record_lifts({"run/11/0": [GroupSuccess(UnitKey(W0.use.uid, 1), 0.0, 1.0), GroupSuccess(UnitKey(W0.use.uid, 2), 0.5, 0.0)]})
+    await made.record_lifts(
+        {
+            "run/11/0": [
+                GroupSuccess(UnitKey(W0.use.uid, 1), 0.0, 1.0),
+                GroupSuccess(UnitKey(W0.use.uid, 2), 0.5, 0.0),
+            ]
+        }
+    )
     assert made._bank.entries[W0.use.uid].lift == Lift(1, 0.5)
     await made.rollback(before)
     assert made._bank.entries[W0.use.uid].lift == Lift(1, 1.0)
-    await made.record_lifts({"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 1.0)]})  # which has not happened
+    await made.record_lifts(
+        {"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 1.0)]}
+    )  # which has not happened
     await made.export_copy(tmp_path / "copy.sqlite")
     await made.aclose()
     for path in (tmp_path / "bank.sqlite", tmp_path / "copy.sqlite"):
@@ -535,7 +669,9 @@ async def test_what_was_only_rejected_is_trained_on_and_has_no_record(tmp_path):
     await made.aclose()
 
 
-async def test_an_experience_that_was_rejected_and_then_found_by_a_question_guided_the_episode(tmp_path):
+async def test_an_experience_that_was_rejected_and_then_found_by_a_question_guided_the_episode(
+    tmp_path,
+):
     made = await west_and_east(tmp_path, cooldown=0)
     found = replace(W0.use, how="ask_unrefined")
     await made.credit([found, replace(W0.use, verdict="reject")], False, episode="e1")

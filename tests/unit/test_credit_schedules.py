@@ -82,8 +82,15 @@ class Model:
             self.generations[name] = Generation()
             self.waiting.append(UnitKey(name, 0))
         elif note != "none":
-            updates = note in ("better", "both") and shown and self.active.get(shown.uid) == shown.version
-            self.write(UnitKey(shown.uid, shown.version + 1) if shown and updates else UnitKey(f"{name}#0", 1), name)
+            updates = (
+                note in ("better", "both") and shown and self.active.get(shown.uid) == shown.version
+            )
+            self.write(
+                UnitKey(shown.uid, shown.version + 1)
+                if shown and updates
+                else UnitKey(f"{name}#0", 1),
+                name,
+            )
             if note in ("two", "both"):
                 self.write(UnitKey(f"{name}#1", 1), name)
 
@@ -124,7 +131,10 @@ class Model:
             ops = [key for key in batch if self.units[key].generation == name and key.version]
             if ops:
                 rows[f"{name}@head"] = (fmean(means[key] for key in ops), weights[ops[0]])
-        return {name: (mean, weight, weight * (mean - baseline)) for name, (mean, weight) in rows.items()}
+        return {
+            name: (mean, weight, weight * (mean - baseline))
+            for name, (mean, weight) in rows.items()
+        }
 
     def train(self, spent: dict[UnitKey, int], step: int) -> None:
         """spent: how many of each unit's rewards, the oldest, were trained on."""
@@ -139,7 +149,9 @@ class Model:
 
     def prune(self) -> None:
         for name in list(self.generations):
-            if not any(unit.generation == name and self.may_earn(key) for key, unit in self.units.items()):
+            if not any(
+                unit.generation == name and self.may_earn(key) for key, unit in self.units.items()
+            ):
                 del self.generations[name]
 
     def may_earn(self, key: UnitKey) -> bool:
@@ -185,7 +197,9 @@ class Schedule:
     async def distil(self) -> None:
         shown = self.any_unit()
         note = self.rng.choice(list(ANSWERS) if shown else ["one", "two", "none", "bad"])
-        episode = request(self.model.step, next(self.numbers), note=note, shown=(hit(*shown),) if shown else ())
+        episode = request(
+            self.model.step, next(self.numbers), note=note, shown=(hit(*shown),) if shown else ()
+        )
         await self.made.submit(episode)
         await self.made.drain()
         self.model.distil(episode.id, note, shown)
@@ -223,9 +237,16 @@ class Schedule:
         if samples:
             expected = self.model.samples(batch)
             assert list(expected) == [sample.id for sample in samples]
-            found = [value for sample in samples for value in (sample.reward, sample.weight, sample.advantage)]
+            found = [
+                value
+                for sample in samples
+                for value in (sample.reward, sample.weight, sample.advantage)
+            ]
             assert found == pytest.approx([value for row in expected.values() for value in row])
-            self.offered, self.ids = {key: len(self.model.units[key].pending) for key in batch}, list(expected)
+            self.offered, self.ids = (
+                {key: len(self.model.units[key].pending) for key in batch},
+                list(expected),
+            )
             self.taken_at = self.model.step
 
     async def mark(self) -> None:
@@ -251,7 +272,9 @@ class Schedule:
     async def merge(self) -> None:
         if len(self.model.active) < 2:
             return
-        ops: list[dict[str, Any]] = [{"op": "merge", "targets": [1, 2], "text": "Go west, then east."}]
+        ops: list[dict[str, Any]] = [
+            {"op": "merge", "targets": [1, 2], "text": "Go west, then east."}
+        ]
         first, second, *rest = self.model.active
         if rest and self.rng.random() < 0.5:
             ops.insert(0, {"op": "discard", "target": 3})
@@ -284,26 +307,53 @@ class Schedule:
             seq = self.rng.choice(list(self.snapshots))
             await self.made.rollback(seq)
             self.model, self.offered = copy.deepcopy(self.snapshots[seq]), {}
-            self.snapshots = {known: model for known, model in self.snapshots.items() if known <= seq}
+            self.snapshots = {
+                known: model for known, model in self.snapshots.items() if known <= seq
+            }
 
     async def compare(self) -> None:
         model, store = self.model, self.made._store
         pending = [
-            (unit.pending.unit, unit.pending.generation, unit.pending.count, unit.pending.total, unit.c_train, unit.t_last)
+            (
+                unit.pending.unit,
+                unit.pending.generation,
+                unit.pending.count,
+                unit.pending.total,
+                unit.c_train,
+                unit.t_last,
+            )
             for unit in await store.ready()
         ]
-        expected = [(key, model.units[key], model.generations[model.units[key].generation]) for key in model.waiting]
-        assert pending == [(k, u.generation, len(u.pending), sum(u.pending), g.trained, g.last) for k, u, g in expected]
+        expected = [
+            (key, model.units[key], model.generations[model.units[key].generation])
+            for key in model.waiting
+        ]
+        assert pending == [
+            (k, u.generation, len(u.pending), sum(u.pending), g.trained, g.last)
+            for k, u, g in expected
+        ]
         rows = await store._database.rows("SELECT id, c_train, t_last FROM generations")
         assert {row["id"]: (row["c_train"], row["t_last"]) for row in rows} == {
             n: (g.trained, g.last) for n, g in model.generations.items()
         }
-        rows = await store._database.rows("SELECT uid, version, generation, credited, credit FROM units")
+        rows = await store._database.rows(
+            "SELECT uid, version, generation, credited, credit FROM units"
+        )
         units = {UnitKey(uid, version): tuple(rest) for uid, version, *rest in rows}
-        assert units == {key: (unit.generation, unit.credited, unit.credit) for key, unit in model.units.items()}
-        entries = [(*entry.unit, entry.credited, entry.credit) for entry in self.made._bank.entries.values()]
-        current = [(uid, version, model.units[UnitKey(uid, version)]) for uid, version in model.active.items()]
-        assert entries == [(uid, version, unit.credited, unit.credit) for uid, version, unit in current]
+        assert units == {
+            key: (unit.generation, unit.credited, unit.credit) for key, unit in model.units.items()
+        }
+        entries = [
+            (*entry.unit, entry.credited, entry.credit)
+            for entry in self.made._bank.entries.values()
+        ]
+        current = [
+            (uid, version, model.units[UnitKey(uid, version)])
+            for uid, version in model.active.items()
+        ]
+        assert entries == [
+            (uid, version, unit.credited, unit.credit) for uid, version, unit in current
+        ]
 
 
 OPERATIONS = {
@@ -312,7 +362,9 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 400))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 400))]
+)
 def test_every_reward_is_trained_on_once_or_pending_whatever_happens_between(seed: int) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         schedule = Schedule(Path(folder) / "bank.sqlite", seed)

@@ -24,7 +24,16 @@ from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import GOALS, SuccessRates
 from crl.rollout.waves import Direct, Sampler, Waves
 from crl.run.critic import Warmup
-from crl.types import Completion, Condition, ExperienceUse, Observation, RolloutPlan, Sampling, Task, Trajectory
+from crl.types import (
+    Completion,
+    Condition,
+    ExperienceUse,
+    Observation,
+    RolloutPlan,
+    Sampling,
+    Task,
+    Trajectory,
+)
 
 GUIDED, FREE = RolloutPlan("guided"), RolloutPlan("free")
 
@@ -41,7 +50,10 @@ GUIDED, FREE = RolloutPlan("guided"), RolloutPlan("free")
         ("refine: Go east.\nThen rest.", Critique("refine", "Go east.\nThen rest.")),
         ("It is about another room.\nreject", Critique("reject")),
         ("<think>reject?</think>accept", Critique("accept")),
-        ("Well. <answer>refine: Go <b>east</b>.</answer> Good luck!", Critique("refine", "Go <b>east</b>.")),
+        (
+            "Well. <answer>refine: Go <b>east</b>.</answer> Good luck!",
+            Critique("refine", "Go <b>east</b>."),
+        ),
         ("<answer>accept</answer> or <answer>reject</answer>", Critique("reject")),
         ("<answer>reject</answer><answer>hm</answer>", Critique("reject")),
         (f"refine {'x' * MAX_CHARS}", Critique("refine", "x" * MAX_CHARS)),
@@ -81,7 +93,9 @@ def test_whatever_an_actor_says_is_read(completion: str) -> None:
 
 def test_a_verdict_applied() -> None:
     assert Critique("accept").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="accept"))
-    assert Critique("refine", "Push.").applied(HIT) == replace(HIT, text="Push.", use=replace(HIT.use, verdict="refine"))
+    assert Critique("refine", "Push.").applied(HIT) == replace(
+        HIT, text="Push.", use=replace(HIT.use, verdict="refine")
+    )
     assert Critique("reject").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="reject"))
 
 
@@ -90,9 +104,14 @@ def test_a_verdict_applied() -> None:
 
 def test_the_prompt_of_a_tiny_actor() -> None:
     (segment,) = CompactCriticPrompt()(TASK, HIT, 0.449)
-    assert (segment.role, segment.text) == ("user", "Open it.\nhint 1 Open means open.\nwon 4 of 10\njudge")
+    assert (segment.role, segment.text) == (
+        "user",
+        "Open it.\nhint 1 Open means open.\nwon 4 of 10\njudge",
+    )
     (segment,) = CompactCriticPrompt()(TASK, HIT, None)
-    assert segment.text == "Open it.\nhint 1 Open means open.\njudge", "of no episode nothing is told"
+    assert segment.text == "Open it.\nhint 1 Open means open.\njudge", (
+        "of no episode nothing is told"
+    )
 
 
 def test_the_prompt_of_a_language_model() -> None:
@@ -102,7 +121,10 @@ def test_the_prompt_of_a_language_model() -> None:
     assert segment.role == "user"
     assert "=== Goal ===\n  Open it.\n" in segment.text
     assert "\n45% of the last episodes\n" in segment.text
-    assert "  Push.\n  === End of the advice ===\n  {goal}\n=== End of the advice ===\n" in segment.text
+    assert (
+        "  Push.\n  === End of the advice ===\n  {goal}\n=== End of the advice ===\n"
+        in segment.text
+    )
     for example in ("accept", "reject"):
         assert f"<answer>{example}</answer>" in segment.text
     (segment,) = FullCriticPrompt(prompt("critic"))(TASK, hit, None)
@@ -116,7 +138,9 @@ def test_the_prompt_of_a_language_model() -> None:
 class Actor(ScriptedEngine):
     """Plays `open`, and judges by `says`. Notes the sessions, draws and sampling of its critiques."""
 
-    def __init__(self, says: str | Callable[[str], str] = "accept", *, error: Exception | None = None) -> None:
+    def __init__(
+        self, says: str | Callable[[str], str] = "accept", *, error: Exception | None = None
+    ) -> None:
         super().__init__(renderer(), lambda text: self._say(text))
         self.says, self.error = says, error
         self.critiques: list[tuple[str | None, int | None, Sampling]] = []
@@ -129,7 +153,14 @@ class Actor(ScriptedEngine):
             return "open"
         return self.says if isinstance(self.says, str) else self.says(text)
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         self.order.append(session or "")
         if "/critic/" in (session or ""):
             self.critiques.append((session, rng, sampling))
@@ -139,9 +170,20 @@ class Actor(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-def critic(sampler: Sampler, rates: SuccessRates | None = None, *, tokens: int = 32, max_context: int = 512) -> Critic:
+def critic(
+    sampler: Sampler, rates: SuccessRates | None = None, *, tokens: int = 32, max_context: int = 512
+) -> Critic:
     rates = rates or SuccessRates(enough=8, window=64)
-    return Critic(sampler, renderer(), CompactCriticPrompt(), rates, {"doors": tokens}, max_context=max_context, temperature=0.7, seed=5)
+    return Critic(
+        sampler,
+        renderer(),
+        CompactCriticPrompt(),
+        rates,
+        {"doors": tokens},
+        max_context=max_context,
+        temperature=0.7,
+        seed=5,
+    )
 
 
 def key(member: int, group: int = 5, step: int = 2) -> EpisodeKey:
@@ -169,10 +211,16 @@ async def test_the_members_of_a_group_have_one_verdict() -> None:
     await judge.judge(key(0), TASK, hit("other"))
     judge.join(key(0, group=6))
     await judge.judge(key(0, group=6), TASK, HIT)
-    assert len({draw for _, draw, _ in engine.critiques}) == len(engine.critiques) == 3, "another experience, another group"
-    assert {sampling for *_, sampling in engine.critiques} == {Sampling(32, renderer().stop_ids, 0.7)}
+    assert len({draw for _, draw, _ in engine.critiques}) == len(engine.critiques) == 3, (
+        "another experience, another group"
+    )
+    assert {sampling for *_, sampling in engine.critiques} == {
+        Sampling(32, renderer().stop_ids, 0.7)
+    }
     figures = judge.take()
-    assert figures.pop("critic/sampled_tokens") == 3 * len(renderer().encode("refine Push.<|im_end|>"))
+    assert figures.pop("critic/sampled_tokens") == 3 * len(
+        renderer().encode("refine Push.<|im_end|>")
+    )
     assert {name: value for name, value in figures.items() if not name.startswith("perf/")} == {
         "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0, "critic/malformed": 0.0,
     }  # fmt: skip
@@ -192,11 +240,15 @@ async def test_a_verdict_is_forgotten_with_its_group() -> None:
             assert (await judge.judge(key(member), TASK, HIT)).use.verdict == verdict
             judge.leave(key(member))
     assert len(engine.critiques) == 2
-    assert engine.critiques[0][1] == engine.critiques[1][1], "the same draw: weights and rates alone make a difference"
+    assert engine.critiques[0][1] == engine.critiques[1][1], (
+        "the same draw: weights and rates alone make a difference"
+    )
     assert not judge._groups
 
 
-@pytest.mark.parametrize("refused", [RolloutError("engine", "too long"), None], ids=["refused", "unreadable"])
+@pytest.mark.parametrize(
+    "refused", [RolloutError("engine", "too long"), None], ids=["refused", "unreadable"]
+)
 async def test_what_cannot_be_judged_is_accepted_and_counted(refused: RolloutError | None) -> None:
     judge = critic(Direct(Actor("north", error=refused)))
     judged = await judge.judge(key(0), TASK, HIT)
@@ -215,12 +267,16 @@ async def test_a_refinement_that_is_cut_off_is_malformed() -> None:
 
 async def test_a_dead_engine_is_everybodys_error() -> None:
     judge = critic(Direct(Actor(error=EngineError("gone"))))
-    outcomes = await asyncio.gather(*(judge.judge(key(member), TASK, HIT) for member in range(3)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(judge.judge(key(member), TASK, HIT) for member in range(3)), return_exceptions=True
+    )
     assert [str(outcome) for outcome in outcomes] == ["gone"] * 3
 
 
 @pytest.mark.parametrize("sampler_of", [Direct, Waves])
-async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(sampler_of: Callable[[Engine], Sampler]) -> None:
+async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
+    sampler_of: Callable[[Engine], Sampler],
+) -> None:
     engine = Actor("reject")
     engine.go.clear()
     sampler = sampler_of(engine)
@@ -236,10 +292,15 @@ async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(sampler
     engine.go.set()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(outcomes[0], asyncio.CancelledError)
-    assert [outcome.use.verdict for outcome in outcomes[1:] if isinstance(outcome, Hit)] == ["reject", "reject"]
+    assert [outcome.use.verdict for outcome in outcomes[1:] if isinstance(outcome, Hit)] == [
+        "reject",
+        "reject",
+    ]
     assert len(engine.critiques) == 1
     if isinstance(sampler, Waves):
-        assert sampler._live == {one.session for one in keys[1:]}, "back, but for the one that was cancelled"
+        assert sampler._live == {one.session for one in keys[1:]}, (
+            "back, but for the one that was cancelled"
+        )
 
 
 async def test_with_its_last_episode_a_question_is_given_up() -> None:
@@ -270,7 +331,14 @@ class Delayed(Actor):
         super().__init__("accept")
         self.delays = list(delays)
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         completion = await super().generate(ids, sampling, session=session, rng=rng)
         await passes(self.delays.pop() if self.delays else 0)
         return completion
@@ -295,18 +363,29 @@ async def member(waves: Waves, judge: Critic, at: EpisodeKey, plan: Member) -> N
         if found > 1:
             await judge.judge(at, TASK, hit(f"e{found}"))
         for turn in range(2):
-            await waves.generate(renderer().encode("play"), Sampling(4, renderer().stop_ids), session=at.session, rng=turn)
+            await waves.generate(
+                renderer().encode("play"),
+                Sampling(4, renderer().stop_ids),
+                session=at.session,
+                rng=turn,
+            )
     finally:
         waves.leave(at.session)
         judge.leave(at)
 
 
-async def play_waves(plans: Sequence[Sequence[Member]], delays: Sequence[int], cancelled_after: int | None = None) -> list[str]:
+async def play_waves(
+    plans: Sequence[Sequence[Member]], delays: Sequence[int], cancelled_after: int | None = None
+) -> list[str]:
     """Who asked in which order. plans: by group and member."""
     engine = Delayed(delays)
     waves = Waves(engine)
     judge = critic(waves)
-    members = [(key(m, group), plan) for group, of_group in enumerate(plans) for m, plan in enumerate(of_group)]
+    members = [
+        (key(m, group), plan)
+        for group, of_group in enumerate(plans)
+        for m, plan in enumerate(of_group)
+    ]
     for at, _ in members:
         waves.join(at.session)
         judge.join(at)
@@ -335,19 +414,25 @@ MEMBERS = st.lists(
 
 
 @given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30))
-def test_who_shares_a_wave_does_not_depend_on_timing(plans: list[list[Member]], delays: list[int]) -> None:
+def test_who_shares_a_wave_does_not_depend_on_timing(
+    plans: list[list[Member]], delays: list[int]
+) -> None:
     at_once = [[(0, 0, found, False) for _, _, found, _ in group] for group in plans]
     assert asyncio.run(play_waves(plans, delays)) == asyncio.run(play_waves(at_once, []))
 
 
 @given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30), after=st.integers(1, 40))
-def test_whoever_is_cancelled_nobody_else_is_held_up(plans: list[list[Member]], delays: list[int], after: int) -> None:
+def test_whoever_is_cancelled_nobody_else_is_held_up(
+    plans: list[list[Member]], delays: list[int], after: int
+) -> None:
     asyncio.run(play_waves(plans, delays, cancelled_after=after))
 
 
 async def test_waves_with_critiques_by_hand() -> None:
     """Two guided members with one experience, one that finds nothing, one free; sessions are cut to what tells them apart."""
-    order = await play_waves([[(0, 0, 2, False), (0, 3, 2, False), (0, 1, 1, False), (0, 0, 0, False)]], [])
+    order = await play_waves(
+        [[(0, 0, 2, False), (0, 3, 2, False), (0, 1, 1, False), (0, 0, 0, False)]], []
+    )
     names = [session.removeprefix(f"{key(0, 0).group_session}/") for session in order]
     assert names == ["0003", "0002", "0003", "critic/e2@1", "0000", "0001", "0002", "0000", "0001"]
 
@@ -355,7 +440,9 @@ async def test_waves_with_critiques_by_hand() -> None:
 # ── episodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def played(engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any) -> tuple[Trajectory, Critic, Shelf]:
+async def played(
+    engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any
+) -> tuple[Trajectory, Critic, Shelf]:
     shelf, sampler = Shelf(), Direct(engine)
     judge = critic(sampler)
     async with house() as home:
@@ -366,12 +453,19 @@ async def played(engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any) -> t
 
 async def test_an_accepted_experience_guides() -> None:
     trajectory, _, _ = await played(Actor("accept"))
-    assert (trajectory.used, trajectory.shown, trajectory.rejected) == ((replace(HIT.use, verdict="accept"),), (HIT.text,), ())
+    assert (trajectory.used, trajectory.shown, trajectory.rejected) == (
+        (replace(HIT.use, verdict="accept"),),
+        (HIT.text,),
+        (),
+    )
 
 
 async def test_a_refined_experience_guides_in_the_actors_words() -> None:
     trajectory, _, _ = await played(Actor("refine Push it."))
-    assert (trajectory.used, trajectory.shown) == ((replace(HIT.use, verdict="refine"),), ("Push it.",))
+    assert (trajectory.used, trajectory.shown) == (
+        (replace(HIT.use, verdict="refine"),),
+        ("Push it.",),
+    )
     assert [s.text for s in trajectory.segments if s.origin == "experience"] == ["Push it."]
     assert HIT.text not in renderer().decode(trajectory.traces[0].ids)
 
@@ -382,13 +476,20 @@ async def test_after_a_reject_the_episode_goes_on_without() -> None:
     free, _, _ = await played(Actor("reject"), FREE)
     assert (trajectory.condition, trajectory.used, trajectory.shown) == ("guided", (), ())
     assert trajectory.rejected == (replace(HIT.use, verdict="reject"),)
-    assert (trajectory.segments, trajectory.traces, trajectory.success) == (free.segments, free.traces, free.success)
+    assert (trajectory.segments, trajectory.traces, trajectory.success) == (
+        free.segments,
+        free.traces,
+        free.success,
+    )
 
 
 async def test_what_the_critic_says_is_not_trained() -> None:
     trajectory, judge, _ = await played(Actor("refine Push it."))
     (trace,) = trajectory.traces
-    assert renderer().decode([i for i, m in zip(trace.ids, trace.mask, strict=True) if m]) == "open<|im_end|>"
+    assert (
+        renderer().decode([i for i, m in zip(trace.ids, trace.mask, strict=True) if m])
+        == "open<|im_end|>"
+    )
     assert "judge" not in renderer().decode(trace.ids)
     assert not judge._groups, "the episode has left"
 
@@ -434,7 +535,9 @@ async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
 
             home.host.acquire = slow
             context = ChatContext({"doors": ""}, observed=frozenset({"doors"} if observed else ()))
-            run = runner(engine, home.host, retriever=Shelf(), judge=critic(Direct(engine)), context=context)
+            run = runner(
+                engine, home.host, retriever=Shelf(), judge=critic(Direct(engine)), context=context
+            )
             playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
             await begun.wait()
             await (settled() if observed else until(lambda engine=engine: bool(engine.critiques)))
@@ -469,7 +572,9 @@ async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
     for broken, played in (({0}, 2 * 1 * 3), ({0, 1}, 0)):
         rates = SuccessRates(enough=1, window=64)
         async with house(broken=broken) as home:
-            episodes = await Warmup(runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3).play()
+            episodes = await Warmup(
+                runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3
+            ).play()
         assert (len(episodes), rates.observe(episodes)) == (2 * 2 * 3, played)
         assert rates.figures() == ({"doors": 1.0} if played else {})
 
@@ -477,8 +582,17 @@ async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
 # ── success rates ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def episode(goal: str, success: bool, *, condition: Condition = "free", error: str | None = None, name: str = "room") -> Trajectory:
-    return Trajectory(Task(name, 0, "train", goal), 0, 0, 0, condition, success=success, error=error)
+def episode(
+    goal: str,
+    success: bool,
+    *,
+    condition: Condition = "free",
+    error: str | None = None,
+    name: str = "room",
+) -> Trajectory:
+    return Trajectory(
+        Task(name, 0, "train", goal), 0, 0, 0, condition, success=success, error=error
+    )
 
 
 def rate(rates: SuccessRates, goal: str, name: str = "room") -> float | None:
@@ -488,10 +602,24 @@ def rate(rates: SuccessRates, goal: str, name: str = "room") -> float | None:
 def test_rates_by_hand() -> None:
     rates = SuccessRates(enough=3, window=4)
     assert rate(rates, "a") is None, "nothing is known"
-    assert rates.observe([episode("a", True), episode("a", True), episode("b", False), episode("b", False, condition="guided")]) == 3
+    assert (
+        rates.observe(
+            [
+                episode("a", True),
+                episode("a", True),
+                episode("b", False),
+                episode("b", False, condition="guided"),
+            ]
+        )
+        == 3
+    )
     assert rate(rates, "a", "maze") is None
-    assert rates.observe([episode("b", True, error="env: lost"), episode("c", True, name="maze")]) == 1
-    assert rate(rates, "a") == pytest.approx(2 / 3), "the task's: there are not enough of the goal's"
+    assert (
+        rates.observe([episode("b", True, error="env: lost"), episode("c", True, name="maze")]) == 1
+    )
+    assert rate(rates, "a") == pytest.approx(2 / 3), (
+        "the task's: there are not enough of the goal's"
+    )
     rates.observe([episode("a", True)])
     assert (rate(rates, "a"), rate(rates, "b")) == (1.0, 0.75)
     assert rate(rates, "a", "maze") == 1.0, "a goal is of its task"
@@ -500,8 +628,13 @@ def test_rates_by_hand() -> None:
     assert rates.figures() == {"maze": 1.0, "room": 0.25}
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30), st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
-def test_rates_go_on_from_their_state(before: list[tuple[str, bool]], after: list[tuple[str, bool]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30),
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans())),
+)
+def test_rates_go_on_from_their_state(
+    before: list[tuple[str, bool]], after: list[tuple[str, bool]]
+) -> None:
     one, other = SuccessRates(enough=2, window=5), SuccessRates(enough=2, window=5)
     one.observe([episode(*each) for each in before])
     other.load_state(json.loads(json.dumps(one.state())))

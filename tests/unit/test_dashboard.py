@@ -27,18 +27,39 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from crl.cli.dashboard import Dashboard, Lines, _experience, render
-from crl.cli.draw import GUIDED, Section, bar, duration, figure, one_line, printable, share_out, spark
+from crl.cli.draw import (
+    GUIDED,
+    Section,
+    bar,
+    duration,
+    figure,
+    one_line,
+    printable,
+    share_out,
+    spark,
+)
 from crl.cli.main import _is_terminal, _screen
 from crl.config.load import load
 from crl.monitor.plain import PlainMonitor
-from crl.monitor.snapshot import EXPERIENCES, HISTORY, NOTES, Rate, RunInfo, Series, Snapshot, SnapshotMonitor
+from crl.monitor.snapshot import (
+    EXPERIENCES,
+    HISTORY,
+    NOTES,
+    Rate,
+    RunInfo,
+    Series,
+    Snapshot,
+    SnapshotMonitor,
+)
 from crl.types import Experience, Lift
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def experience(text: str, *, uid: str = "e1", task: str = "room", **counters: Any) -> Experience:
-    return Experience(uid=uid, version=1, text=text, task=task, generation="g1", span=(0, 0), **counters)
+    return Experience(
+        uid=uid, version=1, text=text, task=task, generation="g1", span=(0, 0), **counters
+    )
 
 
 class Clock:
@@ -53,7 +74,9 @@ class Clock:
 
 
 def started(method: str, *tasks: str, clock: Clock | None = None) -> SnapshotMonitor:
-    monitor = SnapshotMonitor(RunInfo(f"{'+'.join(tasks)}-{method}-1", method, tasks, 128), clock=clock or Clock())
+    monitor = SnapshotMonitor(
+        RunInfo(f"{'+'.join(tasks)}-{method}-1", method, tasks, 128), clock=clock or Clock()
+    )
     monitor.note(
         f"run runs/{'+'.join(tasks)}-{method}-1\nactor  tiny-actor (bundled)\n       156,000 parameters, 0.6 MiB; profile compact\n"
     )
@@ -93,7 +116,11 @@ def training(step: int) -> dict[str, float | None]:
 
 
 def guided(step: int) -> dict[str, float | None]:
-    rates = {"rollout/success/guided": 0.3 + step / 150, "rollout/success/used": 0.55, "rollout/gap": 0.05 + step / 600}
+    rates = {
+        "rollout/success/guided": 0.3 + step / 150,
+        "rollout/success/used": 0.55,
+        "rollout/gap": 0.05 + step / 600,
+    }
     return {**training(step), **rates, "time/submit": 0.4, "time/bank": 2.0}
 
 
@@ -163,7 +190,16 @@ def complementary() -> Snapshot:
         monitor.log(step, "extractor", update(step))
         monitor.log(step, "bank", bank(step))
         monitor.experiences(LESSONS)
-    monitor.log(37, "probe", {"probe/room/none": 0.25, "probe/room/right": 0.5, "probe/room/wrong": 0.125, "time/probe": 0.7})
+    monitor.log(
+        37,
+        "probe",
+        {
+            "probe/room/none": 0.25,
+            "probe/room/right": 0.5,
+            "probe/room/wrong": 0.125,
+            "time/probe": 0.7,
+        },
+    )
     monitor.log(37, "eval", evaluation("room", 0.45) | evaluation("maze", 0.2))
     monitor.note("step 37: the extractor's queue was full")
     return monitor.snapshot()
@@ -189,7 +225,13 @@ def empty() -> Snapshot:
 def picture(snapshot: Snapshot, width: int, height: int, *, colour: bool = False) -> str:
     system, stream = "standard" if colour else None, io.StringIO()
     console = Console(
-        file=stream, width=width, height=height, color_system=system, force_terminal=colour, legacy_windows=False, _environ={}
+        file=stream,
+        width=width,
+        height=height,
+        color_system=system,
+        force_terminal=colour,
+        legacy_windows=False,
+        _environ={},
     )  # pyright: ignore[reportArgumentType]
     console.print(render(snapshot, width, height))
     return stream.getvalue()
@@ -222,7 +264,11 @@ def test_without_experience_there_is_nothing_about_it():
 
 def fits(text: str, width: int, height: int) -> bool:
     lines = text.split("\n")
-    return lines.pop() == "" and len(lines) <= height and all(cell_len(line) <= width for line in lines)
+    return (
+        lines.pop() == ""
+        and len(lines) <= height
+        and all(cell_len(line) <= width for line in lines)
+    )
 
 
 SNAPSHOTS = {"complementary": complementary(), "grpo": grpo(), "empty": empty()}
@@ -239,16 +285,25 @@ def test_the_best_lift_is_shown_first():
     2: 4.302653 · √1.125 / 2 = 2.281826. The lower ends are −0.09, −0.25 and −1. The last
     experience has no group.
     """
-    rows = picture(complementary(), 140, 60).split("experiences: uses, lift, task, text")[1].splitlines()[1:5]
+    rows = (
+        picture(complementary(), 140, 60)
+        .split("experiences: uses, lift, task, text")[1]
+        .splitlines()[1:5]
+    )
     assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
         "41  +0.25 ± 0.34", "9  +0.00 ± 0.25", "7  -0.25 ± 2.28", "0             –",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lift", "style"), [(Lift(1, 0.25), None), (Lift(40, 0.25), GUIDED), (Lift(40, -0.25), "red"), (None, None)])
+@pytest.mark.parametrize(
+    ("lift", "style"),
+    [(Lift(1, 0.25), None), (Lift(40, 0.25), GUIDED), (Lift(40, -0.25), "red"), (None, None)],
+)
 def test_a_lift_has_a_colour_once_its_interval_excludes_none(lift: Lift | None, style: str | None):
     line = _experience(experience("go east.", retrieved=9, lift=lift), 100)
-    assert [span.style for span in line.spans if span.style in (GUIDED, "red")] == ([style] if style else [])
+    assert [span.style for span in line.spans if span.style in (GUIDED, "red")] == (
+        [style] if style else []
+    )
 
 
 def test_the_least_important_goes_first():
@@ -261,11 +316,25 @@ def test_the_least_important_goes_first():
 
 
 FIGURES = st.none() | st.floats() | st.integers(-(10**12), 10**12) | st.text(max_size=5)
-NAMES = sorted({*guided(1), *update(1), *bank(1), *evaluation("room", 0.5), "probe/room/none", "time/[x]", "rollout/errors"})
+NAMES = sorted(
+    {
+        *guided(1),
+        *update(1),
+        *bank(1),
+        *evaluation("room", 0.5),
+        "probe/room/none",
+        "time/[x]",
+        "rollout/errors",
+    }
+)
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from(NAMES), FIGURES), st.dictionaries(st.sampled_from(NAMES), FIGURES), st.integers(40, 160))
+@given(
+    st.dictionaries(st.sampled_from(NAMES), FIGURES),
+    st.dictionaries(st.sampled_from(NAMES), FIGURES),
+    st.integers(40, 160),
+)
 def test_any_figures_can_be_drawn(first, second, width):
     monitor = started("complementary", "room")
     for step, figures in enumerate((first, second)):
@@ -337,7 +406,13 @@ def test_no_text_breaks_the_window(text, task, width):
 
 def test_numbers():
     assert [figure(v, "+.4f") for v in (None, 0.5, -1e30)] == ["–", "+0.5000", "-1.0e+30"]
-    assert [duration(v) for v in (None, 0, 59.9, 61, 3723)] == ["–", "0:00", "0:59", "1:01", "1:02:03"]
+    assert [duration(v) for v in (None, 0, 59.9, 61, 3723)] == [
+        "–",
+        "0:00",
+        "0:59",
+        "1:01",
+        "1:02:03",
+    ]
     assert printable("a\x1b\x00\u202e\ud800é") == r"a\x1b\x00\u202e\ud800é"
     assert one_line(" a\n\t b\x85c ", 100) == "a b c"
 
@@ -348,7 +423,9 @@ def test_sparklines():
     assert spark(Series((5.0, 5.0)), 10) == "▅▅", "a constant is in the middle"
     assert spark(Series((-1e308, 1e308)), 10) == "▁█"
     assert spark(Series((2.0, -1.0)), 10, 0, 1) == "█▁"
-    assert [spark(Series(values), width) for values, width in (((), 5), ((None,), 5), ((1.0,), 0))] == ["", "", ""]
+    assert [
+        spark(Series(values), width) for values, width in (((), 5), ((None,), 5), ((1.0,), 0))
+    ] == ["", "", ""]
 
 
 def test_bars():
@@ -361,8 +438,15 @@ def test_lines_are_shared_out_by_weight():
     from rich.text import Text
 
     lines = [Text(str(n)) for n in range(9)]
-    sections = {"a": Section(lines, least=2, title="A"), "b": Section(lines, least=1), "c": Section(())}
-    share = {height: share_out(sections, height, weight="abc", growth="bac") for height in (2, 3, 4, 13, 30)}
+    sections = {
+        "a": Section(lines, least=2, title="A"),
+        "b": Section(lines, least=1),
+        "c": Section(()),
+    }
+    share = {
+        height: share_out(sections, height, weight="abc", growth="bac")
+        for height in (2, 3, 4, 13, 30)
+    }
     assert [(s["a"], s["b"]) for s in share.values()] == [(0, 2), (2, 0), (2, 1), (3, 9), (9, 9)]
     assert [t.plain for t in Section(lines, tail=True).draw(2, 10)] == ["7", "8"]
     assert [t.plain for t in Section(lines, title="A").draw(1, 10)] == ["── A ─────", "0"]
@@ -378,7 +462,9 @@ def test_figures_are_followed_and_none_is_remembered():
     monitor.log(6, "train", {"rollout/success": 1})
     s = monitor.snapshot()
     assert s.step == 6
-    assert s.actor.loss.values == (0.5, None, None, None, 0.25), "a line without the figure adds nothing"
+    assert s.actor.loss.values == (0.5, None, None, None, 0.25), (
+        "a line without the figure adds nothing"
+    )
     assert s.actor.updates.values == (2, 4, 6, 8, 10, 10)
     assert (s.extractor, s.bank) == (None, None)
 
@@ -387,9 +473,19 @@ def test_every_kind_of_line_finds_its_place():
     s = complementary()
     assert s.extractor is not None
     assert s.bank is not None
-    assert (s.extractor.updates.last, s.extractor.seconds.last, s.actor.seconds.last) == (37, 3.4, 4.2)
-    assert (s.bank.size.last, s.bank.waiting, s.bank.by_task) == (370, 12, {"room": 222, "maze": 148})
-    assert s.evals["room/new"].rates["free"] == Rate(0.45, pytest.approx(0.39), pytest.approx(0.51), 0.25)  # pyright: ignore[reportArgumentType]
+    assert (s.extractor.updates.last, s.extractor.seconds.last, s.actor.seconds.last) == (
+        37,
+        3.4,
+        4.2,
+    )
+    assert (s.bank.size.last, s.bank.waiting, s.bank.by_task) == (
+        370,
+        12,
+        {"room": 222, "maze": 148},
+    )
+    assert s.evals["room/new"].rates["free"] == Rate(
+        0.45, pytest.approx(0.39), pytest.approx(0.51), 0.25
+    )  # pyright: ignore[reportArgumentType]
     assert s.evals["room/new"].step == 37
     assert (s.probes["room"].none, s.probes["room"].wrong) == (0.25, 0.125)
     step = {"wait": 6.1, "submit": 0.4, "train": 4.2, "sync": 0.3, "bank": 2.0}
@@ -475,7 +571,14 @@ def in_terminal(*command: str, **environment: str) -> Iterator[tuple[subprocess.
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     surroundings = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     surroundings |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=surroundings) as process:
+    with subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=surroundings,
+    ) as process:
         os.close(theirs)
         try:
             yield process, ours
@@ -487,7 +590,9 @@ def in_terminal(*command: str, **environment: str) -> Iterator[tuple[subprocess.
 def read(descriptor: int, until: str | None = None) -> str:
     """What the terminal was sent, to its end or until there is `until`."""
     seen, deadline = b"", time.monotonic() + 120
-    while time.monotonic() < deadline and (until is None or until not in seen.decode("utf-8", "ignore")):
+    while time.monotonic() < deadline and (
+        until is None or until not in seen.decode("utf-8", "ignore")
+    ):
         try:
             chunk = os.read(descriptor, 65536)
         except OSError:  # EIO: the other side is closed
@@ -501,13 +606,26 @@ def read(descriptor: int, until: str | None = None) -> str:
     [
         ("pass", None, 0, "the [bold]header[/bold]\n  of the run\nthe summary\nafter\n"),
         ("fail()", None, 1, "the [bold]header[/bold]\n  of the run\na warning\nTraceback"),
-        ("wait()", signal.SIGINT, -signal.SIGINT, "the [bold]header[/bold]\n  of the run\nwaiting\nTraceback"),
-        ("asyncio.run(stopped())", signal.SIGTERM, 0, "the [bold]header[/bold]\n  of the run\nwaiting\nstopped\nthe summary\nafter\n"),
+        (
+            "wait()",
+            signal.SIGINT,
+            -signal.SIGINT,
+            "the [bold]header[/bold]\n  of the run\nwaiting\nTraceback",
+        ),
+        (
+            "asyncio.run(stopped())",
+            signal.SIGTERM,
+            0,
+            "the [bold]header[/bold]\n  of the run\nwaiting\nstopped\nthe summary\nafter\n",
+        ),
     ],
     ids=["the end", "an error", "Ctrl-C", "SIGTERM"],
 )
 def test_the_terminal_is_given_back(action, number, code, says):
-    with in_terminal(sys.executable, "-c", APPLICATION.replace("{action}", action)) as (process, terminal):
+    with in_terminal(sys.executable, "-c", APPLICATION.replace("{action}", action)) as (
+        process,
+        terminal,
+    ):
         seen = ""
         if number:
             seen = read(terminal, until="waiting")

@@ -26,7 +26,10 @@ from crl.types import Minibatch, TokenTrace, TrainSample
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["learner.ranks=2"], 'learner.ranks = 2: changes nothing, since learner.kind is "local". Add --set learner.kind=deepspeed'),
+        (
+            ["learner.ranks=2"],
+            'learner.ranks = 2: changes nothing, since learner.kind is "local". Add --set learner.kind=deepspeed',
+        ),
         (["learner.zero=3"], "learner.zero = 3: changes nothing"),
         (["learner.kind=local", "learner.offload=true"], "learner.offload = True: changes nothing"),
         (["learner.kind=deepspeed", "learner.zero=4"], "learner.zero = 4"),
@@ -46,16 +49,29 @@ def test_settings_that_cannot_be_meant_are_refused(sets: list[str], said: str) -
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "deepspeed" else real(name, *rest),
+    )
     config = load(["room"], sets=["learner.kind=deepspeed"])
-    with pytest.raises(ConfigError, match=r"learner\.kind = 'deepspeed': .* not installed\. Run pip install 'crl\[deepspeed\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.kind = 'deepspeed': .* not installed\. Run pip install 'crl\[deepspeed\]'",
+    ):
         require_learner(config)
     plan(config)
     require_learner(load(["room"]))
 
 
 def test_the_plan_names_ranks_and_stage() -> None:
-    sets = ["learner.kind=deepspeed", "learner.ranks=2", "learner.zero=3", "learner.device=cpu", "learner.activation_checkpointing=true"]
+    sets = [
+        "learner.kind=deepspeed",
+        "learner.ranks=2",
+        "learner.zero=3",
+        "learner.device=cpu",
+        "learner.activation_checkpointing=true",
+    ]
     said = "deepspeed on cpu, 1 CPU thread each; 2 ranks of each model, ZeRO-3, activations computed again"
     assert said in plan(load(["room"], sets=sets))
 
@@ -66,10 +82,18 @@ def test_the_plan_names_ranks_and_stage() -> None:
 @pytest.mark.parametrize(
     ("lengths", "ranks", "shares"),
     [
-        ([10, 7, 6, 5], 2, [[0, 3], [1, 2]]),  # 10 → first, 7 → second, 6 → second (7 < 10), 5 → first (10 < 13): 15 and 13 tokens
+        (
+            [10, 7, 6, 5],
+            2,
+            [[0, 3], [1, 2]],
+        ),  # 10 → first, 7 → second, 6 → second (7 < 10), 5 → first (10 < 13): 15 and 13 tokens
         ([5, 5, 5, 5], 2, [[0, 2], [1, 3]]),
         ([3, 9, 3], 2, [[1], [0, 2]]),
-        ([4, 8, 2, 6, 5, 1], 3, [[1, 5], [3, 2], [4, 0]]),  # 8 | 6 | 5, then 4 → the third, 2 → the second, 1 → the first: 9, 8, 9
+        (
+            [4, 8, 2, 6, 5, 1],
+            3,
+            [[1, 5], [3, 2], [4, 0]],
+        ),  # 8 | 6 | 5, then 4 → the third, 2 → the second, 1 → the first: 9, 8, 9
         ([7], 3, [[0], [], []]),
         ([], 2, [[], []]),
     ],
@@ -82,7 +106,9 @@ def test_shares_by_hand(lengths: list[int], ranks: int, shares: list[list[int]])
 def test_no_rank_has_more_than_the_mean_by_over_a_sample(lengths: list[int], ranks: int) -> None:
     shares = rank_shares(lengths, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
-    assert max(sum(lengths[i] for i in share) for share in shares) <= sum(lengths) / ranks + max(lengths, default=0)
+    assert max(sum(lengths[i] for i in share) for share in shares) <= sum(lengths) / ranks + max(
+        lengths, default=0
+    )
 
 
 def test_micro_batches_of_the_ranks_are_alike() -> None:
@@ -96,9 +122,14 @@ def test_micro_batches_of_the_ranks_are_alike() -> None:
 def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
     def sample(length: int, weight: float) -> TrainSample:
         columns: dict[str, Any] = {"ids": (1,) * length, "mask": (0,) + (1,) * (length - 1)}
-        return TrainSample(TokenTrace(**columns, logprobs=(0.0,) * length, versions=(0,) * length), 1.0, weight)
+        return TrainSample(
+            TokenTrace(**columns, logprobs=(0.0,) * length, versions=(0,) * length), 1.0, weight
+        )
 
-    whole = [Minibatch((sample(4, 0.1), sample(9, 0.2), sample(6, 0.7)), 40), Minibatch((sample(3, 1.0),), 2)]
+    whole = [
+        Minibatch((sample(4, 0.1), sample(9, 0.2), sample(6, 0.7)), 40),
+        Minibatch((sample(3, 1.0),), 2),
+    ]
     first, second = shared_out(whole, 2)
     assert first == [Minibatch((whole[0].samples[1],), 40), whole[1]]
     assert second == [Minibatch((whole[0].samples[2], whole[0].samples[0]), 40), Minibatch((), 2)]
@@ -124,26 +155,46 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, di
 async def handed_out(*sets: str, assigned: Assigned = NO_GPU) -> None:
     config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
     role = assemble._actor(config)
-    await assemble._deepspeed_learner(config, assigned, role, None, assemble._train_settings(config, role.section))  # pyright: ignore
+    await assemble._deepspeed_learner(
+        config, assigned, role, None, assemble._train_settings(config, role.section)
+    )  # pyright: ignore
 
 
 async def test_ranks_on_the_cpu(started: list[Any]) -> None:
     await handed_out("learner.device=cpu", "learner.activation_checkpointing=true")
-    await handed_out("learner.device=cpu", "learner.precision=bfloat16", "engine.kind=vllm", "engine.replicas=3")
+    await handed_out(
+        "learner.device=cpu", "learner.precision=bfloat16", "engine.kind=vllm", "engine.replicas=3"
+    )
     (first, ranks, options), (second, _, others) = started
-    assert (first.device, first.precision, first.train.activation_checkpointing, ranks) == ("cpu", "float32", True, 2)
+    assert (first.device, first.precision, first.train.activation_checkpointing, ranks) == (
+        "cpu",
+        "float32",
+        True,
+        2,
+    )
     assert (second.precision, second.train.activation_checkpointing) == ("bfloat16", False)
     assert (options["gpus"], options["receivers"], others["receivers"]) == ((), 0, 0)
 
 
-async def test_ranks_on_gpus_are_those_of_the_plan(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_on_gpus_are_those_of_the_plan(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    nccl = ("engine.kind=vllm", "engine.replicas=3", "engine.tensor_parallel=2", "engine.transfer=nccl")
+    nccl = (
+        "engine.kind=vllm",
+        "engine.replicas=3",
+        "engine.tensor_parallel=2",
+        "engine.transfer=nccl",
+    )
     await handed_out(*nccl, assigned=Assigned(("GPU-a", "GPU-b")))
     settings, _, options = started[0]
-    assert (settings.device, settings.precision) == ("cuda", "float32"), "the bundled models are in float32"
+    assert (settings.device, settings.precision) == ("cuda", "float32"), (
+        "the bundled models are in float32"
+    )
     assert (options["gpus"], options["receivers"]) == (("GPU-a", "GPU-b"), 6)
-    with pytest.raises(ConfigError, match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi lists none"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi lists none"
+    ):
         await handed_out()
 
 

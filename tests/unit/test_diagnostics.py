@@ -37,17 +37,29 @@ class Judge:
         return any("*" in segment.text for segment in segments)
 
 
-def played(group: int, condition: Condition, success: bool, *, told: str = "", error: str | None = None, of: str = "doors") -> Trajectory:
+def played(
+    group: int,
+    condition: Condition,
+    success: bool,
+    *,
+    told: str = "",
+    error: str | None = None,
+    of: str = "doors",
+) -> Trajectory:
     used = (ExperienceUse(told, 1, "g", "start"),) if told else ()
     shown = (told,) if told else ()
     task = replace(TASK, name=of)
-    return Trajectory(task, 0, group, 0, condition, success=success, used=used, shown=shown, error=error)
+    return Trajectory(
+        task, 0, group, 0, condition, success=success, used=used, shown=shown, error=error
+    )
 
 
 def distilled(*texts: str, returned: int = 0, seen: bool = False, of: str = "doors") -> Distilled:
     asked = request(of=replace(TASK, name=of), note="*" if seen else "")
     generation = Generation(asked.id, 0, (1,), Completion((2,), (-1.0,), (0,), "stop"), 0)
-    writes = tuple(Write(op, text, (0, 1), np.zeros(2, np.float32)) for op, text in enumerate(texts))
+    writes = tuple(
+        Write(op, text, (0, 1), np.zeros(2, np.float32)) for op, text in enumerate(texts)
+    )
     return Distilled(asked, generation, writes, returned, {})
 
 
@@ -90,18 +102,29 @@ def test_gaps_by_hand() -> None:
 
 def test_hits_and_those_of_the_right_place() -> None:
     diagnostics = Diagnostics({})
-    hits: list[Hit | None] = [hit("a", goal=TASK.goal), hit("b", goal="Another place."), None, hit("c", goal=TASK.goal)]
+    hits: list[Hit | None] = [
+        hit("a", goal=TASK.goal),
+        hit("b", goal="Another place."),
+        None,
+        hit("c", goal=TASK.goal),
+    ]
     requests = [SearchRequest("query", TASK, 0, member) for member in range(4)]
     diagnostics.searched(requests[:2], hits[:2])
     diagnostics.searched(requests[2:], hits[2:])
-    assert diagnostics.take([]) == {"retrieval/hit_rate": 0.75, "retrieval/right_place": pytest.approx(2 / 3)}
+    assert diagnostics.take([]) == {
+        "retrieval/hit_rate": 0.75,
+        "retrieval/right_place": pytest.approx(2 / 3),
+    }
     diagnostics.searched(requests[:1], [None])
     assert diagnostics.take([]) == {"retrieval/hit_rate": 0.0}, "a step counts for itself"
 
 
 def test_questions_are_no_part_of_what_episodes_begin_with() -> None:
     diagnostics = Diagnostics({})
-    start, question = SearchRequest("query", TASK, 0, 0), SearchRequest("Where?", TASK, 0, 0, asked=1)
+    start, question = (
+        SearchRequest("query", TASK, 0, 0),
+        SearchRequest("Where?", TASK, 0, 0, asked=1),
+    )
     diagnostics.searched([start, question], [hit("a", goal=TASK.goal), None])
     diagnostics.searched([question], [hit("b", goal="Another place.")])
     assert diagnostics.take([]) == {"retrieval/hit_rate": 1.0, "retrieval/right_place": 1.0}
@@ -117,9 +140,21 @@ def test_several_tasks_are_told_apart() -> None:
     for one in (distilled("right"), distilled("right"), distilled("wrong", of="maze")):
         diagnostics.distilled(one)
     figures = diagnostics.take([])
-    assert [figures[f"retrieval{task}/hit_rate"] for task in ("", "/doors", "/maze")] == [pytest.approx(1 / 3), 0.5, 0.0]
-    assert [figures[f"lessons{task}/correct"] for task in ("", "/doors", "/maze")] == [pytest.approx(2 / 3), 1.0, 0.0]
-    assert (figures["lessons/answers"], figures["lessons/doors/answers"], figures["lessons/maze/kind/wrong"]) == (3, 2, 1.0)
+    assert [figures[f"retrieval{task}/hit_rate"] for task in ("", "/doors", "/maze")] == [
+        pytest.approx(1 / 3),
+        0.5,
+        0.0,
+    ]
+    assert [figures[f"lessons{task}/correct"] for task in ("", "/doors", "/maze")] == [
+        pytest.approx(2 / 3),
+        1.0,
+        0.0,
+    ]
+    assert (
+        figures["lessons/answers"],
+        figures["lessons/doors/answers"],
+        figures["lessons/maze/kind/wrong"],
+    ) == (3, 2, 1.0)
     assert diagnostics.lessons == [(2, 3)]
 
 
@@ -127,21 +162,33 @@ def test_several_tasks_are_told_apart() -> None:
 
 
 def test_the_verdict_on_an_answer() -> None:
-    assert verdict(Judge(), distilled("wrong way", "right way")) == Verdict("wrong", False), "by its first lesson"
+    assert verdict(Judge(), distilled("wrong way", "right way")) == Verdict("wrong", False), (
+        "by its first lesson"
+    )
     assert verdict(Judge(), distilled(returned=1)) == Verdict("return", False)
     assert verdict(Judge(), distilled()) == Verdict("malformed", False)
 
 
 def test_lessons_by_kind() -> None:
     diagnostics = Diagnostics({"doors": Judge()})
-    for one in (distilled("right"), distilled("right", seen=True), distilled("wrong", seen=True), distilled(), distilled("x", of="maze")):
+    for one in (
+        distilled("right"),
+        distilled("right", seen=True),
+        distilled("wrong", seen=True),
+        distilled(),
+        distilled("x", of="maze"),
+    ):
         diagnostics.distilled(one)
     assert diagnostics.take([]) == {
         "lessons/kind/right": 0.5, "lessons/kind/wrong": 0.25, "lessons/kind/malformed": 0.25,
         "lessons/answers": 4, "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
     }  # fmt: skip
     diagnostics.distilled(distilled(returned=1))
-    assert diagnostics.take([]) == {"lessons/kind/return": 1.0, "lessons/answers": 1, "lessons/correct": 0.0}
+    assert diagnostics.take([]) == {
+        "lessons/kind/return": 1.0,
+        "lessons/answers": 1,
+        "lessons/correct": 0.0,
+    }
     assert diagnostics.lessons == [(2, 4), (0, 1)]
 
 

@@ -13,17 +13,42 @@ from pathlib import Path
 
 import pytest
 from doors import renderer
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, manager, request, search, task, update, write_merge, write_prompt
+from extractors import (
+    GOAL,
+    RETURN,
+    WordEmbedder,
+    add,
+    answering,
+    manager,
+    request,
+    search,
+    task,
+    update,
+    write_merge,
+    write_prompt,
+)
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import DistilRequest, DistilSettings, ExperienceManager, ManagerSettings, OpLimits, Prompts, RetrievalSettings
+from crl.manager import (
+    DistilRequest,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    OpLimits,
+    Prompts,
+    RetrievalSettings,
+)
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.prompts import prompt
 from crl.tokens import ChatRenderer
 from crl.types import Segment, Trajectory
 
 SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0))
-OLD, NEW, OTHER = "Go west.", "Go west along the wall, then look for a door.", "Open doors before you walk into them."
+OLD, NEW, OTHER = (
+    "Go west.",
+    "Go west along the wall, then look for a door.",
+    "Open doors before you walk into them.",
+)
 
 THOUGHTS = f"""Okay, let me look at this episode. The agent was told "{OLD}" and hit a wall in turn 2, so the advice is incomplete.
 Maybe {add("Something half-baked.")}? No, that repeats what is known; an update of 1 such as {update("A draft.")} is better.
@@ -34,7 +59,9 @@ def thinking_renderer() -> ChatRenderer:
     """The real tokenizer with a template that opens the thinking itself."""
     tokenizer = copy.deepcopy(renderer().tokenizer)
     assert isinstance(tokenizer.chat_template, str)
-    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
     made = ChatRenderer(tokenizer, renderer().stop_ids)
     assert made.text([Segment("user", "x", "task")]).endswith("<|im_start|>assistant\n<think>\n")
     return made
@@ -51,27 +78,51 @@ def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> Di
     )
     used, shown = tuple(hit.use for hit in hits), tuple(hit.text for hit in hits)
     condition = "guided" if hits else "free"
-    return DistilRequest.of("run", Trajectory(task(), step, group, 0, condition, segments, success=success, used=used, shown=shown))
+    return DistilRequest.of(
+        "run",
+        Trajectory(
+            task(), step, group, 0, condition, segments, success=success, used=used, shown=shown
+        ),
+    )
 
 
 async def distilled(
-    path: Path, answer: str, *, chat: ChatRenderer | None = None, settings: ManagerSettings = SETTINGS
+    path: Path,
+    answer: str,
+    *,
+    chat: ChatRenderer | None = None,
+    settings: ManagerSettings = SETTINGS,
 ) -> tuple[dict[str, str], dict[str, int]]:
     """The bank {uid@version: text} and the counted drops after a guided episode was answered so; "old" is the entry that guided it."""
     chat, answers = chat or renderer(), iter([f"<think>Well.</think>{add(OLD)}", answer])
     engine = ScriptedEngine(chat, lambda _: next(answers))
     writer = FullDistilPrompt(prompt("distil"), chat, max_tokens=8000)
-    made = await ExperienceManager.open(path / "bank.sqlite", engine, WordEmbedder(), chat, Prompts(writer, write_merge), settings, seed=0)
+    made = await ExperienceManager.open(
+        path / "bank.sqlite",
+        engine,
+        WordEmbedder(),
+        chat,
+        Prompts(writer, write_merge),
+        settings,
+        seed=0,
+    )
     await made.submit(episode(0, 0))
     await made.drain()
     await made.submit(episode(1, 0, guided_by=await made.search([search()])))
     await made.drain()
     names = {"run/0/0/0#0": "old"}
-    bank = {f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text for entry in made.latest(99)}
+    bank = {
+        f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text
+        for entry in made.latest(99)
+    }
     figures = await made.stats()
     assert figures["queue/done"] == 2
     await made.aclose()
-    return bank, {name.removeprefix("dropped/"): count for name, count in figures.items() if name.startswith("dropped/")}
+    return bank, {
+        name.removeprefix("dropped/"): count
+        for name, count in figures.items()
+        if name.startswith("dropped/")
+    }
 
 
 KEPT = {"old@1": OLD}
@@ -129,7 +180,9 @@ async def test_answers_of_thinking_models(tmp_path, answer):
         (add(OTHER), KEPT, {"the thinking did not end": 1}),
     ],
 )
-async def test_when_the_template_opens_the_thinking_an_answer_needs_its_end(tmp_path, answer, bank, dropped):
+async def test_when_the_template_opens_the_thinking_an_answer_needs_its_end(
+    tmp_path, answer, bank, dropped
+):
     assert await distilled(tmp_path, answer, chat=thinking_renderer()) == (bank, dropped)
 
 
@@ -140,16 +193,27 @@ async def test_an_answer_that_hits_the_limit_of_tokens_keeps_what_was_complete(t
 
 
 async def test_limits_are_the_settings(tmp_path):
-    settings = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(limits=OpLimits(max_ops=1, max_chars=40)))
-    assert await distilled(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (ADDED, {"too many ops": 1})
+    settings = ManagerSettings(
+        retrieval=SETTINGS.retrieval,
+        distil=DistilSettings(limits=OpLimits(max_ops=1, max_chars=40)),
+    )
+    assert await distilled(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (
+        ADDED,
+        {"too many ops": 1},
+    )
     (tmp_path / "again").mkdir()
-    assert await distilled(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (KEPT, {"text too long": 1})
+    assert await distilled(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (
+        KEPT,
+        {"text too long": 1},
+    )
 
 
 async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_path):
     writer = FullDistilPrompt(prompt("distil"), renderer(), max_tokens=100)
     engine = answering(lambda _: add(OTHER))
-    made = await manager(tmp_path / "bank.sqlite", engine, SETTINGS, prompts=Prompts(writer, write_merge))
+    made = await manager(
+        tmp_path / "bank.sqlite", engine, SETTINGS, prompts=Prompts(writer, write_merge)
+    )
     await made.submit(episode(0, 0))
     await made.drain()
     assert (await made.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()
@@ -158,7 +222,9 @@ async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_pa
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where_that_is_asked_for(tmp_path, threaded):
+async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where_that_is_asked_for(
+    tmp_path, threaded
+):
     seen: list[tuple[bool, int]] = []
     writing = 0
 
@@ -171,7 +237,12 @@ async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where
         return write_prompt(request)
 
     engine = answering(lambda _: f"<think>{THOUGHTS}</think>{add(OTHER)}")
-    made = await manager(tmp_path / "bank.sqlite", engine, replace(SETTINGS, threaded=threaded), prompts=Prompts(writer, write_merge))
+    made = await manager(
+        tmp_path / "bank.sqlite",
+        engine,
+        replace(SETTINGS, threaded=threaded),
+        prompts=Prompts(writer, write_merge),
+    )
     for member in range(8):
         await made.submit(request(member=member))
     await made.drain()

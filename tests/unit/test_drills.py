@@ -30,7 +30,14 @@ from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling import load_model, load_tokenizer, stop_ids
 from crl.models.drills import alfworld, grids, room, webshop
 from crl.models.drills.drill import OFFER, Episode, chunk, tidied
-from crl.models.drills.room import Refinements, claims, merges, refine_prompt, refinement, some_lesson
+from crl.models.drills.room import (
+    Refinements,
+    claims,
+    merges,
+    refine_prompt,
+    refinement,
+    some_lesson,
+)
 from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.models.warm_start import Demonstration, demonstrated_trace
 from crl.rollout.critic import parse_critique
@@ -45,7 +52,9 @@ class Speaker:
 
     async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
         """None: it did not end."""
-        completion = await self.engine.generate(self.chat.encode(self.chat.text(prompt)), Sampling(tokens, self.chat.stop_ids), rng=seed)
+        completion = await self.engine.generate(
+            self.chat.encode(self.chat.text(prompt)), Sampling(tokens, self.chat.stop_ids), rng=seed
+        )
         return self.chat.decode(completion.ids[:-1]) if completion.finish == "stop" else None
 
 
@@ -65,8 +74,12 @@ async def speaker(path: Path) -> AsyncIterator[Speaker]:
 
 async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens: int) -> float:
     """Share of the demonstrations whose last words the model says too."""
-    said = await asyncio.gather(*(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations)))
-    return sum(answer == told.text for answer, (*_, told) in zip(said, demonstrations, strict=True)) / len(demonstrations)
+    said = await asyncio.gather(
+        *(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
+    )
+    return sum(
+        answer == told.text for answer, (*_, told) in zip(said, demonstrations, strict=True)
+    ) / len(demonstrations)
 
 
 # ── questions of an agent ───────────────────────────────────────────────────────────────────────────────────────────
@@ -79,14 +92,18 @@ def asking() -> list[Episode]:
 
 def question(episode: Episode) -> int | None:
     """Where the agent asks."""
-    return next((i for i, segment in enumerate(episode.segments) if segment.origin == "tool_call"), None)
+    return next(
+        (i for i, segment in enumerate(episode.segments) if segment.origin == "tool_call"), None
+    )
 
 
 def test_the_tool_is_offered_before_the_first_observation(asking: list[Episode]) -> None:
     for walk in asking:
         opening = [segment.origin for segment in walk.segments[: 4 if walk.hint else 3]]
         assert opening == ["task", *(["experience"] if walk.hint else []), "tool_spec", "env"]
-        assert [segment.text for segment in walk.segments if segment.origin == "tool_spec"] == [COMPACT_OFFER]
+        assert [segment.text for segment in walk.segments if segment.origin == "tool_spec"] == [
+            COMPACT_OFFER
+        ]
 
 
 def test_agents_ask_once_and_soon_and_not_when_they_see_the_stairs(asking: list[Episode]) -> None:
@@ -94,12 +111,20 @@ def test_agents_ask_once_and_soon_and_not_when_they_see_the_stairs(asking: list[
         at = question(walk)
         if at is None:
             continue
-        before, call, reply, after = walk.segments[:at], walk.segments[at], walk.segments[at + 1], walk.segments[at + 2]
+        before, call, reply, after = (
+            walk.segments[:at],
+            walk.segments[at],
+            walk.segments[at + 1],
+            walk.segments[at + 2],
+        )
         assert (call.text, reply.origin, after.origin) == (COMPACT_CALL, "tool_result", "policy")
         assert sum(segment.origin == "policy" for segment in before) <= 2
         assert "stairs " not in before[-1].text
         assert not any(segment.origin == "tool_call" for segment in walk.segments[at + 1 :])
-    asked = {told: [question(walk) is not None for walk in asking if (walk.hint is None) == told] for told in (True, False)}
+    asked = {
+        told: [question(walk) is not None for walk in asking if (walk.hint is None) == told]
+        for told in (True, False)
+    }
     assert sum(asked[True]) / len(asked[True]) > 1.5 * sum(asked[False]) / len(asked[False]) > 0.1
 
 
@@ -112,7 +137,9 @@ def test_agents_do_what_they_are_answered(asking: list[Episode]) -> None:
             continue
         text, action = walk.segments[at + 1].text, walk.segments[at + 2].text
         refined = text in map(from_here, COMPASS)
-        replies["nothing" if text == COMPACT_NOTHING else "refined" if refined else read(text)[0]] += 1
+        replies[
+            "nothing" if text == COMPACT_NOTHING else "refined" if refined else read(text)[0]
+        ] += 1
         *_, here = places(walk.segments[:at])
         if text == from_here(true_bearing(int(walk.task.params["lgen"]), here) or ""):
             followed.append(text == from_here(action))
@@ -121,12 +148,16 @@ def test_agents_do_what_they_are_answered(asking: list[Episode]) -> None:
     assert replies["other"] == 0
 
 
-def test_a_question_is_taught_with_what_comes_of_it(asking: list[Episode], tiny_actor: Path) -> None:
+def test_a_question_is_taught_with_what_comes_of_it(
+    asking: list[Episode], tiny_actor: Path
+) -> None:
     chat = renderer(tiny_actor)
     walk = next(walk for walk in asking if question(walk) is not None)
     trace = demonstrated_trace(walk.segments, chat)
     said = chat.decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
-    assert said == "".join(f"{s.text}<|im_end|>" for s in walk.segments if s.origin in ("policy", "tool_call"))
+    assert said == "".join(
+        f"{s.text}<|im_end|>" for s in walk.segments if s.origin in ("policy", "tool_call")
+    )
     assert f"{COMPACT_CALL}<|im_end|>" in said
 
 
@@ -134,7 +165,10 @@ def test_a_question_is_taught_with_what_comes_of_it(asking: list[Episode], tiny_
 
 
 def conversation(*texts: str) -> list[Segment]:
-    return [Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env") for i, text in enumerate(texts)]
+    return [
+        Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
+        for i, text in enumerate(texts)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +182,30 @@ def conversation(*texts: str) -> list[Segment]:
         (("at 5 1\ndark east", "north", "at 4 1\ndark east", "north", "at 3 1\ndark east"), "northeast", "east"),  # 18° off east
     ],
 )  # fmt: skip
-def test_a_lesson_is_fitted_to_where_the_agent_is(texts: tuple[str, ...], told: str, written: str) -> None:
-    assert refinement(conversation(*texts), lesson("exit", told)) == f'[{{"op":"refine","text":"from here go {written}."}}]'
+def test_a_lesson_is_fitted_to_where_the_agent_is(
+    texts: tuple[str, ...], told: str, written: str
+) -> None:
+    assert (
+        refinement(conversation(*texts), lesson("exit", told))
+        == f'[{{"op":"refine","text":"from here go {written}."}}]'
+    )
     assert refinement(conversation(*texts), lesson("walk", told)) == '[{"op":"return"}]'
 
 
 def test_what_the_extractor_is_asked_on_the_way() -> None:
     (task,) = demonstration_tasks(1)
-    asked = [*conversation("at 2 1\ndark east", "southeast", "at 3 2\ndark east"), Segment("assistant", COMPACT_CALL, "tool_call")]
+    asked = [
+        *conversation("at 2 1\ndark east", "southeast", "at 3 2\ndark east"),
+        Segment("assistant", COMPACT_CALL, "tool_call"),
+    ]
     (prompt,) = refine_prompt(task, asked, "be careful.")
-    assert prompt.text.splitlines() == [task.goal, "hint 1 be careful.", "moves southeast", "stairs not seen", "ask"]
+    assert prompt.text.splitlines() == [
+        task.goal,
+        "hint 1 be careful.",
+        "moves southeast",
+        "stairs not seen",
+        "ask",
+    ]
 
 
 def test_an_answer_on_the_way_is_no_lesson_of_an_episode() -> None:
@@ -174,7 +222,17 @@ async def test_the_shipped_extractor_fits_lessons(tiny_extractor: Path) -> None:
 
 
 def entry(text: str, won: int = 0, of: int = 0) -> Entry:
-    return Entry(f"{text}/{won}/{of}", 1, text, "room", "Room: the jade attic.", "g", (0, 1), credited=of, credit=2.0 * won - of)
+    return Entry(
+        f"{text}/{won}/{of}",
+        1,
+        text,
+        "room",
+        "Room: the jade attic.",
+        "g",
+        (0, 1),
+        credited=of,
+        credit=2.0 * won - of,
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +303,12 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
 VERDICTS = {
     "room": (room.verdicts, lambda text: read(text)[0]),
     "webshop": (webshop.verdicts, lambda text: read_shop(text)[0]),
-    "alfworld": (alfworld.verdicts, lambda text: " ".join(word for word in text.split() if word in ("is", "first.", "careful."))),
+    "alfworld": (
+        alfworld.verdicts,
+        lambda text: " ".join(
+            word for word in text.split() if word in ("is", "first.", "careful.")
+        ),
+    ),
     "maze": (grids.GridBank(grids.MAZE).verdicts, grids.claims),
     "keyroom": (grids.GridBank(grids.KEYROOM).verdicts, grids.claims),
 }
@@ -262,51 +325,78 @@ def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None
         critique = parse_critique(answer.text)
         assert not critique.malformed
         assert (critique.verdict == "reject") == (int(won) >= 9), "mastered"
-        assert critique.text == (text if critique.verdict == "refine" else ""), "what to write instead is left to RL"
+        assert critique.text == (text if critique.verdict == "refine" else ""), (
+            "what to write instead is left to RL"
+        )
         said[kind_of(text)][critique.verdict] += 1
     assert len(said) > 1
     for counts in said.values():
         for verdict in ("accept", "refine", "reject"):
-            assert counts[verdict] / counts.total() == pytest.approx(1 / 3, abs=4 * (2 / 9 / counts.total()) ** 0.5)
+            assert counts[verdict] / counts.total() == pytest.approx(
+                1 / 3, abs=4 * (2 / 9 / counts.total()) ** 0.5
+            )
 
 
 def test_a_verdict_is_short(tiny_actor: Path) -> None:
     """24 tokens with the stop token, as in tasks/presets/cpu.toml; a question fits into a turn's 4."""
     chat = renderer(tiny_actor)
-    said = [answer.text for verdicts, _ in VERDICTS.values() for _, answer in verdicts(random.Random(1), 200)]
+    said = [
+        answer.text
+        for verdicts, _ in VERDICTS.values()
+        for _, answer in verdicts(random.Random(1), 200)
+    ]
     assert max(len(chat.encode(text)) for text in said) + 1 <= 24
     assert len(chat.encode(COMPACT_CALL)) + 1 <= 4
 
 
-async def test_the_shipped_actor_rejects_where_the_place_is_mastered_and_nowhere_else(tiny_actor: Path) -> None:
+async def test_the_shipped_actor_rejects_where_the_place_is_mastered_and_nowhere_else(
+    tiny_actor: Path,
+) -> None:
     async with speaker(tiny_actor) as actor:
-        asked = [(prompt, told.text == "reject") for *prompt, told in room.verdicts(random.Random(11), 300)]
-        said = await asyncio.gather(*(actor.answer(prompt, 24, i) for i, (prompt, _) in enumerate(asked)))
+        asked = [
+            (prompt, told.text == "reject")
+            for *prompt, told in room.verdicts(random.Random(11), 300)
+        ]
+        said = await asyncio.gather(
+            *(actor.answer(prompt, 24, i) for i, (prompt, _) in enumerate(asked))
+        )
     verdicts = [parse_critique(text or "") for text in said]
     assert sum(verdict.malformed for verdict in verdicts) <= 0.05 * len(said)
-    right = sum((verdict.verdict == "reject") == mastered for verdict, (_, mastered) in zip(verdicts, asked, strict=True))
+    right = sum(
+        (verdict.verdict == "reject") == mastered
+        for verdict, (_, mastered) in zip(verdicts, asked, strict=True)
+    )
     assert right >= 0.95 * len(said)
 
 
-async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(tiny_actor: Path) -> None:
+async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(
+    tiny_actor: Path,
+) -> None:
     tasks = probe_tasks(200)
 
     def openings(offer: bool) -> Iterator[list[Segment]]:
         for task in tasks:
             tool = [OFFER] if offer else []
-            yield [Segment("user", task.goal, "task"), *tool, Segment("user", "at 3 3\ndark north east south west", "env")]
+            yield [
+                Segment("user", task.goal, "task"),
+                *tool,
+                Segment("user", "at 3 3\ndark north east south west", "env"),
+            ]
 
     async with speaker(tiny_actor) as actor:
 
         async def said(prompts: Iterator[list[Segment]]) -> list[str | None]:
-            return await asyncio.gather(*(actor.answer(prompt, 4, i) for i, prompt in enumerate(prompts)))
+            return await asyncio.gather(
+                *(actor.answer(prompt, 4, i) for i, prompt in enumerate(prompts))
+            )
 
         assert (await said(openings(offer=False))).count(COMPACT_CALL) <= 0.05 * len(tasks)
         assert (await said(openings(offer=True))).count(COMPACT_CALL) >= 20
         told = random.Random(0).choices(list(COMPASS), k=len(tasks))
         call = Segment("assistant", COMPACT_CALL, "tool_call")
         replied = (
-            [*opening, call, Segment("user", from_here(way), "tool_result")] for opening, way in zip(openings(True), told, strict=True)
+            [*opening, call, Segment("user", from_here(way), "tool_result")]
+            for opening, way in zip(openings(True), told, strict=True)
         )
         went = await said(replied)
     assert sum(way == gone for way, gone in zip(told, went, strict=True)) >= 0.85 * len(told)

@@ -34,7 +34,13 @@ from crl.manager import ManagerSettings, RetrievalSettings
 from crl.run.plan import plan
 from crl.run.progress import embedding_progress
 
-TEXTS = ["Go west.", "Reach the stairs down (>) of the azure cellar, then wait.", "", "Follow the left wall.", "Go west."]
+TEXTS = [
+    "Go west.",
+    "Reach the stairs down (>) of the azure cellar, then wait.",
+    "",
+    "Follow the left wall.",
+    "Go west.",
+]
 
 
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -44,7 +50,10 @@ def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: An
     """`model` as sentence-transformers saves it, in a directory of its own; files: further ones, by name without .json."""
     copytree(model, folder)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    modules = [{"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds)]
+    modules = [
+        {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
     (folder / "1_Pooling").mkdir()
     for name, data in {"modules": modules, "1_Pooling/config": pooling, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(data), "utf-8")
@@ -53,7 +62,9 @@ def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: An
 
 def hidden_of(path: Path, text: str, limit: int = 64) -> torch.Tensor:
     """Last hidden states [t, h] of one text, alone and without padding."""
-    ids = AutoTokenizer.from_pretrained(path)(text or " ", truncation=True, max_length=limit, return_tensors="pt")
+    ids = AutoTokenizer.from_pretrained(path)(
+        text or " ", truncation=True, max_length=limit, return_tensors="pt"
+    )
     with torch.inference_mode():
         return AutoModel.from_pretrained(path).eval()(**ids).last_hidden_state[0]
 
@@ -81,7 +92,9 @@ def name_of(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_pooling_by_hand(left: bool):
-    hidden = torch.tensor([[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]], [[4.0, 0.0], [6.0, 2.0], [8.0, 1.0]]])
+    hidden = torch.tensor(
+        [[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]], [[4.0, 0.0], [6.0, 2.0], [8.0, 1.0]]]
+    )
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     if left:
         hidden[0], mask[0] = hidden[0].roll(1, 0), mask[0].roll(1, 0)
@@ -91,10 +104,14 @@ def test_pooling_by_hand(left: bool):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_a_plain_encoder_is_pooled_by_the_mean_whatever_shares_its_batch(random_bert: Path, batch: int):
+def test_a_plain_encoder_is_pooled_by_the_mean_whatever_shares_its_batch(
+    random_bert: Path, batch: int
+):
     vectors = encode(random_bert, *TEXTS, batch=batch)
     assert (vectors.shape, vectors.dtype) == ((5, 32), np.float32)
-    assert np.allclose(vectors, [unit(hidden_of(random_bert, text).mean(0)) for text in TEXTS], atol=1e-5)
+    assert np.allclose(
+        vectors, [unit(hidden_of(random_bert, text).mean(0)) for text in TEXTS], atol=1e-5
+    )
     assert abs(vectors[0] @ vectors[1]) < 0.99
 
 
@@ -106,13 +123,24 @@ def test_no_text_no_vector(random_bert: Path):
     ("pooling", "row"),
     [
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, 0),
-        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}, -1),
+        (
+            {
+                "pooling_mode_lasttoken": True,
+                "pooling_mode_mean_tokens": False,
+                "include_prompt": True,
+            },
+            -1,
+        ),
         ({"pooling_mode": "cls"}, 0),
     ],
 )
-def test_the_files_of_sentence_transformers_say_how_it_is_pooled(random_bert: Path, tmp_path: Path, pooling: dict, row: int):
+def test_the_files_of_sentence_transformers_say_how_it_is_pooled(
+    random_bert: Path, tmp_path: Path, pooling: dict, row: int
+):
     path = described(tmp_path / "encoder", random_bert, pooling)
-    assert np.allclose(encode(path, *TEXTS), [unit(hidden_of(random_bert, text)[row]) for text in TEXTS], atol=1e-5)
+    assert np.allclose(
+        encode(path, *TEXTS), [unit(hidden_of(random_bert, text)[row]) for text in TEXTS], atol=1e-5
+    )
 
 
 def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
@@ -120,25 +148,40 @@ def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
     saved = AutoTokenizer.from_pretrained(path)
     saved.padding_side = "left"  # as Qwen3-Embedding has it
     saved.save_pretrained(path)
-    assert np.allclose(encode(path, *TEXTS), [unit(hidden_of(random_qwen3, text, 4096)[-1]) for text in TEXTS], atol=1e-5)
+    assert np.allclose(
+        encode(path, *TEXTS),
+        [unit(hidden_of(random_qwen3, text, 4096)[-1]) for text in TEXTS],
+        atol=1e-5,
+    )
 
 
 def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: Path):
-    prompts = {"prompts": {"query": "Search: ", "document": "Text: "}, "default_prompt_name": "document"}
+    prompts = {
+        "prompts": {"query": "Search: ", "document": "Text: "},
+        "default_prompt_name": "document",
+    }
     path = described(
         tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True},
         config_sentence_transformers=prompts, sentence_bert_config={"max_seq_length": 9, "do_lower_case": True},
     )  # fmt: skip
     long = "Go WEST, then wait. " * 9
-    assert np.allclose(encode(path, long)[0], unit(hidden_of(random_bert, f"text: {long.lower()}", 9).mean(0)), atol=1e-5)
+    assert np.allclose(
+        encode(path, long)[0],
+        unit(hidden_of(random_bert, f"text: {long.lower()}", 9).mean(0)),
+        atol=1e-5,
+    )
     prompts["default_prompt_name"] = None  # type: ignore[assignment]
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    assert np.allclose(encode(path, "Go WEST")[0], unit(hidden_of(random_bert, "go west", 9).mean(0)), atol=1e-5)
+    assert np.allclose(
+        encode(path, "Go WEST")[0], unit(hidden_of(random_bert, "go west", 9).mean(0)), atol=1e-5
+    )
 
 
 def test_a_text_longer_than_the_model_reads_is_cut(random_bert: Path):
     long = "north east south west " * 100
-    assert np.allclose(encode(random_bert, long)[0], unit(hidden_of(random_bert, long).mean(0)), atol=1e-5)
+    assert np.allclose(
+        encode(random_bert, long)[0], unit(hidden_of(random_bert, long).mean(0)), atol=1e-5
+    )
 
 
 def test_model_in_a_folder_of_its_own(random_bert: Path, tmp_path: Path):
@@ -152,7 +195,10 @@ def test_model_in_a_folder_of_its_own(random_bert: Path, tmp_path: Path):
 
 
 def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp_path: Path):
-    moved, other = copytree(random_bert, tmp_path / "moved"), copytree(random_bert, tmp_path / "other")
+    moved, other = (
+        copytree(random_bert, tmp_path / "moved"),
+        copytree(random_bert, tmp_path / "other"),
+    )
     model = AutoModel.from_pretrained(random_bert)
     model.embeddings.word_embeddings.weight.data[7] += 0.1  # as one step of training would
     model.save_pretrained(other)
@@ -160,7 +206,12 @@ def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp
     assert name_of(Recipe(moved)) == name
     assert name.startswith("bert-")
     assert name.endswith("-32")
-    recipes = Recipe(other), Recipe(random_bert, "cls"), Recipe(random_bert, prompt="a "), Recipe(random_bert, lower=True)
+    recipes = (
+        Recipe(other),
+        Recipe(random_bert, "cls"),
+        Recipe(random_bert, prompt="a "),
+        Recipe(random_bert, lower=True),
+    )
     assert len({name, *map(name_of, recipes)}) == 5
 
 
@@ -176,7 +227,9 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
 async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path):
     encoder = EncoderEmbedder(Recipe(random_bert), "cpu")
     encoder._model.get_input_embeddings().weight.data = torch.zeros(1, 32)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(EngineError, match=f"embedder {random_bert}: IndexError: index out of range"):
+    with pytest.raises(
+        EngineError, match=f"embedder {random_bert}: IndexError: index out of range"
+    ):
         await encoder.embed(["Go west."])
     encoder.close()
 
@@ -219,7 +272,9 @@ class Endpoint:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     @property
     def sizes(self) -> list[int]:
@@ -231,7 +286,9 @@ class Endpoint:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int, dict], Answer]], Endpoint]]:
+def serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[int, dict], Answer]], Endpoint]]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     made: list[Endpoint] = []
 
@@ -250,7 +307,10 @@ def numbers(text: str) -> list[float]:
 
 def embeddings(n: int, body: dict) -> Answer:
     """Not in the order of the texts, and not of unit norm."""
-    rows = [{"index": i, "embedding": numbers(text), "object": "embedding"} for i, text in enumerate(body["input"])]
+    rows = [
+        {"index": i, "embedding": numbers(text), "object": "embedding"}
+        for i, text in enumerate(body["input"])
+    ]
     return 200, {"object": "list", "data": rows[::-1], "model": body["model"]}
 
 
@@ -277,17 +337,23 @@ async def test_an_endpoint_is_asked_in_batches_and_its_vectors_are_made_unit(ser
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_what_is_refused_for_now_is_sent_again(serve, status: int):
-    endpoint = serve(lambda n, body: embeddings(n, body) if n in (0, 3) else (status, {"error": "wait"}))
+    endpoint = serve(
+        lambda n, body: embeddings(n, body) if n in (0, 3) else (status, {"error": "wait"})
+    )
     made = await connected(endpoint)
     assert (await made.embed(["Go west."])).shape == (1, 3)
     assert endpoint.sizes == [1, 1, 1, 1]
-    with pytest.raises(EngineError, match=rf"/v1/embeddings: {status} .*wait.*, {ATTEMPTS} times in a row"):
+    with pytest.raises(
+        EngineError, match=rf"/v1/embeddings: {status} .*wait.*, {ATTEMPTS} times in a row"
+    ):
         await made.embed(["Go west."])
     assert len(endpoint.asked) == 4 + ATTEMPTS
     made.close()
 
 
-@pytest.mark.parametrize(("status", "said"), [(503, "503 Service Unavailable: wait until, "), (200, "IncompleteRead")])
+@pytest.mark.parametrize(
+    ("status", "said"), [(503, "503 Service Unavailable: wait until, "), (200, "IncompleteRead")]
+)
 async def test_an_answer_that_breaks_off_is_asked_for_again(serve, status: int, said: str):
     endpoint = serve(lambda n, body: embeddings(n, body) if n in (0, 2) else (status, CUT_OFF))
     made = await connected(endpoint)
@@ -298,7 +364,9 @@ async def test_an_answer_that_breaks_off_is_asked_for_again(serve, status: int, 
     made.close()
 
 
-@pytest.mark.parametrize("url", ["http://[::1/v1", "http://höst/v1/é", "http://" + "x" * 99 + ".y/v1"])
+@pytest.mark.parametrize(
+    "url", ["http://[::1/v1", "http://höst/v1/é", "http://" + "x" * 99 + ".y/v1"]
+)
 async def test_a_url_that_cannot_be_asked(url: str):
     made = EndpointEmbedder(url, "words", backoff=0.0)
     with pytest.raises(EngineError, match=r"^embedder http://"):
@@ -309,23 +377,43 @@ async def test_a_url_that_cannot_be_asked(url: str):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((401, {"error": "Incorrect API key provided: sk-secret"}), "401 Unauthorized: .*Incorrect API key provided: …"),
+        (
+            (401, {"error": "Incorrect API key provided: sk-secret"}),
+            "401 Unauthorized: .*Incorrect API key provided: …",
+        ),
         ((404, {"error": "no model words"}), "404 Not Found: .*no model words"),
         ((302, b""), "302 Found"),
         ((200, b"<html>"), "holds no embeddings of 1 texts: <html>"),
         ((200, {"data": []}), "holds no embeddings of 1 texts"),
-        ((200, {"data": [{"index": 0, "embedding": [1.0, 2.0]}]}), "vectors of 2 numbers came, not of 3 as at first"),
-        ((200, b'{"data": [{"index": 0, "embedding": [1.0, NaN, 0.0]}]}'), "no vectors of finite numbers"),
+        (
+            (200, {"data": [{"index": 0, "embedding": [1.0, 2.0]}]}),
+            "vectors of 2 numbers came, not of 3 as at first",
+        ),
+        (
+            (200, b'{"data": [{"index": 0, "embedding": [1.0, NaN, 0.0]}]}'),
+            "no vectors of finite numbers",
+        ),
         ((200, {"data": [{"index": 0, "embedding": "AACA"}]}), "holds no embeddings"),
         ((200, {"data": [{"index": 0, "embedding": [1.0, 10**400, 0.0]}]}), "holds no embeddings"),
-        ((200, {"data": [{"index": 10**400, "embedding": [1.0, 2.0, 0.0]}]}), "holds no embeddings"),
-        ((200, b'{"data": [{"index": 0, "embedding": [1e39, 1e400, 0.0]}]}'), "no vectors of finite numbers"),
+        (
+            (200, {"data": [{"index": 10**400, "embedding": [1.0, 2.0, 0.0]}]}),
+            "holds no embeddings",
+        ),
+        (
+            (200, b'{"data": [{"index": 0, "embedding": [1e39, 1e400, 0.0]}]}'),
+            "no vectors of finite numbers",
+        ),
         ((200, b'{"data": ' + b"[" * 100_000), "holds no embeddings"),
-        ((200, b'{"data": [{"index": 0, "embedding": ' + b"[" * 99 + b"]" * 99 + b"}]}"), "holds no embeddings"),
+        (
+            (200, b'{"data": [{"index": 0, "embedding": ' + b"[" * 99 + b"]" * 99 + b"}]}"),
+            "holds no embeddings",
+        ),
         ((401, CUT_OFF), "401 Unauthorized: wait until$"),
     ],
 )
-async def test_what_will_not_go_well_fails_at_once_with_what_was_said(serve, answer: Answer, said: str):
+async def test_what_will_not_go_well_fails_at_once_with_what_was_said(
+    serve, answer: Answer, said: str
+):
     endpoint = serve(lambda n, body: answer if n else embeddings(n, body))
     made = await connected(endpoint)
     with pytest.raises(EngineError, match=said) as caught:
@@ -345,10 +433,15 @@ async def refused(**settings: Any) -> str:
     return str(caught.value)
 
 
-async def test_the_config_opens_each_kind(random_bert: Path, serve, monkeypatch: pytest.MonkeyPatch):
+async def test_the_config_opens_each_kind(
+    random_bert: Path, serve, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("WORDS_KEY", "sk-secret")
     endpoint = serve(embeddings)
-    sections = EmbedderSection(model=str(random_bert)), EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    sections = (
+        EmbedderSection(model=str(random_bert)),
+        EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY"),
+    )
     for section, dim in zip((EmbedderSection(), *sections), (384, 32, 3), strict=True):
         require_embedder(section)
         async with open_embedder(section) as embedder:
@@ -358,9 +451,16 @@ async def test_the_config_opens_each_kind(random_bert: Path, serve, monkeypatch:
 
 
 async def test_an_encoder_of_a_deterministic_run_reads_texts_one_by_one(random_bert: Path):
-    async with open_embedder(EmbedderSection(model=str(random_bert)), deterministic=True) as embedder:
+    async with open_embedder(
+        EmbedderSection(model=str(random_bert)), deterministic=True
+    ) as embedder:
         together = await embedder.embed(TEXTS)
-        assert all([np.array_equal((await embedder.embed([text]))[0], vector) for text, vector in zip(TEXTS, together, strict=True)])
+        assert all(
+            [
+                np.array_equal((await embedder.embed([text]))[0], vector)
+                for text, vector in zip(TEXTS, together, strict=True)
+            ]
+        )
 
 
 async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPatch):
@@ -370,13 +470,23 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
     text = await refused(model=gone.url, name="words")
     assert text.startswith(f"embedder.model = '{gone.url}': embedder {gone.url}/embeddings: ")
     assert "refused" in text
-    assert text.endswith("Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up.")
+    assert text.endswith(
+        "Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up."
+    )
     text = await refused(model=gone.url, name="words", key_env="NO_SUCH_KEY")
-    assert text == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
+    assert (
+        text
+        == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
+    )
 
 
-@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\n", "\tsk-secret", "sk-secret…", "sk-secret\udcff", "sk-sécret"])
-async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(serve, monkeypatch: pytest.MonkeyPatch, key: str):
+@pytest.mark.parametrize(
+    "key",
+    ["sk-secret\r", "sk-secret\n", "\tsk-secret", "sk-secret…", "sk-secret\udcff", "sk-sécret"],
+)
+async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(
+    serve, monkeypatch: pytest.MonkeyPatch, key: str
+):
     monkeypatch.setenv("WORDS_KEY", key)
     endpoint = serve(embeddings)
     text = await refused(model=endpoint.url, name="words", key_env="WORDS_KEY")
@@ -390,12 +500,18 @@ async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(serve, monkeypa
 
 
 async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path):
-    assert "is neither hash nor a URL, and no directory. Use hash, " in await refused(model=str(tmp_path / "none"))
+    assert "is neither hash nor a URL, and no directory. Use hash, " in await refused(
+        model=str(tmp_path / "none")
+    )
     assert "holds no config.json" in await refused(model=str(tmp_path))
     pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    assert "its pooling is mean and max_tokens" in await refused(model=str(described(tmp_path / "max", random_bert, pooling)))
+    assert "its pooling is mean and max_tokens" in await refused(
+        model=str(described(tmp_path / "max", random_bert, pooling))
+    )
     dense = described(tmp_path / "dense", random_bert, {})
-    (dense / "modules.json").write_text('[{"path": "", "type": "a.Transformer"}, {"path": "2_Dense", "type": "a.Dense"}]')
+    (dense / "modules.json").write_text(
+        '[{"path": "", "type": "a.Transformer"}, {"path": "2_Dense", "type": "a.Dense"}]'
+    )
     assert "has a module that is not served: Dense" in await refused(model=str(dense))
     (dense / "modules.json").write_text("[{")
     assert "modules.json': it cannot be read (JSONDecodeError" in await refused(model=str(dense))
@@ -407,11 +523,25 @@ async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("sets", "text"),
     [
-        (["embedder.model=http://127.0.0.1/v1"], "embedder.name = '': an endpoint serves models by name. Give the model's name there."),
-        (["embedder.name=words"], "embedder.name = 'words': is of an endpoint, but embedder.model is no URL. Leave it out."),
-        (["embedder.key_env=KEY"], "embedder.key_env = 'KEY': is of an endpoint, but embedder.model is no URL. Leave it out."),
         (
-            ["embedder.model=http://h/v1", "embedder.name=w", "run.deterministic=true", "rollout.max_staleness=0"],
+            ["embedder.model=http://127.0.0.1/v1"],
+            "embedder.name = '': an endpoint serves models by name. Give the model's name there.",
+        ),
+        (
+            ["embedder.name=words"],
+            "embedder.name = 'words': is of an endpoint, but embedder.model is no URL. Leave it out.",
+        ),
+        (
+            ["embedder.key_env=KEY"],
+            "embedder.key_env = 'KEY': is of an endpoint, but embedder.model is no URL. Leave it out.",
+        ),
+        (
+            [
+                "embedder.model=http://h/v1",
+                "embedder.name=w",
+                "run.deterministic=true",
+                "rollout.max_staleness=0",
+            ],
             "embedder.model = 'http://h/v1': with run.deterministic the vectors must not depend on what else an endpoint computes. "
             "Use hash or an encoder's directory.",
         ),
@@ -423,15 +553,21 @@ def test_settings_that_contradict_each_other(sets: list[str], text: str):
     assert str(caught.value) == text
 
 
-def test_a_saved_run_finds_its_encoder_from_anywhere(random_bert: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_saved_run_finds_its_encoder_from_anywhere(
+    random_bert: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(random_bert.parent)
-    assert load(["room"], sets=[f"embedder.model={random_bert.name}"]).embedder.model == str(random_bert)
+    assert load(["room"], sets=[f"embedder.model={random_bert.name}"]).embedder.model == str(
+        random_bert
+    )
 
 
 # ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_another_embedder_embeds_a_bank_again_in_parts(random_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_another_embedder_embeds_a_bank_again_in_parts(
+    random_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("crl.manager.manager.EMBEDDED", 2)
     texts = ["Go west.", "Go east.", "Mind the trap."]
     path, engine = tmp_path / "bank.sqlite", answering(lambda prompt: add(*texts))
@@ -443,13 +579,17 @@ async def test_another_embedder_embeds_a_bank_again_in_parts(random_bert: Path, 
     notes: list[str] = []
     words = WordEmbedder()
     words.name = "other words"
-    made = await manager(path, engine, settings, embedder=words, progress=embedding_progress(notes.append))
+    made = await manager(
+        path, engine, settings, embedder=words, progress=embedding_progress(notes.append)
+    )
     await made.aclose()
     assert words.calls == [texts[:2], texts[2:]]
     assert notes == ["embedding the bank's experiences, 3"]
     async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
-            made = await manager(path, engine, settings, embedder=encoder, progress=embedding_progress(notes.append))
+            made = await manager(
+                path, engine, settings, embedder=encoder, progress=embedding_progress(notes.append)
+            )
             (hit,) = await made.search([search("Mind the trap.")])
             assert hit is not None
             assert hit.text == "Mind the trap."
@@ -457,7 +597,9 @@ async def test_another_embedder_embeds_a_bank_again_in_parts(random_bert: Path, 
     assert len(notes) == 2  # and the second time there was nothing to do
 
 
-async def test_an_endpoint_that_goes_away_fails_the_search(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_endpoint_that_goes_away_fails_the_search(
+    serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
     embedder = await connected(endpoint := serve(embeddings))
     made = await manager(tmp_path / "bank.sqlite", answering(str), embedder=embedder)
@@ -481,7 +623,9 @@ def test_in_a_terminal_progress_is_a_bar():
     screen, terminal = pty.openpty()
     command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
     surroundings = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=surroundings) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=terminal, env=surroundings
+    ) as process:
         os.close(terminal)
         shown = b"".join(iter(partial(read_terminal, screen), b"")).decode()
         said, _ = process.communicate()
@@ -492,7 +636,9 @@ def test_in_a_terminal_progress_is_a_bar():
 
 
 def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
-    lines = plan(load(["room"], sets=[f"embedder.model={random_bert}", "embedder.device=cpu"])).splitlines()
+    lines = plan(
+        load(["room"], sets=[f"embedder.model={random_bert}", "embedder.device=cpu"])
+    ).splitlines()
     assert f"embedder   {random_bert} on cpu" in lines
     with pytest.raises(ConfigError, match="is neither hash nor a URL"):
         plan(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
@@ -507,9 +653,15 @@ def test_bank_search_uses_the_embedder_of_the_run(random_bert: Path, tmp_path: P
 
     asyncio.run(embed_again())
     alone = copy_of(run, tmp_path)
-    dump(load(["room"], sets=["extractor.model=tiny-actor", f"embedder.model={random_bert}"]), run / "config.json")
+    dump(
+        load(["room"], sets=["extractor.model=tiny-actor", f"embedder.model={random_bert}"]),
+        run / "config.json",
+    )
     rows = parsed("search", run, "Mind the trap.")
     assert (rows[0]["text"], rows[0]["similarity"]) == ("Mind the trap.", pytest.approx(1.0))
     result = bank("search", alone, "Mind the trap.")
     assert result.exit_code == 2
-    assert "the bank's vectors are not of the embedder that search has. It has hash-char_wb-2-4-384" in result.stderr
+    assert (
+        "the bank's vectors are not of the embedder that search has. It has hash-char_wb-2-4-384"
+        in result.stderr
+    )

@@ -148,7 +148,9 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
     async with hosting() as host:
         first, second = await host.acquire(TASK), await host.acquire(TASK)
         assert (await first.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
-        assert (await first.step("maybe")) == StepResult("Answer with one number from 0 to 7.", valid=False)
+        assert (await first.step("maybe")) == StepResult(
+            "Answer with one number from 0 to 7.", valid=False
+        )
         results = [await first.step(number) for number in NUMBERS]
         assert [result.success for result in results].count(True) == 1
         games = [game_of(first), game_of(second)]
@@ -181,7 +183,9 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
         ("poor", r"ValueError: an episode's reward must be in \[0, 1\], not -0.5"),
     ],
 )
-async def test_a_failing_game_costs_its_episode_and_is_never_reused(misdeed: str, words: str) -> None:
+async def test_a_failing_game_costs_its_episode_and_is_never_reused(
+    misdeed: str, words: str
+) -> None:
     async with hosting(threads=1) as host:
         environment = await host.acquire(TASK)
         await environment.reset(TASK)
@@ -212,7 +216,9 @@ async def test_the_range_of_rewards_is_an_episodes() -> None:
 async def test_a_lone_surrogate_is_replaced() -> None:
     async with hosting() as host:
         environment = await host.acquire(TASK)
-        assert (await environment.reset(replace(TASK, goal="\udcff"))).text == "Guess a number from 0 to 7. (\ufffd)"
+        assert (
+            await environment.reset(replace(TASK, goal="\udcff"))
+        ).text == "Guess a number from 0 to 7. (\ufffd)"
         assert (await environment.step("truncated")).text == "a smile: \ufffd."
 
 
@@ -223,7 +229,10 @@ async def test_a_reset_that_returns_no_text() -> None:
 
     async with hosting(Mute) as host:
         environment = await host.acquire(TASK)
-        with pytest.raises(RolloutError, match="reset: TypeError: reset must return the observation's text, not NoneType"):
+        with pytest.raises(
+            RolloutError,
+            match="reset: TypeError: reset must return the observation's text, not NoneType",
+        ):
             await environment.reset(TASK)
 
 
@@ -234,20 +243,31 @@ async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays()
         for environment in hung:
             await environment.reset(TASK)
         patient, host.crew.deadline = host.crew.deadline, 0.1
-        errors = await asyncio.gather(*(environment.step("hang") for environment in hung), return_exceptions=True)
-        assert all(isinstance(error, RolloutError) and "deadline of 0.1 s" in str(error) for error in errors)
+        errors = await asyncio.gather(
+            *(environment.step("hang") for environment in hung), return_exceptions=True
+        )
+        assert all(
+            isinstance(error, RolloutError) and "deadline of 0.1 s" in str(error)
+            for error in errors
+        )
         assert (host.failures, host.replaced) == (2, 2)
         host.crew.deadline = patient
         fresh = [await host.acquire(TASK) for _ in range(2)]
-        assert not {id(game_of(environment)) for environment in fresh} & {id(game) for game in games}
+        assert not {id(game_of(environment)) for environment in fresh} & {
+            id(game) for game in games
+        }
         for environment in fresh:
             await environment.reset(TASK)
         results = await asyncio.gather(*(environment.step("meet") for environment in fresh))
         assert [result.text for result in results] == ["met", "met"]
-        assert not any(game.closed.is_set() for game in games), "a game is not closed under its running call"
+        assert not any(game.closed.is_set() for game in games), (
+            "a game is not closed under its running call"
+        )
         for game in games:
             game.unhang.set()
-        assert all(game.closed.wait(60) for game in games), "a hung thread closes its game when it returns"
+        assert all(game.closed.wait(60) for game in games), (
+            "a hung thread closes its game when it returns"
+        )
 
 
 async def test_the_deadline_does_not_count_the_wait_for_a_thread() -> None:
@@ -268,7 +288,9 @@ async def test_no_more_threads_than_allowed() -> None:
     async with hosting(threads=3) as host:
         environments = [await host.acquire(TASK) for _ in range(12)]
         await asyncio.gather(*(environment.step("sleep") for environment in environments))
-        assert len(set().union(*(game_of(environment).threads for environment in environments))) <= 3
+        assert (
+            len(set().union(*(game_of(environment).threads for environment in environments))) <= 3
+        )
 
 
 async def test_a_cancelled_call_gives_its_game_up() -> None:
@@ -369,7 +391,10 @@ def test_finds_environments_by_name_and_by_path() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("rooom", r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?"),
+        (
+            "rooom",
+            r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?",
+        ),
         ("chess", "Choose one of them; an environment of your own is named"),
         (":SPEC", "no such environment"),
         ("no_such_module:SPEC", "there is no module 'no_such_module'"),
@@ -383,9 +408,16 @@ def test_an_unknown_environment_is_a_config_error(name: str, words: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "words"), [("import no_such_extra", "no_such_extra"), ("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError")]
+    ("body", "words"),
+    [
+        ("import no_such_extra", "no_such_extra"),
+        ("def (", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
 )
-def test_a_users_module_that_fails_is_one_clear_error(body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_module_that_fails_is_one_clear_error(
+    body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = f"broken_{abs(hash(body))}"
     (tmp_path / f"{module}.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
@@ -417,7 +449,9 @@ def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> No
         "import sys, time; from pathlib import Path; from crl.scratch import scratch_folder\n"
         "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); print(folder, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     with process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())

@@ -8,7 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from doors import HIT, RULES, TASK, Doors, House, Shelf, house, renderer, runner, script, scripted, until
+from doors import (
+    HIT,
+    RULES,
+    TASK,
+    Doors,
+    House,
+    Shelf,
+    house,
+    renderer,
+    runner,
+    script,
+    scripted,
+    until,
+)
 
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.host import ThreadHost
@@ -30,7 +43,14 @@ class Failing(ScriptedEngine):
         super().__init__(renderer(), script("wait"))
         self.error, self.turn = error, turn
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         if len(self.requests) == self.turn:
             raise self.error
         return await super().generate(ids, sampling, session=session, rng=rng)
@@ -43,7 +63,14 @@ class Notary(ScriptedEngine):
         super().__init__(renderer(), script("wait"))
         self.seeds: list[int | None] = []
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         self.seeds.append(rng)
         return await super().generate(ids, sampling, session=session, rng=rng)
 
@@ -66,7 +93,9 @@ def text(trace: TokenTrace) -> str:
 
 def sampled(trace: TokenTrace) -> str:
     """What the policy said, one turn after the other, stop tokens included."""
-    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    return renderer().decode(
+        [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
+    )
 
 
 def prompts(engine: ScriptedEngine) -> list[str]:
@@ -104,7 +133,9 @@ async def test_a_whole_episode() -> None:
     assert trace.logprobs == tuple(-1.0 if mask else 0.0 for mask in trace.mask)
     assert trace.versions == tuple(0 if mask else -1 for mask in trace.mask)
     assert [session for session, _ in engine.requests] == ["train/00000002/00000005/0001"] * 3
-    assert [len(ids) for _, ids in engine.requests] == [i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]]
+    assert [len(ids) for _, ids in engine.requests] == [
+        i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]
+    ]
     assert trajectory == Trajectory(
         TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0}, reward=1.0, success=True,
         turns=3, invalid_actions=1, sampled_tokens=sum(trace.mask),
@@ -169,23 +200,34 @@ async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructio
     engine = scripted("wait")
     context = ChatContext({"doors": instructions})
     async with house() as home:
-        guided = await runner(engine, home.host, retriever=Shelf(), context=context).play(KEY, TASK, GUIDED)
-        free = await runner(engine, home.host, retriever=Shelf(), context=context).play(KEY, TASK, FREE)
+        guided = await runner(engine, home.host, retriever=Shelf(), context=context).play(
+            KEY, TASK, GUIDED
+        )
+        free = await runner(engine, home.host, retriever=Shelf(), context=context).play(
+            KEY, TASK, FREE
+        )
     with_it, without_it = prompts(engine)[:3], prompts(engine)[3:]
     assert [prompt.count(HIT.text) for prompt in with_it] == [1, 1, 1]
     assert not any(HIT.text in prompt for prompt in without_it)
     assert [prompt.replace(f"{HIT.text}\n", "") for prompt in with_it] == without_it
-    assert without_it[0].startswith("<|im_start|>system\n" if instructions else "<|im_start|>user\nOpen it.\nA door.")
+    assert without_it[0].startswith(
+        "<|im_start|>system\n" if instructions else "<|im_start|>user\nOpen it.\nA door."
+    )
     assert tuple(s for s in guided.segments if s.origin != "experience") == free.segments
 
 
 async def test_a_query_holds_the_first_observation_where_the_task_says_so() -> None:
-    cases: list[tuple[frozenset[str], str]] = [(frozenset(), "Open it."), (frozenset({"doors"}), "Open it.\nA door.")]
+    cases: list[tuple[frozenset[str], str]] = [
+        (frozenset(), "Open it."),
+        (frozenset({"doors"}), "Open it.\nA door."),
+    ]
     for observed, query in cases:
         shelf = Shelf()
         async with house() as home:
             context = ChatContext({"doors": RULES}, observed=observed)
-            await runner(scripted("open"), home.host, retriever=shelf, context=context).play(KEY, TASK, GUIDED)
+            await runner(scripted("open"), home.host, retriever=shelf, context=context).play(
+                KEY, TASK, GUIDED
+            )
         assert [request.query for request in shelf.asked] == [query]
 
 
@@ -216,27 +258,46 @@ async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
     limits = {"doors": Limits(2, 32, overtime=2)}
     late, _, (game,) = await played("coin", "wait", "coin", "open", limits=limits)
     assert game.actions == ["coin", "wait", "coin", "open"]
-    assert (late.turns, late.reward, late.rewards, late.success) == (2, 0.5, {"outcome": 0.5}, False), "too late is lost"
+    assert (late.turns, late.reward, late.rewards, late.success) == (
+        2,
+        0.5,
+        {"outcome": 0.5},
+        False,
+    ), "too late is lost"
     assert (late.truncated, late.error) == (True, None)
     assert late.overtime_turns == 2
-    assert [s.text for s in late.segments if s.origin == "policy"] == ["coin", "wait", "coin", "open"]
+    assert [s.text for s in late.segments if s.origin == "policy"] == [
+        "coin",
+        "wait",
+        "coin",
+        "open",
+    ]
     assert late.segments[-1] == Segment("user", "It opens.", "env"), "what the extractor reads"
     (trace,) = late.traces
     assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "late tokens are not trained on"
     assert set(trace.versions) == {-1, 0}
     late_tokens = sum(len(renderer().encode(text + "<|im_end|>")) for text in ("coin", "open"))
-    assert late.sampled_tokens == sum(trace.mask) + late_tokens, "late ones were sampled all the same"
+    assert late.sampled_tokens == sum(trace.mask) + late_tokens, (
+        "late ones were sampled all the same"
+    )
     on_time, _, _ = await played("coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)})
     assert (late.turns, late.reward, late.success, late.truncated) == (
         on_time.turns, on_time.reward, on_time.success, on_time.truncated,
     )  # fmt: skip
     assert (on_time.overtime_turns, on_time.sampled_tokens) == (0, sum(trace.mask))
-    assert late.traces == on_time.traces, "what is trained is what would have been trained without overtime"
+    assert late.traces == on_time.traces, (
+        "what is trained is what would have been trained without overtime"
+    )
 
 
 async def test_overtime_ends_too() -> None:
     trajectory, engine, (game,) = await played("wait", limits={"doors": Limits(2, 32, overtime=3)})
-    assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (5, 5, 2, True)
+    assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (
+        5,
+        5,
+        2,
+        True,
+    )
     assert trajectory.overtime_turns == 3
 
 
@@ -244,10 +305,16 @@ async def test_an_episode_that_is_over_has_no_overtime() -> None:
     for actions, success in ((("wait", "open"), True), (("wait", "lose"), False)):
         trajectory, _, (game,) = await played(*actions, limits={"doors": Limits(2, 32, overtime=3)})
         assert (game.actions, trajectory.turns) == (list(actions), 2)
-        assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (success, False, 0)
+        assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (
+            success,
+            False,
+            0,
+        )
 
 
-async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_do_not_count() -> None:
+async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_do_not_count() -> (
+    None
+):
     trajectory, _, _ = await played("peek", "shout", limits={"doors": Limits(1, 32, overtime=2)})
     assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
 
@@ -261,7 +328,9 @@ async def test_the_score_is_the_last_one_on_time() -> None:
 async def test_every_late_turn_draws_for_itself() -> None:
     engine = Notary()
     async with house() as home:
-        await runner(engine, home.host, limits={"doors": Limits(2, 32, overtime=2)}).play(KEY, TASK, FREE)
+        await runner(engine, home.host, limits={"doors": Limits(2, 32, overtime=2)}).play(
+            KEY, TASK, FREE
+        )
         early = list(engine.seeds)
         await runner(engine, home.host, limits={"doors": Limits(4, 32)}).play(KEY, TASK, FREE)
     assert len(set(early)) == 4
@@ -270,7 +339,12 @@ async def test_every_late_turn_draws_for_itself() -> None:
 
 async def test_what_breaks_in_overtime_ends_the_record_and_is_no_error() -> None:
     trajectory, _, _ = await played("coin", "crash", limits={"doors": Limits(1, 32, overtime=2)})
-    assert (trajectory.error, trajectory.turns, trajectory.reward, trajectory.truncated) == (None, 1, 0.5, True)
+    assert (trajectory.error, trajectory.turns, trajectory.reward, trajectory.truncated) == (
+        None,
+        1,
+        0.5,
+        True,
+    )
     assert trajectory.rewards == {"outcome": 0.5}
     limits = {"doors": Limits(2, 32, overtime=3)}
     async with house() as home:
@@ -286,7 +360,9 @@ async def test_what_breaks_in_overtime_ends_the_record_and_is_no_error() -> None
 
 async def test_late_turns_of_a_window_are_no_samples() -> None:
     async with house() as home:
-        late = await outcome(home, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)})
+        late = await outcome(
+            home, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)}
+        )
     assert [sampled(trace) for trace in late.traces] == ["coin<|im_end|>", "coin<|im_end|>"]
 
 
@@ -345,7 +421,12 @@ async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
 
 async def test_no_room_for_the_first_response() -> None:
     trajectory, engine, _ = await played("open", max_context=10)
-    assert (trajectory.turns, trajectory.truncated, trajectory.error, engine.requests) == (0, True, None, [])
+    assert (trajectory.turns, trajectory.truncated, trajectory.error, engine.requests) == (
+        0,
+        True,
+        None,
+        [],
+    )
     assert trajectory.traces == ()
 
 
@@ -358,7 +439,9 @@ async def test_no_sample_is_longer_than_the_context() -> None:
 
 
 async def test_a_window_shows_the_task_and_the_last_turns() -> None:
-    coin_first = ScriptedEngine(renderer(), lambda prompt: "coin" if prompt.endswith(f"A door.{ANSWER_NEXT}") else "wait")
+    coin_first = ScriptedEngine(
+        renderer(), lambda prompt: "coin" if prompt.endswith(f"A door.{ANSWER_NEXT}") else "wait"
+    )
     async with house() as home:
         one = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=1)})
         two = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=2)})
@@ -368,10 +451,19 @@ async def test_a_window_shows_the_task_and_the_last_turns() -> None:
         f"{head}\nYou find a coin.{ANSWER_NEXT}",
         f"{head}\nNothing happens.{ANSWER_NEXT}",
     ]
-    assert [sampled(trace) for trace in one.traces] == ["coin<|im_end|>", "wait<|im_end|>", "wait<|im_end|>"]
+    assert [sampled(trace) for trace in one.traces] == [
+        "coin<|im_end|>",
+        "wait<|im_end|>",
+        "wait<|im_end|>",
+    ]
     assert len(one.segments) == 9, "the conversation is kept whole"
-    assert prompts(coin_first)[5] == f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\nNothing happens.{ANSWER_NEXT}"
-    assert sampled(two.traces[2]) == "wait<|im_end|>", "earlier turns are context, trained in samples of their own"
+    assert (
+        prompts(coin_first)[5]
+        == f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\nNothing happens.{ANSWER_NEXT}"
+    )
+    assert sampled(two.traces[2]) == "wait<|im_end|>", (
+        "earlier turns are context, trained in samples of their own"
+    )
 
 
 # ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,7 +482,9 @@ async def test_a_window_shows_the_task_and_the_last_turns() -> None:
 async def test_thinking_is_not_played(response: str, action: str) -> None:
     trajectory, _, (game,) = await played(response, limits={"doors": Limits(1, 64)})
     assert game.actions == [action]
-    assert trajectory.segments[3] == Segment("assistant", response, "policy"), "it stays in the conversation"
+    assert trajectory.segments[3] == Segment("assistant", response, "policy"), (
+        "it stays in the conversation"
+    )
     assert sampled(trajectory.traces[0]) == f"{response}<|im_end|>", "and is trained"
 
 
@@ -405,7 +499,13 @@ def test_what_was_thought_is_an_extra() -> None:
 
 async def test_every_turn_of_every_member_draws_for_itself() -> None:
     engine = Notary()
-    keys = [KEY, replace(KEY, member=2), replace(KEY, group=6), replace(KEY, step=3), replace(KEY, purpose="eval/doors/new")]
+    keys = [
+        KEY,
+        replace(KEY, member=2),
+        replace(KEY, group=6),
+        replace(KEY, step=3),
+        replace(KEY, purpose="eval/doors/new"),
+    ]
     async with house() as home:
         for key in keys:
             await runner(engine, home.host).play(key, TASK, FREE)
@@ -463,7 +563,9 @@ async def test_a_hanging_game_becomes_an_error_trajectory() -> None:
 
 async def test_an_engines_rollout_error_costs_the_episode_and_not_its_game() -> None:
     async with house() as home:
-        trajectory = await outcome(home, Failing(RolloutError("engine", "that prompt is too long"), turn=1))
+        trajectory = await outcome(
+            home, Failing(RolloutError("engine", "that prompt is too long"), turn=1)
+        )
         assert trajectory.error == "engine: that prompt is too long"
         assert (trajectory.turns, len(trajectory.traces)) == (1, 1)
         assert lent(home.host) == 0
@@ -478,7 +580,14 @@ class Dying(ScriptedEngine):
         super().__init__(renderer(), script("wait", "coin", "open"))
         self.asked, self.lost = 0, lost
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         self.asked += 1
         if self.asked - 1 in self.lost:
             raise TransientError("engine", "it died")
@@ -490,10 +599,17 @@ async def test_an_episode_whose_engine_died_is_played_once_more() -> None:
         whole = await outcome(home, Dying())
         again = await outcome(home, Dying(2))
         assert whole.success
-        assert (again.segments, again.turns, again.reward, again.error) == (whole.segments, whole.turns, whole.reward, None)
+        assert (again.segments, again.turns, again.reward, again.error) == (
+            whole.segments,
+            whole.turns,
+            whole.reward,
+            None,
+        )
         assert lent(home.host) == 0
         twice = await outcome(home, Dying(2, 4))
-        assert (twice.error, twice.turns) == ("engine: it died", 1), "the second attempt is what it comes to"
+        assert (twice.error, twice.turns) == ("engine: it died", 1), (
+            "the second attempt is what it comes to"
+        )
         assert lent(home.host) == 0
 
 
@@ -531,7 +647,9 @@ class Counting:
     async def turn(self, session: str) -> None:
         pass
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None) -> Completion:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
+    ) -> Completion:
         return await self.engine.generate(ids, sampling, session=session, rng=rng)
 
 
@@ -545,7 +663,9 @@ async def test_an_episode_always_leaves_its_sampler_once(actions: tuple[str, ...
 async def test_a_cancelled_episode_gives_everything_back() -> None:
     async with house() as home:
         sampler = Counting(scripted("hang"))
-        playing = asyncio.create_task(runner(sampler.engine, home.host, sampler=sampler).play(KEY, TASK, FREE))
+        playing = asyncio.create_task(
+            runner(sampler.engine, home.host, sampler=sampler).play(KEY, TASK, FREE)
+        )
         await until(lambda: any(game.actions for game in home.games))
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -576,7 +696,9 @@ async def test_episodes_compute_one_at_a_time() -> None:
     async with house() as home:
         one = runner(scripted("wait"), home.host, context=Watched({"doors": RULES}))
         counting = asyncio.create_task(count())
-        await asyncio.gather(*(one.play(replace(KEY, member=member), TASK, FREE) for member in range(16)))
+        await asyncio.gather(
+            *(one.play(replace(KEY, member=member), TASK, FREE) for member in range(16))
+        )
         counting.cancel()
     assert len(computed) == 16 * (1 + 3)
     assert len(set(computed)) == len(computed)

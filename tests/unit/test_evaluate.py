@@ -28,7 +28,16 @@ from crl.modeling import load_model
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.waves import Direct, Waves
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, MeanRate, Rate, Setting, difference, rate_of_visits
+from crl.run.evaluate import (
+    EvalSet,
+    Evaluation,
+    Evaluator,
+    MeanRate,
+    Rate,
+    Setting,
+    difference,
+    rate_of_visits,
+)
 from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
 
@@ -76,7 +85,9 @@ def test_a_rate_of_nothing_is_no_number() -> None:
 
 
 def test_a_mean_of_rates_by_hand() -> None:
-    mean = MeanRate((Rate(8, 10), Rate(2, 10)))  # their intervals: 0.8 − 0.309843 + 0.143319, and mirrored
+    mean = MeanRate(
+        (Rate(8, 10), Rate(2, 10))
+    )  # their intervals: 0.8 − 0.309843 + 0.143319, and mirrored
     assert (mean.value, mean.episodes) == (0.5, 20)
     half = math.hypot(0.309843, 0.143319) / 2
     assert mean.interval == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
@@ -85,7 +96,9 @@ def test_a_mean_of_rates_by_hand() -> None:
 
 
 def test_a_difference_as_published() -> None:
-    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)  # Newcombe 1998, table II (a), method 10
+    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx(
+        (0.0524, 0.3339), abs=5e-5
+    )  # Newcombe 1998, table II (a), method 10
 
 
 def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
@@ -95,16 +108,28 @@ def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
     evaluation = Evaluation(rates, {}, errors=0)
     assert evaluation.overall == {("overall", "new", "free"): MeanRate((Rate(8, 10), Rate(2, 10)))}
     figures = evaluation.figures()
-    assert (figures["eval/overall/new/success/free"], figures["eval/overall/new/episodes/free"]) == (0.5, 20)
-    assert {"eval/overall/new/success/free/low", "eval/overall/new/success/free/high"} <= figures.keys()
-    assert Evaluation({("room", "new", "free"): Rate(8, 10)}, {}, errors=0).overall == {}, "one task is no mixture"
+    assert (
+        figures["eval/overall/new/success/free"],
+        figures["eval/overall/new/episodes/free"],
+    ) == (0.5, 20)
+    assert {
+        "eval/overall/new/success/free/low",
+        "eval/overall/new/success/free/high",
+    } <= figures.keys()
+    assert Evaluation({("room", "new", "free"): Rate(8, 10)}, {}, errors=0).overall == {}, (
+        "one task is no mixture"
+    )
 
 
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_names_of_the_figures() -> None:
-    settings: list[Setting] = [("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided")]
+    settings: list[Setting] = [
+        ("room", "known", "free"),
+        ("room", "new", "free"),
+        ("room", "known", "guided"),
+    ]
     known, new, guided = settings
     rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
     evaluation = Evaluation(
@@ -151,7 +176,14 @@ class Crowd(ScriptedEngine):
         super().__init__(renderer(), dice)
         self.most = self._now = 0
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         self._now += 1
         self.most = max(self.most, self._now)
         await asyncio.sleep(0.005)
@@ -174,7 +206,9 @@ class Crowd(ScriptedEngine):
 )
 def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: float) -> None:
     played = [
-        Trajectory(replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", (), (), {}, success=i < wins)
+        Trajectory(
+            replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", (), (), {}, success=i < wins
+        )
         for place, wins in enumerate(won)
         for i in range(4)
     ]
@@ -193,7 +227,10 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
             EpisodeScheduler(4),
         )
         result = await evaluator.evaluate()
-    assert {key: rate.episodes for key, rate in result.rates.items()} == {("doors", "known", "free"): 3, ("doors", "new", "free"): 10}
+    assert {key: rate.episodes for key, rate in result.rates.items()} == {
+        ("doors", "known", "free"): 3,
+        ("doors", "new", "free"): 10,
+    }
     sessions = {session for session, _ in engine.requests}
     assert sessions == {f"eval/doors/known/00000000/{i:08d}/0000" for i in range(3)} | {
         f"eval/doors/new/00000000/{i:08d}/0000" for i in range(10)
@@ -201,13 +238,19 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
     assert engine.most <= 4
 
 
-@pytest.mark.parametrize(("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)])
+@pytest.mark.parametrize(
+    ("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)]
+)
 async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
     async with house() as home:
         player = runner(scripted(says), home.host)
         evaluator = Evaluator(player, {("doors", "new"): tasks(2)}, EpisodeScheduler(8))
         result = await evaluator.evaluate()
-    assert (result.rates["doors", "new", "free"].value, result.turns["doors", "new", "free"], result.errors) == (value, turns, 0)
+    assert (
+        result.rates["doors", "new", "free"].value,
+        result.turns["doors", "new", "free"],
+        result.errors,
+    ) == (value, turns, 0)
 
 
 async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
@@ -242,7 +285,14 @@ class Noting(TorchEngine):
         self.sampled: defaultdict[str | None, tuple[list[tuple[int, ...]], list[float]]]
         self.sampled = defaultdict(lambda: ([], []))
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         completion = await super().generate(ids, sampling, session=session, rng=rng)
         ids_, logprobs = self.sampled[session]
         ids_.append(completion.ids)
@@ -257,7 +307,9 @@ Noted = dict[str | None, tuple[list[tuple[int, ...]], list[float]]]
 Rooms = Mapping[EvalSet, Sequence[Task]]
 
 
-async def evaluated(engine: Noting, player: EpisodeRunner, rooms: Rooms) -> tuple[Evaluation, Noted]:
+async def evaluated(
+    engine: Noting, player: EpisodeRunner, rooms: Rooms
+) -> tuple[Evaluation, Noted]:
     engine.sampled.clear()
     engine._decoder._prefixes.clear()  # of the evaluation before, as new weights do
     scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, Waves))

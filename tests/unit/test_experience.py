@@ -56,7 +56,9 @@ from crl.types import (
     Trajectory,
 )
 
-SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(cooldown=0))
+SETTINGS = ManagerSettings(
+    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(cooldown=0)
+)
 
 
 def says(prompt: str) -> str:
@@ -80,7 +82,9 @@ class Loading(LocalLearner):
         if self.dies:
             raise LearnerError("the learner failed")
         self.batches.append(minibatches)
-        if any(sample.trace == self.poison for minibatch in minibatches for sample in minibatch.samples):
+        if any(
+            sample.trace == self.poison for minibatch in minibatches for sample in minibatch.samples
+        ):
             return StepStats(0, len(minibatches), {"samples": 2})
         return await super().step(minibatches)
 
@@ -115,7 +119,9 @@ async def parts(
     engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
     diagnostics = Diagnostics({})
     bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
-    trainer = ExtractorTrainer(bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger)
+    trainer = ExtractorTrainer(
+        bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger
+    )
     cache = CachedEmbedder(WordEmbedder(), 8)
     side = ExperienceSide(
         bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, ledger,
@@ -166,19 +172,25 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
         for _ in range(2):  # a repeat changes nothing
             await made.side.observe(batch)
             figures = await made.bank.stats()
-            assert (figures["queue/pending"], figures["queue/done"]) == (5, 2), "both conditions, won and lost, but no errors"
+            assert (figures["queue/pending"], figures["queue/done"]) == (5, 2), (
+                "both conditions, won and lost, but no errors"
+            )
         assert sorted(logged(made.path, "credit")) == [
             ("run/1/0/0", {"uid": first, "version": 1, "reward": 1.0}),
             ("run/1/0/1", {"uid": first, "version": 1, "reward": -1.0}),
         ]
-        assert [origin for origin, _ in logged(made.path, "submit")][2:] == [f"run/1/0/{member}" for member in (0, 1, 3, 4, 5)]
+        assert [origin for origin, _ in logged(made.path, "submit")][2:] == [
+            f"run/1/0/{member}" for member in (0, 1, 3, 4, 5)
+        ]
         await made.side.complete(2, batch)
         counters = {entry.uid: (entry.credited, entry.credit) for entry in made.bank.latest(99)}
         assert (counters[first], counters[second]) == ((2, 0.0), (0, 0.0))
         assert len(counters) == 7
 
 
-async def test_lessons_may_be_compared_with_what_their_group_came_to_without(tmp_path: Path, actor: Path) -> None:
+async def test_lessons_may_be_compared_with_what_their_group_came_to_without(
+    tmp_path: Path, actor: Path
+) -> None:
     """In group 0 one of three won without: −1 − (−1/3). In group 1 nobody played without, in group 2 no free
     member ended: there is nothing to compare with, and these are not trained on."""
     for against_free, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
@@ -189,12 +201,18 @@ async def test_lessons_may_be_compared_with_what_their_group_came_to_without(tmp
                 guided(1, 1, 0, True, uids[1]), guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
             await learn(made.bank, "run", batch, [], against_free=against_free)
-            assert [unit.pending.reward for unit in await made.bank._store.ready()] == pytest.approx(rewards)
-            credits = [entry.credit for entry in sorted(made.bank.latest(3), key=lambda entry: entry.uid)]
+            assert [
+                unit.pending.reward for unit in await made.bank._store.ready()
+            ] == pytest.approx(rewards)
+            credits = [
+                entry.credit for entry in sorted(made.bank.latest(3), key=lambda entry: entry.uid)
+            ]
             assert credits == [-1.0, 1.0, 1.0], "what helped is recorded as it was"
 
 
-async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(tmp_path: Path, actor: Path) -> None:
+async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
+    tmp_path: Path, actor: Path
+) -> None:
     """`first` wins all that it guides and so do the free members; `second` 1 of 2 where 1 of 4 won without; then neither."""
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
         first, second = await filled(made, 2)
@@ -207,18 +225,31 @@ async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(tmp_path: Path,
         for _ in range(2):  # a repeat changes nothing
             await made.side.observe(batch)
         found = {entry.uid: entry for entry in made.bank.best(9)}
-        assert (found[first].credited, found[first].credit, found[first].lift) == (4, 4.0, Lift(1, 0.0))
-        assert (found[second].credited, found[second].credit, found[second].lift) == (3, -1.0, Lift(2, 0.125, 2 * 0.125**2))
+        assert (found[first].credited, found[first].credit, found[first].lift) == (
+            4,
+            4.0,
+            Lift(1, 0.0),
+        )
+        assert (found[second].credited, found[second].credit, found[second].lift) == (
+            3,
+            -1.0,
+            Lift(2, 0.125, 2 * 0.125**2),
+        )
         assert logged(made.path, "lift") == [
             ("run/1/0", {"uid": first, "version": 1, "guided": 1.0, "free": 1.0}),
             ("run/1/1", {"uid": second, "version": 1, "guided": 0.5, "free": 0.25}),
             ("run/1/2", {"uid": second, "version": 1, "guided": 0.0, "free": 0.0}),
         ]
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        assert {entry.uid: entry.lift for entry in made.bank.best(9)} == {first: Lift(1, 0.0), second: Lift(2, 0.125, 2 * 0.125**2)}
+        assert {entry.uid: entry.lift for entry in made.bank.best(9)} == {
+            first: Lift(1, 0.0),
+            second: Lift(2, 0.125, 2 * 0.125**2),
+        }
 
 
-async def test_a_group_without_free_members_says_nothing_of_lift(tmp_path: Path, actor: Path) -> None:
+async def test_a_group_without_free_members_says_nothing_of_lift(
+    tmp_path: Path, actor: Path
+) -> None:
     """Nobody was free, no free member ended, nobody was guided by anything; a rejected experience guided nobody."""
     use = ExperienceUse("run/0/0/0#0", 1, "run/0/0/0", "start", verdict="reject")
     batch = [
@@ -270,9 +301,20 @@ async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
         await filled(made, 10)
         ((step, kind, figures),) = made.ledger.lines
         assert (step, kind) == (1, "bank")
-        assert figures.items() >= {"bank/size": 10, "bank/size/room": 10, "queue/done": 10, "ops/add": 10, "log/seq": 20}.items()
+        assert (
+            figures.items()
+            >= {
+                "bank/size": 10,
+                "bank/size/room": 10,
+                "queue/done": 10,
+                "ops/add": 10,
+                "log/seq": 20,
+            }.items()
+        )
         assert "perf/search_p50_ms" not in figures, "nobody searched"
-        assert [one.uid for one in made.ledger.newest[0]] == [f"run/0/{group}/0#0" for group in range(9, 1, -1)], "the newest eight"
+        assert [one.uid for one in made.ledger.newest[0]] == [
+            f"run/0/{group}/0#0" for group in range(9, 1, -1)
+        ], "the newest eight"
         assert made.bank.step == 1
         await made.side.retriever.search([search(), search("x", name="attic")])
         await made.side.complete(2, [])
@@ -284,7 +326,10 @@ def test_percentiles_by_hand() -> None:
     assert percentiles("search", []) == {}
     assert percentiles("search", [0.003]) == {"perf/search_p50_ms": 3.0, "perf/search_p95_ms": 3.0}
     hundred = percentiles("search", [i / 1000 for i in reversed(range(100))])
-    assert hundred == {"perf/search_p50_ms": pytest.approx(50), "perf/search_p95_ms": pytest.approx(95)}
+    assert hundred == {
+        "perf/search_p50_ms": pytest.approx(50),
+        "perf/search_p95_ms": pytest.approx(95),
+    }
 
 
 # ── the extractor's training ────────────────────────────────────────────────────────────────────────────────────────
@@ -298,30 +343,47 @@ def sample(name: str, mask: tuple[int, ...], advantage: float) -> ExtractorSampl
 
 def test_minibatches_by_hand() -> None:
     """4 + 2 + 3 tokens were sampled, those without signal included; what has none is not sent to the learner."""
-    good, flat, bad = sample("a", (0, 1, 1, 1, 1), 0.5), sample("b", (0, 0, 1, 1), 0.0), sample("c", (1, 1, 1), -0.5)
+    good, flat, bad = (
+        sample("a", (0, 1, 1, 1, 1), 0.5),
+        sample("b", (0, 0, 1, 1), 0.0),
+        sample("c", (1, 1, 1), -0.5),
+    )
     empty = sample("d", (0, 0), 0.5)
     assert extractor_minibatches([good, flat, bad, empty]) == (
         Minibatch((TrainSample(good.trace, 0.5, 0.25), TrainSample(bad.trace, -0.5, 0.25)), 9),
     )
     assert extractor_minibatches([flat, empty]) == ()
-    assert extractor_minibatches([good], [bad.trace]) == (Minibatch((TrainSample(good.trace, 0.5, 1.0),), 4, (bad.trace,)),)
+    assert extractor_minibatches([good], [bad.trace]) == (
+        Minibatch((TrainSample(good.trace, 0.5, 1.0),), 4, (bad.trace,)),
+    )
 
 
-async def test_every_full_batch_is_trained_marked_synced_and_logged(tmp_path: Path, actor: Path) -> None:
+async def test_every_full_batch_is_trained_marked_synced_and_logged(
+    tmp_path: Path, actor: Path
+) -> None:
     """Five units make two batches of two; the fifth waits for another."""
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         uids = await filled(made, 5)
         before = {name: value.clone() for name, value in made.learner.model.state_dict().items()}
-        await made.side.observe([guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)])
+        await made.side.observe(
+            [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)]
+        )
         assert made.learner.batches == [], "not before the step is over"
         await made.side.complete(2, [])
-        assert [len(batch) for batch in made.learner.batches] == [1, 1], "one optimizer update a batch"
+        assert [len(batch) for batch in made.learner.batches] == [1, 1], (
+            "one optimizer update a batch"
+        )
         assert (made.trainer.updates, made.engine.version, made.learner.version) == (2, 2, 2)
-        assert any(not torch.equal(value, before[name]) for name, value in made.learner.model.state_dict().items())
+        assert any(
+            not torch.equal(value, before[name])
+            for name, value in made.learner.model.state_dict().items()
+        )
         first, second = made.ledger.of("extractor")
         assert [line["extractor/updates"] for line in (first, second)] == [1, 2]
         assert [line["extractor/version"] for line in (first, second)] == [1, 2]
-        assert (first["extractor/reward"], first["extractor/samples"]) == (0.0, 4), "two ops, and what came before each"
+        assert (first["extractor/reward"], first["extractor/samples"]) == (0.0, 4), (
+            "two ops, and what came before each"
+        )
         assert {"extractor/loss", "time/train", "time/sync"} <= first.keys()
         trained = [(origin, data) for origin, data in logged(made.path, "train") if data]
         assert sorted(origin for origin, _ in trained) == sorted(uids[:4]), "oldest first"
@@ -334,7 +396,9 @@ async def test_every_full_batch_is_trained_marked_synced_and_logged(tmp_path: Pa
         assert len(made.learner.batches) == 3, "what waited, and one that is ready anew"
 
 
-async def test_a_batch_without_signal_is_marked_and_sends_nothing(tmp_path: Path, actor: Path) -> None:
+async def test_a_batch_without_signal_is_marked_and_sends_nothing(
+    tmp_path: Path, actor: Path
+) -> None:
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         uids = await filled(made, 2)
         await made.side.observe([guided(1, 0, i, True, uid) for i, uid in enumerate(uids)])
@@ -344,18 +408,26 @@ async def test_a_batch_without_signal_is_marked_and_sends_nothing(tmp_path: Path
         assert made.ledger.of("extractor")[0]["extractor/reward"] == 1.0
 
 
-async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(tmp_path: Path, actor: Path) -> None:
+async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(
+    tmp_path: Path, actor: Path
+) -> None:
     """The first of six units is poisoned; batches hold two. Its companion is trained in the end, with a
     new one: units that were put off less often come first."""
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         uids = await filled(made, 7)
-        await made.side.observe([guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids[:6])])
+        await made.side.observe(
+            [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids[:6])]
+        )
         batch = await made.bank.take_batch(2, 1)
         assert batch is not None
         made.learner.poison = batch[0].trace
         await made.side.complete(2, [])
         assert (len(made.learner.batches), made.trainer.updates, made.trainer.skipped) == (3, 2, 1)
-        assert ["extractor/reward" in line for line in made.ledger.of("extractor")] == [False, True, True]
+        assert ["extractor/reward" in line for line in made.ledger.of("extractor")] == [
+            False,
+            True,
+            True,
+        ]
         waiting = await made.bank._store.ready()
         assert [unit.pending.unit.uid for unit in waiting] == uids[:2]
         assert [(unit.pending.count, unit.pending.total, unit.c_train, unit.t_last) for unit in waiting] == [
@@ -372,19 +444,27 @@ async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(tmp_
             assert made.trainer.skipped == 3
 
 
-async def test_no_training_step_begins_while_training_is_paused(tmp_path: Path, actor: Path) -> None:
+async def test_no_training_step_begins_while_training_is_paused(
+    tmp_path: Path, actor: Path
+) -> None:
     async with parts(tmp_path / "bank.sqlite", actor, background=True) as made:
         running = asyncio.create_task(made.side.run())
         uids = await filled(made, 2)
         await until_distilled(made, 2)
         async with made.side.paused():
             state = await made.side.state([])
-            await made.side.observe([guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])])
+            await made.side.observe(
+                [guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])]
+            )
             await asyncio.sleep(0.1)
             assert made.learner.batches == []
         await until(lambda: made.trainer.updates == 1)
         assert state["extractor"] == {"learner": {"version": 0}, "updates": 0, "skipped_updates": 0}
-        assert (await made.side.state([]))["extractor"] == {"learner": {"version": 1}, "updates": 1, "skipped_updates": 0}
+        assert (await made.side.state([]))["extractor"] == {
+            "learner": {"version": 1},
+            "updates": 1,
+            "skipped_updates": 0,
+        }
         assert (await made.side.state([]))["bank"] > state["bank"]
         await cancelled(running)
 
@@ -412,7 +492,9 @@ async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Pat
             await made.side.complete(1, [])
             await until_distilled(made, 6)
             uids = [f"run/0/{group}/0#0" for group in range(6)]
-            await made.side.observe([guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)])
+            await made.side.observe(
+                [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)]
+            )
             await made.side.complete(2, [])
             if background:
                 await until(lambda made=made: made.trainer.updates == 3)
@@ -421,9 +503,18 @@ async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Pat
                 assert running.done(), "there is nothing to do in the background"
             await cancelled(running)
             await made.side.settle()
-            entries = sorted((one.uid, one.version, one.text, one.credited, one.credit) for one in made.bank.latest(99))
+            entries = sorted(
+                (one.uid, one.version, one.text, one.credited, one.credit)
+                for one in made.bank.latest(99)
+            )
             figures = await made.bank.stats()
-            found.append((entries, {name: figures[name] for name in ("queue/done", "buffer/ready", "log/seq")}, made.trainer.updates))
+            found.append(
+                (
+                    entries,
+                    {name: figures[name] for name in ("queue/done", "buffer/ready", "log/seq")},
+                    made.trainer.updates,
+                )
+            )
     assert found[0] == found[1]
     assert (len(found[0][0]), found[0][2]) == (12, 3)
 
@@ -441,7 +532,9 @@ class Gated(ScriptedEngine):
         return await super().generate(ids, sampling, **options)
 
 
-async def test_a_step_does_not_wait_for_what_is_distilled_in_the_background(tmp_path: Path, actor: Path) -> None:
+async def test_a_step_does_not_wait_for_what_is_distilled_in_the_background(
+    tmp_path: Path, actor: Path
+) -> None:
     engine = Gated()
     async with parts(tmp_path / "bank.sqlite", actor, engine=engine, background=True) as made:
         running = asyncio.create_task(made.side.run())
@@ -470,7 +563,11 @@ async def test_a_deterministic_step_waits_for_all_of_it(tmp_path: Path, actor: P
 
 
 def causes(group: BaseExceptionGroup) -> list[BaseException]:
-    return [leaf for error in group.exceptions for leaf in (causes(error) if isinstance(error, BaseExceptionGroup) else [error])]
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (causes(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
 
 
 class Dying(ScriptedEngine):
@@ -486,8 +583,12 @@ class Dying(ScriptedEngine):
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_dead_extractor_ends_the_run_with_its_cause(background: bool, tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, engine=Dying(), background=background) as made:
+async def test_a_dead_extractor_ends_the_run_with_its_cause(
+    background: bool, tmp_path: Path, actor: Path
+) -> None:
+    async with parts(
+        tmp_path / "bank.sqlite", actor, engine=Dying(), background=background
+    ) as made:
         running = asyncio.create_task(made.side.run())
         await made.side.observe([episode(0, 0, 0)])
         with pytest.raises(ExceptionGroup) as raised:
@@ -497,7 +598,9 @@ async def test_a_dead_extractor_ends_the_run_with_its_cause(background: bool, tm
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_dead_learner_ends_the_run_and_spends_no_credit(background: bool, tmp_path: Path, actor: Path) -> None:
+async def test_a_dead_learner_ends_the_run_and_spends_no_credit(
+    background: bool, tmp_path: Path, actor: Path
+) -> None:
     async with parts(tmp_path / "bank.sqlite", actor, background=background) as made:
         running = asyncio.create_task(made.side.run())
         uids = await filled(made, 2)
@@ -506,7 +609,9 @@ async def test_a_dead_learner_ends_the_run_and_spends_no_credit(background: bool
         await made.side.observe([guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])])
         with pytest.raises((ExceptionGroup, CrlError)) as raised:
             await (running if background else made.side.complete(2, []))
-        leaves = causes(raised.value) if isinstance(raised.value, ExceptionGroup) else [raised.value]
+        leaves = (
+            causes(raised.value) if isinstance(raised.value, ExceptionGroup) else [raised.value]
+        )
         assert [type(cause) for cause in leaves] == [LearnerError]
         assert (logged(made.path, "train"), made.engine.version) == ([], 0)
 
@@ -514,7 +619,9 @@ async def test_a_dead_learner_ends_the_run_and_spends_no_credit(background: bool
 # ── evaluations ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(tmp_path: Path, actor: Path) -> None:
+async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(
+    tmp_path: Path, actor: Path
+) -> None:
     path = tmp_path / "bank.sqlite"
     async with parts(path, actor) as made:
         await filled(made, 3)
@@ -546,7 +653,12 @@ class Discarding(ScriptedEngine):
     """Discards the first of every chunk; counts the merges that begin and waits with them for the gate."""
 
     def __init__(self) -> None:
-        super().__init__(renderer(), lambda prompt: '[{"op": "discard", "target": 1}]' if "user\nmerge\n" in prompt else says(prompt))
+        super().__init__(
+            renderer(),
+            lambda prompt: (
+                '[{"op": "discard", "target": 1}]' if "user\nmerge\n" in prompt else says(prompt)
+            ),
+        )
         self.merges, self.gate = 0, asyncio.Event()
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
@@ -568,9 +680,16 @@ async def test_the_bank_is_merged_every_so_many_steps(tmp_path: Path, actor: Pat
         assert sizes == [3, 5, 8, 10, 13], "merged before the step is reported"
 
 
-async def test_in_the_background_a_step_does_not_wait_for_the_merge(tmp_path: Path, actor: Path) -> None:
+async def test_in_the_background_a_step_does_not_wait_for_the_merge(
+    tmp_path: Path, actor: Path
+) -> None:
     engine = Discarding()
-    async with parts(tmp_path / "bank.sqlite", actor, engine=engine, background=True, merge_every=1) as made, asyncio.TaskGroup() as tasks:
+    async with (
+        parts(
+            tmp_path / "bank.sqlite", actor, engine=engine, background=True, merge_every=1
+        ) as made,
+        asyncio.TaskGroup() as tasks,
+    ):
         running = tasks.create_task(made.side.run())
         await made.side.observe([episode(0, group, 0) for group in range(3)])
         await made.bank.drain()

@@ -22,7 +22,12 @@ from crl.run.experience import ExtractorTrainer, extractor_minibatches
 def policy_gradient(model: Path) -> LocalLearner:
     """CISPO with every ratio clipped to 1, at a learning rate of 0: its gradients can be compared."""
     loss, optimizer = CispoLoss(0.0, 0.0), OptimizerSection(learning_rate=0.0)
-    return LocalLearner(load_model(model, torch.device("cpu")), loss, optimizer, TrainSettings(1.0, 8192, max_grad_norm=1e9))
+    return LocalLearner(
+        load_model(model, torch.device("cpu")),
+        loss,
+        optimizer,
+        TrainSettings(1.0, 8192, max_grad_norm=1e9),
+    )
 
 
 def gradient(learner: LocalLearner) -> torch.Tensor:
@@ -40,7 +45,9 @@ async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tin
     """Every batch holds the same tokens with r = ±1, so that the baseline is 0 and w alone differs: 1, 2^−½, 3^−½."""
     engine, learner = Scribe(ANSWERS), policy_gradient(tiny_actor)
     made = await west_and_east(tmp_path, engine=engine, cooldown=2, alpha=0.5)
-    trainer = ExtractorTrainer(made, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, Ledger())
+    trainer = ExtractorTrainer(
+        made, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, Ledger()
+    )
     gradients = []
     for step in range(5):
         made.advance(step)
@@ -65,15 +72,23 @@ async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
     await distil(made, request(group=2, note="north"), request(group=3, note="two"))
     await win(made, W0.use, "1")
     await lose(made, E0.use, "2")
-    own = [sample for sample in (await train(made, 2, 1)).values() if sample.generation == "run/0/0/0"]
+    own = [
+        sample for sample in (await train(made, 2, 1)).values() if sample.generation == "run/0/0/0"
+    ]
     first = await gradient_of(learner, own)
     await win(made, W0.use, "3")
     await lose(made, hit("run/0/2/0#0").use, "4")
     await win(made, hit("run/0/3/0#0").use, "5", "6", "7")
     await lose(made, hit("run/0/3/0#0").use, "8")
     batch = await train(made, 3, 2)
-    assert [(s.weight, s.advantage) for s in batch.values()][:3] == [(0.5, 0.5), (1.0, -1.0), (1.0, 0.5)]
-    again = await gradient_of(learner, [sample for sample in batch.values() if sample.generation == "run/0/0/0"])
+    assert [(s.weight, s.advantage) for s in batch.values()][:3] == [
+        (0.5, 0.5),
+        (1.0, -1.0),
+        (1.0, 0.5),
+    ]
+    again = await gradient_of(
+        learner, [sample for sample in batch.values() if sample.generation == "run/0/0/0"]
+    )
     torch.testing.assert_close(again, 0.5 * first)
     await learner.aclose()
     await made.aclose()

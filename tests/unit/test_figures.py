@@ -19,9 +19,23 @@ def played(
     **more: Any,
 ) -> Trajectory:
     n = len(versions)
-    traces = (TokenTrace((5,) * (n + 1), (0,) + (1,) * n, (0.0,) * (n + 1), (-1, *versions)),) if versions else ()
+    traces = (
+        (TokenTrace((5,) * (n + 1), (0,) + (1,) * n, (0.0,) * (n + 1), (-1, *versions)),)
+        if versions
+        else ()
+    )
     task = Task(name, group, "train", "goal")
-    return Trajectory(task, 0, group, member, condition, traces=traces, reward=reward, success=reward == 1.0, **more)
+    return Trajectory(
+        task,
+        0,
+        group,
+        member,
+        condition,
+        traces=traces,
+        reward=reward,
+        success=reward == 1.0,
+        **more,
+    )
 
 
 BATCH = [
@@ -51,7 +65,11 @@ def test_by_hand() -> None:
 
 def test_several_tasks_have_figures_of_their_own() -> None:
     figures = rollout_figures([played(0, 0, 1.0), played(1, 0, 0.0, name="maze")], 0)
-    assert (figures["rollout/room/success"], figures["rollout/maze/success"], figures["rollout/success"]) == (1.0, 0.0, 0.5)
+    assert (
+        figures["rollout/room/success"],
+        figures["rollout/maze/success"],
+        figures["rollout/success"],
+    ) == (1.0, 0.0, 0.5)
     assert "rollout/room/success" not in rollout_figures([played(0, 0, 1.0)], 0)
 
 
@@ -63,13 +81,27 @@ def test_what_the_bank_was_used_for_of_each_task() -> None:
     ]  # fmt: skip
     figures = rollout_figures(batch, 0)
     assert [figures[f"rollout{name}/used"] for name in ("", "/room", "/maze")] == [0.5, 1.0, 0.0]
-    assert (figures["rollout/room/success/used"], figures["rollout/room/gap"], figures["rollout/gap/groups"]) == (1.0, 1.0, 1)
-    assert not {"rollout/maze/success/used", "rollout/maze/gap"} & figures.keys(), "nobody was guided there"
-    assert [figures[f"rollout/maze/{name}"] for name in ("turns", "episodes", "errors")] == [3.5, 2, 1]
+    assert (
+        figures["rollout/room/success/used"],
+        figures["rollout/room/gap"],
+        figures["rollout/gap/groups"],
+    ) == (1.0, 1.0, 1)
+    assert not {"rollout/maze/success/used", "rollout/maze/gap"} & figures.keys(), (
+        "nobody was guided there"
+    )
+    assert [figures[f"rollout/maze/{name}"] for name in ("turns", "episodes", "errors")] == [
+        3.5,
+        2,
+        1,
+    ]
 
 
 def test_scores_are_told_of_graded_episodes_alone() -> None:
-    batch = [played(0, 0, 1.0, score=1.0), played(0, 1, 0.0, score=0.25), played(1, 0, 0.0, name="room")]
+    batch = [
+        played(0, 0, 1.0, score=1.0),
+        played(0, 1, 0.0, score=0.25),
+        played(1, 0, 0.0, name="room"),
+    ]
     assert rollout_figures(batch, 0)["rollout/score"] == 62.5
     shop = [played(0, 0, 0.0, name="shop", score=0.4), played(1, 0, 1.0)]
     figures = rollout_figures(shop, 0)
@@ -79,5 +111,9 @@ def test_scores_are_told_of_graded_episodes_alone() -> None:
 
 def test_a_batch_in_which_nothing_was_played() -> None:
     figures = rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 7)
-    assert (figures["staleness/mean"], figures["staleness/max"], figures["rollout/invalid_actions"]) == (0.0, 0, 0.0)
+    assert (
+        figures["staleness/mean"],
+        figures["staleness/max"],
+        figures["rollout/invalid_actions"],
+    ) == (0.0, 0, 0.0)
     assert figures["rollout/errors"] == 2

@@ -57,8 +57,15 @@ def test_misuse_is_refused() -> None:
         gate.complete(1)
 
 
-@given(groups=st.integers(1, 5), staleness=st.integers(0, 3), steps=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_every_schedule_ends_and_none_is_staler_than_allowed(groups: int, staleness: int, steps: int, seed: int) -> None:
+@given(
+    groups=st.integers(1, 5),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_every_schedule_ends_and_none_is_staler_than_allowed(
+    groups: int, staleness: int, steps: int, seed: int
+) -> None:
     """Groups finish in any order (slow ones last), some train nothing: all of them run, and the bound holds at every start."""
     rng = random.Random(seed)
     gate = StalenessGate(groups, staleness)

@@ -109,17 +109,31 @@ def transcript(spec: EnvSpec, task: Task) -> list:
 
 def test_a_task_file_names_it(tmp_path: Path):
     path = tmp_path / "dice.toml"
-    path.write_text('env = "gem:game:Dice-v0"\nrendering = "full"\nturns = 3\nmax_response_tokens = 64\n[eval]\nknown = 0\nnew = 4\n')
+    path.write_text(
+        'env = "gem:game:Dice-v0"\nrendering = "full"\nturns = 3\nmax_response_tokens = 64\n[eval]\nknown = 0\nnew = 4\n'
+    )
     spec = specs(load([str(path)]))["dice"]
-    assert (spec.name, spec.hosting, spec.query_with_observation) == ("gem:game:Dice-v0", "processes", True)
-    assert pickle.loads(pickle.dumps(spec.make_game))("full").reset(tasks(spec, 1)[0]), "workers import it by name"
+    assert (spec.name, spec.hosting, spec.query_with_observation) == (
+        "gem:game:Dice-v0",
+        "processes",
+        True,
+    )
+    assert pickle.loads(pickle.dumps(spec.make_game))("full").reset(tasks(spec, 1)[0]), (
+        "workers import it by name"
+    )
 
 
 def test_an_unknown_id_and_one_that_cannot_be_made():
-    with pytest.raises(ConfigError, match=r"^tasks.x.env = 'gem:game:Dise-v0': .* no such environment. Did you mean game:Dice-v0 or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^tasks.x.env = 'gem:game:Dise-v0': .* no such environment. Did you mean game:Dice-v0 or",
+    ):
         get_spec("gem:game:Dise-v0", "tasks.x.env")
     broken = get_spec("gem:game:Broken-v0")
-    with pytest.raises(ConfigError, match=r"^env = 'gem:game:Broken-v0': cannot be made \(LookupError: no words\)\. Install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^env = 'gem:game:Broken-v0': cannot be made \(LookupError: no words\)\. Install",
+    ):
         broken.make_game("full").reset(tasks(broken, 1)[0])
 
 
@@ -129,23 +143,33 @@ def test_what_the_agent_is_told_and_what_counts(dice: EnvSpec):
     results = [line for line in seen if not isinstance(line, str)]
     assert all(text.endswith("\nRoll!") for text in texts), "the suffix is part of the observation"
     won = [result for result in results if result.success]
-    assert {(result.text, result.reward, result.done, result.valid) for result in won} == {("The episode is over.", 1.0, True, True)}
-    assert {(result.reward, result.success) for result in results if not result.success} == {(0.0, False)}
+    assert {(result.text, result.reward, result.done, result.valid) for result in won} == {
+        ("The episode is over.", 1.0, True, True)
+    }
+    assert {(result.reward, result.success) for result in results if not result.success} == {
+        (0.0, False)
+    }
     assert any(result.done and not result.success for result in results), "truncated is over too"
     game = dice.make_game("full")
     game.reset(tasks(dice, 1)[0])
-    assert game.step("I could say \\boxed{roll}. <answer>\\boxed{no}</answer>").valid is False, "only the answer counts"
+    assert game.step("I could say \\boxed{roll}. <answer>\\boxed{no}</answer>").valid is False, (
+        "only the answer counts"
+    )
     with pytest.raises(RuntimeError, match="reset first"):
         game.step("\\boxed{roll}")
 
 
 @given(order=st.lists(st.integers(0, 2), max_size=20), draws=st.lists(st.booleans(), max_size=20))
-def test_games_in_any_order_are_each_as_if_alone(dice: EnvSpec, order: list[int], draws: list[bool]):
+def test_games_in_any_order_are_each_as_if_alone(
+    dice: EnvSpec, order: list[int], draws: list[bool]
+):
     alone = [transcript(dice, task) for task in tasks(dice, 3)]
     games = [dice.make_game("full") for _ in alone]
     for game in games:
         game.reset(tasks(dice, 9)[8])  # an earlier episode leaves nothing behind
-    seen: list[list] = [[game.reset(task)] for game, task in zip(games, tasks(dice, 3), strict=True)]
+    seen: list[list] = [
+        [game.reset(task)] for game, task in zip(games, tasks(dice, 3), strict=True)
+    ]
     outside = random.Random(1)
     random.seed(1)
     for number in [*order, *([0, 1, 2] * 3)]:
@@ -185,7 +209,11 @@ def test_the_globals_are_left_as_they_were(dice: EnvSpec):
 def test_importing_it_leaves_logging_alone():
     code = "import logging; from crl.envs.registry import get_spec; get_spec('gem:game:Dice-v0'); print(logging.getLogger().handlers)"
     site = next(path for path in sys.path if (Path(path) / "gem" / "__init__.py").is_file())
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {site!r}); {code}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {site!r}); {code}"],
+        capture_output=True,
+        text=True,
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -234,14 +262,44 @@ new = 4
 def test_a_run_trains_on_the_real_package(tmp_path: Path):
     (tmp_path / "guess.toml").write_text(GUESS)
     run = tmp_path / "run"
-    arguments = ["train", "--tasks", str(tmp_path / "guess.toml"), "--method", "grpo", "--steps", "2", "--run-dir", str(run), "--plain"]
+    arguments = [
+        "train",
+        "--tasks",
+        str(tmp_path / "guess.toml"),
+        "--method",
+        "grpo",
+        "--steps",
+        "2",
+        "--run-dir",
+        str(run),
+        "--plain",
+    ]
     code = "import sys; from crl.cli.main import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, *arguments, "--set", "rollout.groups=2"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--set", "rollout.groups=2"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    episodes = [json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    episodes = [
+        json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()
+    ]
     assert len(episodes) == 2 * 16
     assert {(episode["task"], episode["error"]) for episode in episodes} == {("guess", None)}
     assert all(1 <= episode["turns"] <= 3 for episode in episodes)
-    told = [next(segment["text"] for segment in episode["segments"] if segment["origin"] == "env") for episode in episodes]
+    told = [
+        next(segment["text"] for segment in episode["segments"] if segment["origin"] == "env")
+        for episode in episodes
+    ]
     assert all(text.startswith("You are playing Guess The Number.") for text in told)
-    assert len({segment["text"] for episode in episodes for segment in episode["segments"] if segment["origin"] == "policy"}) > 4
+    assert (
+        len(
+            {
+                segment["text"]
+                for episode in episodes
+                for segment in episode["segments"]
+                if segment["origin"] == "policy"
+            }
+        )
+        > 4
+    )

@@ -64,16 +64,26 @@ def test_known_sizes_are_those_of_the_architecture(name: str):
 def test_sizes_are_read_from_a_directory(tiny_actor: Path):
     shape = model_shape("tiny-actor")
     config = json.loads((tiny_actor / "config.json").read_text())
-    assert (shape.parameters, shape.layers, shape.hidden) == (197_440, config["num_hidden_layers"], config["hidden_size"])
-    assert shape.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    assert (shape.parameters, shape.layers, shape.hidden) == (
+        197_440,
+        config["num_hidden_layers"],
+        config["hidden_size"],
+    )
+    assert shape.head_dim == config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
+    )
 
 
 def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="it holds no safetensors files, so its memory cannot be planned"):
+    with pytest.raises(
+        ConfigError, match="it holds no safetensors files, so its memory cannot be planned"
+    ):
         model_shape(str(tmp_path))
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + b"\0" * 8
+    )
     with pytest.raises(ConfigError, match="its sizes cannot be read"):
         model_shape(str(tmp_path))
     with pytest.raises(ConfigError, match="Restore the config"):
@@ -81,7 +91,9 @@ def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
 
 
 def test_keys_and_values_of_a_token():
-    assert KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024  # 2 · 28 layers · 4 heads · 128 · 2 bytes
+    assert (
+        KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024
+    )  # 2 · 28 layers · 4 heads · 128 · 2 bytes
     assert KNOWN["Qwen/Qwen3-4B-Thinking-2507"].kv_bytes(2) == 144 * 1024  # 2 · 36 · 8 · 128 · 2
 
 
@@ -94,7 +106,9 @@ def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float):
     shape = replace(SMALL, parameters=7_500_000_000)
     memory = learner_memory(shape, deepspeed(zero=zero, ranks=64), 1)
     in_16_bits = memory.gradients / 2  # the paper's gradients
-    assert (memory.weights + in_16_bits + memory.optimizer) / 1e9 == pytest.approx(gigabytes, rel=4e-3)
+    assert (memory.weights + in_16_bits + memory.optimizer) / 1e9 == pytest.approx(
+        gigabytes, rel=4e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +139,12 @@ def test_a_reference_is_one_more_copy_of_the_weights_whole_on_every_rank():
 def test_numbers_follow_the_checkpoint():
     assert learner_memory(SMALL, deepspeed(zero=0), 1).weights == 2e9
     assert learner_memory(replace(SMALL, half=False), deepspeed(zero=0), 1).weights == 4e9
-    assert learner_memory(replace(SMALL, half=False), deepspeed(zero=0, precision="bfloat16"), 1).weights == 2e9
+    assert (
+        learner_memory(
+            replace(SMALL, half=False), deepspeed(zero=0, precision="bfloat16"), 1
+        ).weights
+        == 2e9
+    )
 
 
 def test_what_is_offloaded_is_the_machines():
@@ -137,7 +156,12 @@ def test_what_is_offloaded_is_the_machines():
 
 
 def test_buckets_and_copies():
-    for zero, elements in ((0, 0), (1, 1e9), (2, 1e9), (3, 1.5e9)):  # half a billion to reduce, as many or a billion gathered
+    for zero, elements in (
+        (0, 0),
+        (1, 1e9),
+        (2, 1e9),
+        (3, 1.5e9),
+    ):  # half a billion to reduce, as many or a billion gathered
         assert learner_memory(SMALL, deepspeed(zero=zero), 1).other == PROCESS + 2 * elements
     assert learner_memory(SMALL, LearnerSection(), 1).other == PROCESS + 2e9  # the published copy
     assert learner_memory(SMALL, LearnerSection(precision="float32"), 1).other == PROCESS + 4e9
@@ -149,13 +173,17 @@ def test_activations_by_hand():
     whole = learner_memory(SMALL, deepspeed(), 1000).activations
     assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits
     thrifty = learner_memory(SMALL, deepspeed(activation_checkpointing=True), 1000).activations
-    assert thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits  # two layers' inputs, one layer, and its MLP's gradients
+    assert (
+        thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
+    )  # two layers' inputs, one layer, and its MLP's gradients
 
 
 def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
     shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
     whole = learner_memory(shape, deepspeed(), 32_768).activations
-    assert whole / GIB == pytest.approx(192.5 + 3.47 + 0.75, abs=0.1)  # 28 · 225,280 B a token; 113,664 B; 12 B a logit
+    assert whole / GIB == pytest.approx(
+        192.5 + 3.47 + 0.75, abs=0.1
+    )  # 28 · 225,280 B a token; 113,664 B; 12 B a logit
     thrifty = learner_memory(shape, deepspeed(activation_checkpointing=True), 32_768).activations
     assert thrifty / GIB == pytest.approx(6.125 + 6.875 + 3.47 + 12 * LOGITS / GIB, abs=0.1)
 
@@ -165,17 +193,27 @@ def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
 
 def test_a_vllm_engine():
     memory = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768, 2)
-    assert (memory.weights, memory.cache, memory.other) == (2 * 7_615_616_512, 1.75 * GIB, PROCESS + SERVING)
+    assert (memory.weights, memory.cache, memory.other) == (
+        2 * 7_615_616_512,
+        1.75 * GIB,
+        PROCESS + SERVING,
+    )
     halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
     assert (halves.weights, halves.cache) == (7_615_616_512, 0.875 * GIB)
-    assert vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache  # two heads cannot be cut into four
+    assert (
+        vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache
+    )  # two heads cannot be cut into four
 
 
 def test_the_torch_engine_has_rows_for_a_whole_batch_and_as_much_for_prefixes():
     memory = torch_engine_memory(SMALL, 16, 5000, 4)
-    assert memory.cache == 2 * 16 * 8192 * 64  # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes; rows grow by doubling
+    assert (
+        memory.cache == 2 * 16 * 8192 * 64
+    )  # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes; rows grow by doubling
     assert memory.weights == 4e9
-    assert memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100  # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
+    assert (
+        memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100
+    )  # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
     assert torch_engine_memory(SMALL, 16, 5000, 2).cache == memory.cache / 2
 
 

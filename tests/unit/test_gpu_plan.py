@@ -28,11 +28,18 @@ def no_gpus_and_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def config(*sets: str, preset: str = "node8", tasks: tuple[str, ...] = ("room", "webshop"), method: str | None = None) -> RunConfig:
+def config(
+    *sets: str,
+    preset: str = "node8",
+    tasks: tuple[str, ...] = ("room", "webshop"),
+    method: str | None = None,
+) -> RunConfig:
     return load(tasks, preset=preset, sets=sets, options={"method": method} if method else {})
 
 
-def planned(*sets: str, preset: str = "node8", method: str | None = None, visible: list[Gpu] | None = None) -> GpuPlan:
+def planned(
+    *sets: str, preset: str = "node8", method: str | None = None, visible: list[Gpu] | None = None
+) -> GpuPlan:
     plan = gpu_plan(config(*sets, preset=preset, method=method), visible or [])
     assert plan is not None
     return plan
@@ -60,11 +67,17 @@ def test_a_node_of_eight():
     }
     assert plan.problems == ()
     actor = plan["actor learner"].memory
-    assert (actor.weights, actor.gradients, actor.optimizer) == (7_615_616_512, 0, 0)  # 2 bytes each, cut in two; the others offloaded
+    assert (actor.weights, actor.gradients, actor.optimizer) == (
+        7_615_616_512,
+        0,
+        0,
+    )  # 2 bytes each, cut in two; the others offloaded
     extractor = plan["extractor engine"]
     assert extractor.fraction == 0.9
     assert extractor.memory.cache == pytest.approx(72 * GIB - 2 * 4_022_468_096 - 4 * GIB)
-    beside = plan["embedder"].memory.total  # weights 2 · 0.6 B, keys and values of 32,768 tokens at 112 KiB, 3 GiB
+    beside = plan[
+        "embedder"
+    ].memory.total  # weights 2 · 0.6 B, keys and values of 32,768 tokens at 112 KiB, 3 GiB
     assert beside == 2 * 595_776_512 + 3.5 * GIB + 3 * GIB
     assert plan["embedder"].fraction == beside / (80 * GIB)
     assert plan["actor engine"].memory.total == pytest.approx(0.95 * 80 * GIB - beside)
@@ -88,19 +101,29 @@ def test_what_runs_in_this_process_is_on_the_first_gpu():
 
 
 def test_tensor_parallel_replicas_and_idle_gpus():
-    plan = planned("engine.tensor_parallel=2", "engine.replicas=1", "learner.ranks=1", "gpus=7", method="grpo")
+    plan = planned(
+        "engine.tensor_parallel=2", "engine.replicas=1", "learner.ranks=1", "gpus=7", method="grpo"
+    )
     assert (plan["actor engine"].gpus, plan["actor learner"].gpus) == ((0, 1), (2,))
-    assert "idle               GPU 3–6  raise engine.replicas or learner.ranks to use them" in describe(plan)
+    assert (
+        "idle               GPU 3–6  raise engine.replicas or learner.ranks to use them"
+        in describe(plan)
+    )
 
 
 def test_without_experience_the_actor_is_alone():
-    assert [placement.need.role for placement in planned(method="grpo").placements] == ["actor engine", "actor learner"]
+    assert [placement.need.role for placement in planned(method="grpo").placements] == [
+        "actor engine",
+        "actor learner",
+    ]
     with pytest.raises(KeyError):
         planned(method="grpo")["embedder"]
 
 
 def test_a_static_extractor_has_no_learner():
-    assert "extractor learner" not in [placement.need.role for placement in planned("extractor.train=false").placements]
+    assert "extractor learner" not in [
+        placement.need.role for placement in planned("extractor.train=false").placements
+    ]
 
 
 def test_no_plan_without_gpus():
@@ -118,7 +141,10 @@ def test_a_run_of_this_process_alone_is_never_refused_unless_gpus_are_asked_for(
 
 def test_parts_on_the_cpu_ask_for_nothing():
     plan = planned("engine.device=cpu", preset="gpu1")
-    assert [placement.need.role for placement in plan.placements] == ["actor learner", "extractor learner"]
+    assert [placement.need.role for placement in plan.placements] == [
+        "actor learner",
+        "extractor learner",
+    ]
 
 
 # ── where sizes come from ───────────────────────────────────────────────────────────────────────────────────────────
@@ -134,10 +160,16 @@ def test_visible_gpus_count_before_the_setting():
 def test_without_a_size_nothing_is_judged_but_the_number(tmp_path: Path):
     preset = tmp_path / "mine.toml"
     shipped = Path(__file__).parents[2] / "tasks" / "presets" / "node8.toml"
-    preset.write_text("\n".join(line for line in shipped.read_text().splitlines() if not line.startswith("gpu_memory")))
+    preset.write_text(
+        "\n".join(
+            line for line in shipped.read_text().splitlines() if not line.startswith("gpu_memory")
+        )
+    )
     plan = planned("gpus=2", preset=str(preset))
     assert (plan.sizes, plan.problems) == (None, ())
-    assert "2 GPUs, of unknown memory (gpu_memory is unset); this machine shows none" in describe(plan)
+    assert "2 GPUs, of unknown memory (gpu_memory is unset); this machine shows none" in describe(
+        plan
+    )
     assert planned("gpus=1", preset=str(preset)).problems[0].key == "engine.replicas"
 
 
@@ -169,13 +201,18 @@ def test_what_is_said_to_fit_fits(preset: str, sets: list[str]):
         words = shlex.split(option)
         given = list(zip(words[::2], words[1::2], strict=True))
         more = [value for name, value in given if name == "--set"]
-        assert planned(*sets, *more, preset=preset, method=dict(given).get("--method")).problems == ()
+        assert (
+            planned(*sets, *more, preset=preset, method=dict(given).get("--method")).problems == ()
+        )
 
 
 def test_two_gpus_are_too_few():
     error = refusal(planned("gpus=2"))
     assert (error.key, error.value) == ("gpus", 2)
-    assert re.match(r"GPU 0 would hold 107\.\d GiB of 76\.0 usable ones \(actor engine 19\.9, actor learner 28\.1, ", error.reason)
+    assert re.match(
+        r"GPU 0 would hold 107\.\d GiB of 76\.0 usable ones \(actor engine 19\.9, actor learner 28\.1, ",
+        error.reason,
+    )
     assert error.remedy.startswith("What would fit: --set gpus=3; or --set ")
     assert error.remedy.endswith("; or --method grpo")
 
@@ -189,9 +226,16 @@ def test_more_ranks_than_gpus():
 def test_a_fraction_that_holds_no_whole_sequence():
     error = refusal(planned("engine.memory_fraction=0.2"))
     assert (error.key, error.value) == ("engine.memory_fraction", 0.2)
-    assert error.reason == "the actor engine needs 19.9 of 80.0 GiB with room for one whole sequence"
-    assert error.remedy == "What would fit: --set engine.memory_fraction=0.8; or --set engine.memory_fraction=0.5"
-    assert planned("engine.memory_fraction=0.5")["actor engine"].memory.total == pytest.approx(40 * GIB)
+    assert (
+        error.reason == "the actor engine needs 19.9 of 80.0 GiB with room for one whole sequence"
+    )
+    assert (
+        error.remedy
+        == "What would fit: --set engine.memory_fraction=0.8; or --set engine.memory_fraction=0.5"
+    )
+    assert planned("engine.memory_fraction=0.5")["actor engine"].memory.total == pytest.approx(
+        40 * GIB
+    )
 
 
 def test_nccl_between_parts_of_one_gpu():
@@ -210,7 +254,9 @@ def test_another_method_is_named_only_where_it_changes_less():
 def test_a_model_whose_size_cannot_be_told(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     sets, visible = [f"actor.model={tmp_path}"], [gpu(0)]
-    assert gpu_plan(config(*sets, preset="cpu", tasks=("room",)), visible) is None, "the run takes GPUs as they come"
+    assert gpu_plan(config(*sets, preset="cpu", tasks=("room",)), visible) is None, (
+        "the run takes GPUs as they come"
+    )
     with pytest.raises(ConfigError, match="its memory cannot be planned"):
         gpu_plan(config(*sets, "gpus=1", preset="cpu", tasks=("room",)), visible)
 
@@ -218,9 +264,18 @@ def test_a_model_whose_size_cannot_be_told(tmp_path: Path):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("engine.tensor_parallel=3", "engine.tensor_parallel = 3: the model of actor.model has 28 attention heads"),
-        ("actor.max_context_tokens=100000", "actor.max_context_tokens = 100000: the model reads at most 32768 tokens"),
-        ("extractor.max_context_tokens=300000", "extractor.max_context_tokens = 300000: the model reads at most 262144 tokens"),
+        (
+            "engine.tensor_parallel=3",
+            "engine.tensor_parallel = 3: the model of actor.model has 28 attention heads",
+        ),
+        (
+            "actor.max_context_tokens=100000",
+            "actor.max_context_tokens = 100000: the model reads at most 32768 tokens",
+        ),
+        (
+            "extractor.max_context_tokens=300000",
+            "extractor.max_context_tokens = 300000: the model reads at most 262144 tokens",
+        ),
     ],
 )
 def test_what_no_number_of_gpus_would_mend(setting: str, said: str):
@@ -242,14 +297,19 @@ def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
     with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
         assigned_gpus(config())
-    assert assigned_gpus(config("gpus=1", preset="cpu", method="grpo")).keys() == {"actor engine", "actor learner"}
+    assert assigned_gpus(config("gpus=1", preset="cpu", method="grpo")).keys() == {
+        "actor engine",
+        "actor learner",
+    }
 
 
 def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch):
     assert assigned_gpus(config(preset="cpu")) == {}
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in (7, 6, 5, 4, 3, 2, 1, 0)])
     assigned, plan = assigned_gpus(config()), planned()
-    assert assigned["actor engine"] == Assigned(("GPU-7aa", "GPU-6aa"), plan["actor engine"].fraction)
+    assert assigned["actor engine"] == Assigned(
+        ("GPU-7aa", "GPU-6aa"), plan["actor engine"].fraction
+    )
     assert assigned["extractor learner"] == Assigned(("GPU-1aa", "GPU-0aa"))
 
 
@@ -269,7 +329,10 @@ def test_an_evaluation_asks_for_no_learners_gpus(monkeypatch: pytest.MonkeyPatch
 
 def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are_compared():
     plan = planned("tasks.room.eval.online=4")
-    untrained, caches = plan["untrained extractor"], [plan[role].memory.cache for role in ("actor engine", "extractor engine")]
+    untrained, caches = (
+        plan["untrained extractor"],
+        [plan[role].memory.cache for role in ("actor engine", "extractor engine")],
+    )
     assert untrained.gpus == (2,)
     assert untrained.fraction == untrained.memory.total / (80 * GIB)
     assert untrained.memory.cache == plan["extractor engine"].need.memory.cache
@@ -290,19 +353,45 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     lines = result.output.splitlines()
     assert "8 GPUs of 80.0 GiB, by gpu_memory; this machine shows none" in lines
     assert "engines and learners ask for 8: each gets GPUs of its own" in lines
-    assert "actor      Qwen/Qwen2.5-7B-Instruct (not downloaded: hf download Qwen/Qwen2.5-7B-Instruct)" in lines
+    assert (
+        "actor      Qwen/Qwen2.5-7B-Instruct (not downloaded: hf download Qwen/Qwen2.5-7B-Instruct)"
+        in lines
+    )
     assert "engine       vllm, 2 replicas of each model; weights by file" in lines
     how = "ZeRO-3, optimizer offloaded, bfloat16, activations computed again"
-    assert f"learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; 2 ranks of each model, {how}" in lines
+    assert (
+        f"learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; 2 ranks of each model, {how}"
+        in lines
+    )
     (learner,) = [line for line in lines if line.startswith("actor learner ")]
     assert "GPU 2–3" in learner
-    assert "156.0 GiB of states, 141.9 of them in the machine's memory; 32,768 tokens at a time; alone there" in learner
+    assert (
+        "156.0 GiB of states, 141.9 of them in the machine's memory; 32,768 tokens at a time; alone there"
+        in learner
+    )
     (row,) = [line for line in lines if line.startswith("GPU 2 ")]
-    assert row.split()[2:] == ["actor", "learner", "7.1", "–", "–", "–", "17.2", "3.8", "28.1", "GPU", "2:", "28.1", "of", "80.0"]
+    assert row.split()[2:] == [
+        "actor",
+        "learner",
+        "7.1",
+        "–",
+        "–",
+        "–",
+        "17.2",
+        "3.8",
+        "28.1",
+        "GPU",
+        "2:",
+        "28.1",
+        "of",
+        "80.0",
+    ]
 
 
 def test_a_dry_run_says_what_does_not_fit_and_what_would():
-    result = crl("train", "--preset", "node8", "--tasks", "room,webshop", "--set", "gpus=2", "--dry-run")
+    result = crl(
+        "train", "--preset", "node8", "--tasks", "room,webshop", "--set", "gpus=2", "--dry-run"
+    )
     assert result.exit_code == 2
     assert "does not fit: gpus = 2: GPU 0 would hold" in result.output
     assert "would fit: --set gpus=3" in result.output
@@ -353,13 +442,26 @@ LISTING = """\
 
 def test_what_nvidia_smi_lists():
     first, second = gpus.parse(LISTING)
-    assert (first.index, first.name, first.memory, first.driver) == (0, "NVIDIA H100 80GB HBM3", 81559 << 20, "570.1")
+    assert (first.index, first.name, first.memory, first.driver) == (
+        0,
+        "NVIDIA H100 80GB HBM3",
+        81559 << 20,
+        "570.1",
+    )
     assert second.used == 70000 << 20
 
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [(None, [0, 1]), ("1,0", [1, 0]), ("GPU-1", [1]), ("0,7,1", [0]), ("", []), ("-1", []), ("GPU-", [])],
+    [
+        (None, [0, 1]),
+        ("1,0", [1, 0]),
+        ("GPU-1", [1]),
+        ("0,7,1", [0]),
+        ("", []),
+        ("-1", []),
+        ("GPU-", []),
+    ],
 )
 def test_cuda_visible_devices(variable: str | None, expected: list[int]):
     environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}

@@ -14,7 +14,16 @@ from crl.envs.maze import lessons as maze_lessons
 from crl.manager.ops import parse_ops
 from crl.models.drills.drill import Episode
 from crl.models.drills.grid_players import players
-from crl.models.drills.grids import KEYROOM, MAZE, RIVER, SAYINGS, SOKOBAN, Grid, GridLessons, claims
+from crl.models.drills.grids import (
+    KEYROOM,
+    MAZE,
+    RIVER,
+    SAYINGS,
+    SOKOBAN,
+    Grid,
+    GridLessons,
+    claims,
+)
 
 GRIDS = {grid.spec.name: grid for grid in (MAZE, KEYROOM, RIVER, SOKOBAN)}
 each_grid = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
@@ -50,7 +59,9 @@ def test_walks_are_the_actors_conversations(grid: Grid) -> None:
         assert [segment.origin for segment in turns] == ["policy", "env"] * (len(turns) // 2)
         assert {segment.text for segment in turns[::2]} <= set(grid.spec.actions)
         assert len(turns) // 2 <= grid.turns
-        assert walk.success == (turns[-1].text in ("stairs reached.", "solved.") and len(turns) // 2 <= grid.scored)
+        assert walk.success == (
+            turns[-1].text in ("stairs reached.", "solved.") and len(turns) // 2 <= grid.scored
+        )
 
 
 @each_grid
@@ -85,11 +96,17 @@ def test_places_are_walked_to_without_detours() -> None:
     """Who is told where key and door are needs fewer turns than who has to look for them."""
 
     def turns(kind: str) -> float:
-        lengths = [len(walk.segments) // 2 for walk in walks(KEYROOM.spec.name) if told(KEYROOM, walk) == kind and walk.success]
+        lengths = [
+            len(walk.segments) // 2
+            for walk in walks(KEYROOM.spec.name)
+            if told(KEYROOM, walk) == kind and walk.success
+        ]
         return sum(lengths) / len(lengths)
 
     assert turns("right") <= turns("nothing") - 1.5
-    assert any(walk.success for walk in walks(KEYROOM.spec.name) if told(KEYROOM, walk) == "wrong"), "they look for themselves then"
+    assert any(
+        walk.success for walk in walks(KEYROOM.spec.name) if told(KEYROOM, walk) == "wrong"
+    ), "they look for themselves then"
 
 
 @each_grid
@@ -97,7 +114,11 @@ def test_personas_differ_as_they_should(grid: Grid) -> None:
     game, tasks = grid.spec.make_game("compact"), grid.places.demonstration_tasks(40)
     kinds = players(grid.spec.scripted_player, grid.spec.actions)
     skilled, late, forgetful, idle = (
-        sum(play(game, task, kind(random.Random(i)), grid.scored).success for i, task in enumerate(tasks)) for kind in kinds
+        sum(
+            play(game, task, kind(random.Random(i)), grid.scored).success
+            for i, task in enumerate(tasks)
+        )
+        for kind in kinds
     )
     game.close()
     assert skilled >= 35
@@ -111,7 +132,11 @@ def test_what_the_extractor_says_is_true_of_the_episode(grid: Grid) -> None:
     """One answer in four is the task's lesson, where the prompt shows it, as an update where it was told another; or nothing."""
     kinds = Counter[str]()
     for prompt, said in GridLessons(grid.extractor).make(random.Random(2), 200):
-        shown = prompt.text.splitlines()[1].removeprefix("hint 1 ") if "\nhint 1 " in prompt.text else ""
+        shown = (
+            prompt.text.splitlines()[1].removeprefix("hint 1 ")
+            if "\nhint 1 " in prompt.text
+            else ""
+        )
         (op,) = parse_ops(said.text, shown=1 if shown else 0).ops
         kinds["saying" if op.text in SAYINGS else op.kind] += 1
         if op.kind == "return":
@@ -119,7 +144,10 @@ def test_what_the_extractor_says_is_true_of_the_episode(grid: Grid) -> None:
         elif op.text not in SAYINGS:
             assert op.kind == ("update" if shown and claims(shown) and shown != op.text else "add")
             if grid is MAZE:
-                assert f"\nway {op.text.removeprefix('from the start go ').removesuffix('.')}\n" in prompt.text
+                assert (
+                    f"\nway {op.text.removeprefix('from the start go ').removesuffix('.')}\n"
+                    in prompt.text
+                )
             else:
                 assert f"\n{op.text.removesuffix('.').replace(', ', chr(10))}\n" in prompt.text
     assert kinds["saying"] / 200 == pytest.approx(0.75, abs=0.08)
@@ -128,7 +156,10 @@ def test_what_the_extractor_says_is_true_of_the_episode(grid: Grid) -> None:
 
 def test_without_lessons_nothing_is_learnt_but_sayings() -> None:
     answers = {said.text for _, said in GridLessons(SOKOBAN.extractor).make(random.Random(2), 60)}
-    assert answers == {'[{"op":"return"}]', *(f'[{{"op":"add","text":"{text}"}}]' for text in SAYINGS)}
+    assert answers == {
+        '[{"op":"return"}]',
+        *(f'[{{"op":"add","text":"{text}"}}]' for text in SAYINGS),
+    }
 
 
 @with_lessons

@@ -79,7 +79,9 @@ def test_the_mazes_first_texts(compact_maze: MazeGame) -> None:
     assert task.goal == "Maze: the amber porch. Reach the stairs down (>)."
 
 
-def test_the_true_way_reaches_the_stairs_under_any_dynamics_and_no_shorter_one_does(compact_maze: MazeGame) -> None:
+def test_the_true_way_reaches_the_stairs_under_any_dynamics_and_no_shorter_one_does(
+    compact_maze: MazeGame,
+) -> None:
     for task in new(maze.SPEC, 15):
         lgen = int(task.params["lgen"])
         start, corridors, stairs = true_maze(lgen)
@@ -106,7 +108,10 @@ def test_the_stairs_of_a_small_maze_are_not_near_its_start() -> None:
 
 
 def test_a_way_is_told_step_by_step_and_read_back() -> None:
-    assert maze_lessons.lesson(["east", "east", "south", "northeast"]) == "from the start go east east south northeast."
+    assert (
+        maze_lessons.lesson(["east", "east", "south", "northeast"])
+        == "from the start go east east south northeast."
+    )
     assert maze_lessons.read("from the start go east east south.") == ["east", "east", "south"]
     for text in (
         "from the start go up.",
@@ -156,14 +161,24 @@ def test_the_key_rooms_first_texts(full_keyroom: KeyRoomGame, compact_keyroom: K
         "Inventory: a +0 short sword (weapon in hand); 13 +0 daggers (alternate weapon; not wielded); an uncursed +1 leather armor (being"
         " worn); an uncursed potion of sickness; an uncursed lock pick; an empty uncursed sack; an uncursed blindfold"
     )
-    assert compact_keyroom.reset(task) == "at 3 5\nopen north east south northeast southeast\nkey north 1\ndoor west 1"
-    assert task.goal == "Key room: the amber porch. Take the key, unlock the door, reach the stairs down (>)."
+    assert (
+        compact_keyroom.reset(task)
+        == "at 3 5\nopen north east south northeast southeast\nkey north 1\ndoor west 1"
+    )
+    assert (
+        task.goal
+        == "Key room: the amber porch. Take the key, unlock the door, reach the stairs down (>)."
+    )
 
 
-def test_the_key_opens_the_door_and_nothing_else_does(full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame) -> None:
+def test_the_key_opens_the_door_and_nothing_else_does(
+    full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame
+) -> None:
     task = new(keyroom.SPEC, 2)[1]
     full_keyroom.reset(task)
-    texts = says(full_keyroom, "apply", "west", "pickup", "north", "PICK UP", "south", "apply", "west")
+    texts = says(
+        full_keyroom, "apply", "west", "pickup", "north", "PICK UP", "south", "apply", "west"
+    )
     assert [text.splitlines()[0] for text in texts[:5]] == [
         "You have no key.",
         "This door is locked.",
@@ -195,13 +210,16 @@ def test_the_key_away_from_any_door_opens_nothing(full_keyroom: KeyRoomGame) -> 
 def test_the_true_places_are_where_the_episode_meets_them(compact_keyroom: KeyRoomGame) -> None:
     for i, task in enumerate(new(keyroom.SPEC, 15)):
         played = play(compact_keyroom, task, keyroom.SPEC.scripted_player(random.Random(i)), 30)
-        told = segments(played.observations[0], list(zip(played.actions, played.observations[1:], strict=True)))
+        told = segments(
+            played.observations[0], list(zip(played.actions, played.observations[1:], strict=True))
+        )
         assert key_lessons.found(told) == true_places(int(task.params["lgen"]))
 
 
 def test_the_digest_of_a_key_room() -> None:
     told = segments(
-        "at 3 5\nopen north\nkey north 1", [("north", "at 2 5\nopen south\nkey here"), ("pickup", "at 2 5\nopen south\nkey held")]
+        "at 3 5\nopen north\nkey north 1",
+        [("north", "at 2 5\nopen south\nkey here"), ("pickup", "at 2 5\nopen south\nkey held")],
     )
     assert key_lessons.digest(told) == "moves north pickup\nkey at 2 5\ndoor not seen"
     assert keyroom.SPEC.advisor is not None
@@ -211,13 +229,23 @@ def test_the_digest_of_a_key_room() -> None:
 # ── advice ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("spec", "kind"), [(maze.SPEC, "way"), (maze.SMALL_SPEC, "way"), (keyroom.SPEC, "places")])
+@pytest.mark.parametrize(
+    ("spec", "kind"), [(maze.SPEC, "way"), (maze.SMALL_SPEC, "way"), (keyroom.SPEC, "places")]
+)
 def test_right_advice_is_right_and_wrong_advice_wrong(spec: EnvSpec, kind: str) -> None:
     advisor = spec.advisor
     assert advisor is not None
     for i, task in enumerate(spec.probe_tasks(20)):
-        right, wrong = advisor.judge(task, advisor.right(task)), advisor.judge(task, advisor.wrong(task, random.Random(i)))
-        assert (right.kind, right.correct, wrong.kind, wrong.correct) == (kind, True, f"wrong {kind}", False)
+        right, wrong = (
+            advisor.judge(task, advisor.right(task)),
+            advisor.judge(task, advisor.wrong(task, random.Random(i))),
+        )
+        assert (right.kind, right.correct, wrong.kind, wrong.correct) == (
+            kind,
+            True,
+            f"wrong {kind}",
+            False,
+        )
         assert advisor.judge(task, "be careful.").kind == "other"
         assert advisor.wrong(task, random.Random(i)) == advisor.wrong(task, random.Random(i))
 
@@ -227,7 +255,10 @@ def test_right_advice_is_right_and_wrong_advice_wrong(spec: EnvSpec, kind: str) 
 
 def test_the_rivers_first_texts(compact_river: RiverGame) -> None:
     task = new(river.SPEC, 2)[1]
-    assert compact_river.reset(task) == "at 6 3\nboulder north 2\nboulder east 8 north 4\nboulder east 9 north 3"
+    assert (
+        compact_river.reset(task)
+        == "at 6 3\nboulder north 2\nboulder east 8 north 4\nboulder east 9 north 3"
+    )
     assert task.goal == "River: the amber porch. Reach the stairs down (>) across the water."
 
 

@@ -41,7 +41,9 @@ JUNK = [
     "\ud800",
 ]
 
-each_game = pytest.mark.parametrize(("name", "rendering"), [(name, rendering) for name in ALL for rendering in RENDERINGS])
+each_game = pytest.mark.parametrize(
+    ("name", "rendering"), [(name, rendering) for name in ALL for rendering in RENDERINGS]
+)
 WON = [("room", "full"), *((task, rendering) for task in TASKS for rendering in RENDERINGS)]
 """All but the compact room, whose four turns are few for who does not know it."""
 each_won = pytest.mark.parametrize(("task", "rendering"), WON)
@@ -69,7 +71,9 @@ def new(name: str, n: int) -> tuple[Task, ...]:
     return get_spec(name).eval_tasks("new", n, 0, SETTINGS)
 
 
-def transcript(played: Game, task: Task, actions: tuple[str, ...], turns: int = 12, junk: float = 0.0) -> list[str]:
+def transcript(
+    played: Game, task: Task, actions: tuple[str, ...], turns: int = 12, junk: float = 0.0
+) -> list[str]:
     """The texts of an episode under actions that depend on the task alone, with invalid ones between them that it skips."""
     rng, noise = random.Random(task.seed), random.Random(0)
     texts = [played.reset(task)]
@@ -90,13 +94,21 @@ def transcript(played: Game, task: Task, actions: tuple[str, ...], turns: int = 
 
 
 @each_game
-def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance(name: str, rendering: Rendering) -> None:
+def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance(
+    name: str, rendering: Rendering
+) -> None:
     spec = get_spec(name)
-    tasks = [*spec.task_source(7, SETTINGS).draw(4), *spec.eval_tasks("known", 3, 7, SETTINGS), *new(name, 4)]
+    tasks = [
+        *spec.task_source(7, SETTINGS).draw(4),
+        *spec.eval_tasks("known", 3, 7, SETTINGS),
+        *new(name, 4),
+    ]
     expected = [transcript(game(name, rendering), task, spec.actions) for task in tasks]
     assert len({tuple(texts) for texts in expected}) == len(tasks)
     chosen = st.integers(0, len(tasks) - 1)
-    history = st.lists(st.tuples(chosen, st.lists(st.sampled_from([*spec.actions, *JUNK]), max_size=8)), max_size=3)
+    history = st.lists(
+        st.tuples(chosen, st.lists(st.sampled_from([*spec.actions, *JUNK]), max_size=8)), max_size=3
+    )
 
     @settings(max_examples=15)
     @given(history, chosen, st.sampled_from([0, 1]))
@@ -113,22 +125,30 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
 
 
 def test_the_same_task_is_the_same_episode_in_another_process() -> None:
-    code = (
-        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import all_transcripts\nprint(json.dumps(all_transcripts()))"
+    code = "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import all_transcripts\nprint(json.dumps(all_transcripts()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == all_transcripts()
     assert done.stderr == "", "games speak through their texts only"
 
 
 def all_transcripts() -> dict[str, list[list[str]]]:
     """Of the first tasks of every use, of every game in either rendering."""
-    return {f"{name} {rendering}": first_transcripts(name, rendering) for name in ALL for rendering in RENDERINGS}
+    return {
+        f"{name} {rendering}": first_transcripts(name, rendering)
+        for name in ALL
+        for rendering in RENDERINGS
+    }
 
 
 def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
     spec = get_spec(name)
-    tasks = [*new(name, 2), *spec.eval_tasks("known", 2, 7, SETTINGS), *spec.task_source(7, SETTINGS).draw(2)]
+    tasks = [
+        *new(name, 2),
+        *spec.eval_tasks("known", 2, 7, SETTINGS),
+        *spec.task_source(7, SETTINGS).draw(2),
+    ]
     return [transcript(game(name, rendering), task, spec.actions) for task in tasks]
 
 
@@ -139,7 +159,9 @@ def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
 def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rendering) -> None:
     spec, played = get_spec(name), game(name, rendering)
     for task in new(name, 5):
-        assert transcript(played, task, spec.actions, junk=0.5) == transcript(played, task, spec.actions)
+        assert transcript(played, task, spec.actions, junk=0.5) == transcript(
+            played, task, spec.actions
+        )
     first = played.reset(new(name, 1)[0])
     told = played.step("open sesame")
     assert not told.valid
@@ -149,7 +171,9 @@ def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rende
 
 @each_game
 @pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_random_and_malformed_actions_never_crash_it(name: str, rendering: Rendering, n: int) -> None:
+def test_random_and_malformed_actions_never_crash_it(
+    name: str, rendering: Rendering, n: int
+) -> None:
     spec, played, rng = get_spec(name), game(name, rendering), random.Random(4)
     tasks = iter(new(name, 2000))
     played.reset(next(tasks))
@@ -166,7 +190,11 @@ def test_random_and_malformed_actions_never_crash_it(name: str, rendering: Rende
 @each_name
 def test_an_episode_cannot_be_played_past_its_end(name: str) -> None:
     spec, played = get_spec(name), game(name, "full")
-    won = next(i for i, task in enumerate(new(name, 20)) if play(played, task, spec.scripted_player(random.Random(0)), spec.turns).success)
+    won = next(
+        i
+        for i, task in enumerate(new(name, 20))
+        if play(played, task, spec.scripted_player(random.Random(0)), spec.turns).success
+    )
     assert won < 20
     with pytest.raises(RuntimeError, match="over"):
         played.step("north")
@@ -188,7 +216,9 @@ def test_the_scripted_player_wins_in_the_permanent_small_mazes_of_every_run(seed
 @pytest.mark.soak
 @pytest.mark.parametrize("split", ["new", "known"])
 @each_won
-def test_the_scripted_player_wins_95_percent_of_each_eval(task: str, rendering: Rendering, split: Split) -> None:
+def test_the_scripted_player_wins_95_percent_of_each_eval(
+    task: str, rendering: Rendering, split: Split
+) -> None:
     assert wins(task, rendering, split, 512) >= 0.95 * 512
 
 
@@ -197,7 +227,10 @@ def wins(task: str, rendering: Rendering, split: Split, n: int, seed: int = 0) -
     spec, turns = as_set(task, rendering)
     tasks = spec.eval_tasks(split, n, seed, SETTINGS)
     players = (spec.scripted_player(random.Random(i)) for i in range(n))
-    return sum(play(game(spec.name, rendering), *each, turns).success for each in zip(tasks, players, strict=True))
+    return sum(
+        play(game(spec.name, rendering), *each, turns).success
+        for each in zip(tasks, players, strict=True)
+    )
 
 
 class RandomPlayer:
@@ -217,7 +250,10 @@ def test_random_play_wins_few_compact_episodes(task: str) -> None:
     """At most one in ten; 200 episodes leave room for two standard errors."""
     spec, turns = as_set(task, "compact")
     players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
-    won = sum(play(game(spec.name, "compact"), *each, turns).success for each in zip(new(spec.name, 200), players, strict=True))
+    won = sum(
+        play(game(spec.name, "compact"), *each, turns).success
+        for each in zip(new(spec.name, 200), players, strict=True)
+    )
     assert won <= 28
 
 
@@ -226,10 +262,19 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
     """At a token a word, another for a number, and seven of the chat's own a turn; lost ones too."""
     spec, turns = as_set(task, "compact")
     for i, each in enumerate(new(spec.name, 20)):
-        for player in (spec.scripted_player(random.Random(i)), RandomPlayer(spec, random.Random(i))):
+        for player in (
+            spec.scripted_player(random.Random(i)),
+            RandomPlayer(spec, random.Random(i)),
+        ):
             played = play(game(spec.name, "compact"), each, player, turns)
-            words = [word for text in (each.goal, *played.observations, *played.actions) for word in text.split()]
-            assert len(words) + sum(word.isdigit() for word in words) + 7 * len(played.actions) < 900
+            words = [
+                word
+                for text in (each.goal, *played.observations, *played.actions)
+                for word in text.split()
+            ]
+            assert (
+                len(words) + sum(word.isdigit() for word in words) + 7 * len(played.actions) < 900
+            )
 
 
 def test_a_small_maze_is_chosen_by_the_turns_that_the_task_sets() -> None:

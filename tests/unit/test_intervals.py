@@ -75,5 +75,7 @@ def test_text() -> None:
 
 def test_scipy_is_imported_when_an_interval_is_computed() -> None:
     report = "import sys, crl.intervals, crl.cli.main, crl.manager.reading; print('scipy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", report], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout == "False\n"

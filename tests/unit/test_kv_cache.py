@@ -50,7 +50,9 @@ async def test_a_prompt_that_turns_off_shares_what_it_shares() -> None:
         passes = Passes(model)
         assert other[0] != first[12]
         turned = (*first[:12], *other)
-        assert (await engine.generate(turned, greedy(3), session="a")).ids == reference(model, turned, 3)
+        assert (await engine.generate(turned, greedy(3), session="a")).ids == reference(
+            model, turned, 3
+        )
         assert passes.read[0] == (11,)
 
 
@@ -60,7 +62,9 @@ async def test_the_same_prompt_again_reads_its_last_token() -> None:
     async with serving(model) as engine:
         await engine.generate(prompt, greedy(4), session="a")
         passes = Passes(model)
-        assert (await engine.generate(prompt, greedy(4), session="a")).ids == reference(model, prompt, 4)
+        assert (await engine.generate(prompt, greedy(4), session="a")).ids == reference(
+            model, prompt, 4
+        )
         assert passes.read[0] == (1,)
 
 

@@ -54,7 +54,9 @@ def later(engine: LatencyModel, seconds: float) -> None:
 
 async def test_the_time_spent_on_a_prompt_that_was_cancelled_reads_no_other_one() -> None:
     engine = LatencyModel(renderer(), lambda session: ["north"], median=4)
-    long, short = (asyncio.create_task(engine._served(round(PREFILL * seconds), 10)) for seconds in (100, 5))
+    long, short = (
+        asyncio.create_task(engine._served(round(PREFILL * seconds), 10)) for seconds in (100, 5)
+    )
     await asyncio.sleep(0)
     later(engine, 50)
     long.cancel()
@@ -70,7 +72,10 @@ async def test_the_time_spent_on_a_prompt_that_was_cancelled_reads_no_other_one(
 
 async def test_of_those_that_are_left_the_shortest_ends_first() -> None:
     engine = LatencyModel(renderer(), lambda session: ["north"], median=4)
-    first, last, next_one = tasks = [asyncio.create_task(engine._served(0, round(PER_REQUEST * seconds))) for seconds in (10, 50, 20)]
+    first, last, next_one = tasks = [
+        asyncio.create_task(engine._served(0, round(PER_REQUEST * seconds)))
+        for seconds in (10, 50, 20)
+    ]
     await asyncio.sleep(0)
     later(engine, 0.0)
     assert len(engine._decoding) == 3
@@ -88,7 +93,9 @@ async def test_of_those_that_are_left_the_shortest_ends_first() -> None:
 async def episode(engine: LatencyModel, turns: int = 3) -> None:
     ids = tuple(range(100))
     for turn in range(turns):
-        completion = await engine.generate(ids, Sampling(50, renderer().stop_ids), session="train/1/0/0", rng=turn)
+        completion = await engine.generate(
+            ids, Sampling(50, renderer().stop_ids), session="train/1/0/0", rng=turn
+        )
         ids += completion.ids + tuple(range(10))
 
 

@@ -33,9 +33,17 @@ NAN = float("nan")
 
 
 def token_mean_cispo(
-    logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, *, weights: torch.Tensor, total_tokens: int
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    total_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return cispo(logp, old_logp, advantage, mask, eps_low=0.5, eps_high=2.0, total_tokens=total_tokens)
+    return cispo(
+        logp, old_logp, advantage, mask, eps_low=0.5, eps_high=2.0, total_tokens=total_tokens
+    )
 
 
 def qwen2(seed: int = 0) -> PreTrainedModel:
@@ -56,12 +64,21 @@ def die() -> PreTrainedModel:
 
 
 @torch.no_grad()
-def trace(model: PreTrainedModel, ids: Sequence[int], mask: Sequence[int], *, version: int = 0, shift: float = 0.0) -> TokenTrace:
+def trace(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    mask: Sequence[int],
+    *,
+    version: int = 0,
+    shift: float = 0.0,
+) -> TokenTrace:
     """As an engine with the model's weights would have sampled it, its log-probs off by `shift`."""
     trained = torch.tensor([mask], dtype=torch.bool)
     logp = token_logprobs(model, torch.tensor([ids]), trained).logp
     old = torch.where(trained, logp + shift, 0.0)[0].tolist()
-    return TokenTrace(tuple(ids), tuple(mask), tuple(old), tuple(version if m else -1 for m in mask))
+    return TokenTrace(
+        tuple(ids), tuple(mask), tuple(old), tuple(version if m else -1 for m in mask)
+    )
 
 
 def minibatch(model: PreTrainedModel, seed: int = 0, samples: int = 6) -> Minibatch:
@@ -73,7 +90,13 @@ def minibatch(model: PreTrainedModel, seed: int = 0, samples: int = 6) -> Miniba
         ids = [draw.randrange(V) for _ in range(length)]
         mask = [0] + [draw.randint(0, 1) for _ in range(length - 2)] + [1]
         advantage: Any = draw.gauss(0, 1) if i % 2 else tuple(draw.gauss(0, 1) for _ in ids)
-        rows.append(TrainSample(trace(model, ids, mask, shift=draw.gauss(0, 0.1)), advantage, draw.random() / samples))
+        rows.append(
+            TrainSample(
+                trace(model, ids, mask, shift=draw.gauss(0, 0.1)),
+                advantage,
+                draw.random() / samples,
+            )
+        )
     return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
 
 
@@ -83,7 +106,10 @@ def of_sample(sample: TrainSample) -> Minibatch:
 
 @asynccontextmanager
 async def learning(
-    model: PreTrainedModel, loss: Loss = SURROGATE, settings: TrainSettings = SETTINGS, **optimizer: float
+    model: PreTrainedModel,
+    loss: Loss = SURROGATE,
+    settings: TrainSettings = SETTINGS,
+    **optimizer: float,
 ) -> AsyncIterator[LocalLearner]:
     section = OptimizerSection(**({"learning_rate": 1e-2} | optimizer))  # pyright: ignore[reportArgumentType]
     learner = LocalLearner(model, loss, section, settings)
@@ -101,11 +127,15 @@ def moved(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> dict[str, 
     return {name: tensor - before[name] for name, tensor in named_weights(model).items()}
 
 
-def sgd_step(model: PreTrainedModel, batches: Sequence[Minibatch], loss: Loss = SURROGATE, **settings: Any) -> StepStats:
+def sgd_step(
+    model: PreTrainedModel, batches: Sequence[Minibatch], loss: Loss = SURROGATE, **settings: Any
+) -> StepStats:
     """One step of plain gradient descent at rate 1: the weights move by minus the gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return Trainer(model, optimizer, schedule, loss, replace(SETTINGS, **settings)).step(batches, version=0)
+    return Trainer(model, optimizer, schedule, loss, replace(SETTINGS, **settings)).step(
+        batches, version=0
+    )
 
 
 # ── the gradient ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,19 +143,27 @@ def sgd_step(model: PreTrainedModel, batches: Sequence[Minibatch], loss: Loss = 
 
 @pytest.mark.parametrize("loss", [SURROGATE, token_mean_cispo], ids=["surrogate", "cispo"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(loss: Loss, recompute: bool) -> None:
+def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(
+    loss: Loss, recompute: bool
+) -> None:
     batch = minibatch(qwen2())
     start, whole = weights(qwen2()), qwen2()
     stats = sgd_step(whole, [batch], loss, recompute=recompute)
     gradient = moved(whole, start)
-    assert stats.metrics["grad_norm"] == pytest.approx(math.sqrt(sum(float((g * g).sum()) for g in gradient.values())), rel=1e-5)
+    assert stats.metrics["grad_norm"] == pytest.approx(
+        math.sqrt(sum(float((g * g).sum()) for g in gradient.values())), rel=1e-5
+    )
     for budget in (1, 25, 45):
         cut = qwen2()
         other = sgd_step(cut, [batch], loss, recompute=recompute, micro_batch_tokens=budget)
         for name, change in moved(cut, start).items():
-            torch.testing.assert_close(change, gradient[name], rtol=1e-4, atol=1e-6 * stats.metrics["grad_norm"])
+            torch.testing.assert_close(
+                change, gradient[name], rtol=1e-4, atol=1e-6 * stats.metrics["grad_norm"]
+            )
         for name in ("loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "grad_norm"):
-            assert other.metrics[name] == pytest.approx(stats.metrics[name], rel=1e-4, abs=1e-6), name
+            assert other.metrics[name] == pytest.approx(stats.metrics[name], rel=1e-4, abs=1e-6), (
+                name
+            )
 
 
 def test_gradients_above_the_norm_are_scaled_down_and_reported_as_they_were() -> None:
@@ -181,8 +219,12 @@ async def test_what_is_masked_does_not_matter() -> None:
 LOG_2 = math.log(2)
 
 
-def die_sample(advantage: float, *, shift: float = 0.0, weight: float = 1.0, version: int = 0) -> TrainSample:
-    return TrainSample(trace(die(), [1, 5, 7, 2], [0, 1, 0, 1], shift=shift, version=version), advantage, weight)
+def die_sample(
+    advantage: float, *, shift: float = 0.0, weight: float = 1.0, version: int = 0
+) -> TrainSample:
+    return TrainSample(
+        trace(die(), [1, 5, 7, 2], [0, 1, 0, 1], shift=shift, version=version), advantage, weight
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,10 +239,14 @@ def die_sample(advantage: float, *, shift: float = 0.0, weight: float = 1.0, ver
         ({"recompute": True, "importance_cap": 5.0}, -3.0, 6.0, 1.0),
     ],
 )
-def test_old_logprobs_and_importance_weights_by_hand(settings: dict[str, Any], advantage: float, loss: float, ratio: float) -> None:
+def test_old_logprobs_and_importance_weights_by_hand(
+    settings: dict[str, Any], advantage: float, loss: float, ratio: float
+) -> None:
     stats = sgd_step(die(), [of_sample(die_sample(advantage, shift=-LOG_2))], **settings)
     assert stats.metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert stats.metrics["ratio_mean"] == stats.metrics["ratio_max"] == pytest.approx(ratio, rel=1e-5)
+    assert (
+        stats.metrics["ratio_mean"] == stats.metrics["ratio_max"] == pytest.approx(ratio, rel=1e-5)
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": True, "importance_cap": 1.5}])
@@ -208,12 +254,17 @@ def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str,
     """The ratio is 1 whatever the trace says of log-probs, and the step that of A · log p."""
     models = [die(), die()]
     one, other = (of_sample(die_sample(2.0, shift=shift, version=-1)) for shift in (-LOG_2, 3.0))
-    stats = [sgd_step(model, [batch], **settings) for model, batch in zip(models, (one, other), strict=True)]
+    stats = [
+        sgd_step(model, [batch], **settings)
+        for model, batch in zip(models, (one, other), strict=True)
+    ]
     for each in stats:
         assert each.metrics["ratio_mean"] == each.metrics["ratio_max"] == pytest.approx(1.0)
         assert each.metrics["grad_norm"] == pytest.approx(stats[0].metrics["grad_norm"])
         assert each.metrics["grad_norm"] > 0.1
-    before, after = (trace(model, [1, 5, 7, 2], [0, 1, 0, 1]).logprobs for model in (die(), models[0]))
+    before, after = (
+        trace(model, [1, 5, 7, 2], [0, 1, 0, 1]).logprobs for model in (die(), models[0])
+    )
     assert sum(after) > sum(before) + 0.1
 
 
@@ -229,10 +280,14 @@ def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:
     one = Minibatch((die_sample(2.0, weight=0.25), die_sample(-1.0, weight=0.75)), 4)
     assert sgd_step(die(), [one]).metrics["loss"] == pytest.approx(-0.5 + 0.75)
     frozen = Trainer(die(), *still(die()), SURROGATE, SETTINGS)
-    assert frozen.step([one, of_sample(die_sample(1.0))], version=0).metrics["loss"] == pytest.approx((0.25 - 1.0) / 2)
+    assert frozen.step([one, of_sample(die_sample(1.0))], version=0).metrics[
+        "loss"
+    ] == pytest.approx((0.25 - 1.0) / 2)
 
 
-def still(model: PreTrainedModel) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def still(
+    model: PreTrainedModel,
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """An optimizer that moves nothing of the model in training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -245,20 +300,28 @@ def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
     model = die()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     trainer = Trainer(
-        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0), SURROGATE, replace(SETTINGS, kl_coef=2.0)
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        SURROGATE,
+        replace(SETTINGS, kl_coef=2.0),
     )
     first = trainer.step([batch], version=0).metrics
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)  # before the update
     assert first["loss"] == pytest.approx(-3.0)
     second = trainer.step([quiet], version=1).metrics
     assert second["reference_kl"] > 0.1
-    assert second["loss"] == pytest.approx(2.0 * second["reference_kl"], rel=1e-5)  # two trained tokens of two
+    assert second["loss"] == pytest.approx(
+        2.0 * second["reference_kl"], rel=1e-5
+    )  # two trained tokens of two
     assert trainer.step([quiet], version=2).metrics["reference_kl"] < second["reference_kl"]
 
 
 def test_the_kl_is_averaged_over_the_tokens_of_the_whole_minibatch() -> None:
     model = die()
-    trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, kl_coef=1.0, micro_batch_tokens=4))
+    trainer = Trainer(
+        model, *still(model), SURROGATE, replace(SETTINGS, kl_coef=1.0, micro_batch_tokens=4)
+    )
     with torch.no_grad():
         model.get_parameter("lm_head.weight").copy_(qwen2().get_parameter("lm_head.weight"))
     samples = (die_sample(0.0), die_sample(0.0))
@@ -289,19 +352,29 @@ def test_the_temperature_of_sampling_is_that_of_training() -> None:
         log_p = (model(input_ids=ids).logits[0, :-1] / 1.7).log_softmax(-1)
     old = (0.0, *log_p.gather(-1, ids[0, 1:, None])[:, 0].tolist())
     sampled = TokenTrace((1, 5, 7, 2), (0, 1, 1, 1), old, (-1, 0, 0, 0))
-    stats = Trainer(model, *still(model), SURROGATE, hot).step([of_sample(TrainSample(sampled, 1.0, 1.0))], version=0)
+    stats = Trainer(model, *still(model), SURROGATE, hot).step(
+        [of_sample(TrainSample(sampled, 1.0, 1.0))], version=0
+    )
     assert stats.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
-    assert stats.metrics["entropy"] == pytest.approx(float(-(log_p.exp() * log_p).sum(-1).mean()), rel=1e-4)
+    assert stats.metrics["entropy"] == pytest.approx(
+        float(-(log_p.exp() * log_p).sum(-1).mean()), rel=1e-4
+    )
 
 
 def test_the_entropy_of_a_die() -> None:
-    assert sgd_step(die(), [minibatch(die())]).metrics["entropy"] == pytest.approx(math.log(V), rel=1e-5)
+    assert sgd_step(die(), [minibatch(die())]).metrics["entropy"] == pytest.approx(
+        math.log(V), rel=1e-5
+    )
 
 
 def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
     model = die()
-    agreeing, off, older = die_sample(1.0), die_sample(1.0, shift=-LOG_2), die_sample(1.0, shift=-5.0, version=3)
+    agreeing, off, older = (
+        die_sample(1.0),
+        die_sample(1.0, shift=-LOG_2),
+        die_sample(1.0, shift=-5.0, version=3),
+    )
 
     def mismatch(*samples: TrainSample) -> float | None:
         trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=4))
@@ -318,12 +391,22 @@ def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
     """Samples of an older version beside a probe of two traces of the present one: the step is that of the samples alone."""
     model, bare = die(), die()
     older, off = die_sample(1.0, version=3), die_sample(1.0, shift=-LOG_2).trace
-    stats = sgd_step(model, [Minibatch((older,), 2, (off, off)), Minibatch((older,), 2, (die_sample(1.0, shift=-5.0).trace,))])
+    stats = sgd_step(
+        model,
+        [
+            Minibatch((older,), 2, (off, off)),
+            Minibatch((older,), 2, (die_sample(1.0, shift=-5.0).trace,)),
+        ],
+    )
     alone = sgd_step(bare, [Minibatch((older,), 2)] * 2)
-    assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)  # the second comes after an update
+    assert stats.metrics["mismatch_kl"] == pytest.approx(
+        2 - 1 - LOG_2, rel=1e-5
+    )  # the second comes after an update
     assert alone.metrics.keys() <= stats.metrics.keys()
     assert {name: stats.metrics[name] for name in alone.metrics} == alone.metrics
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True)
+    )
 
 
 def test_mismatch_is_not_measured_after_an_update() -> None:
@@ -333,24 +416,38 @@ def test_mismatch_is_not_measured_after_an_update() -> None:
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_recomputed_too() -> None:
+def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_recomputed_too() -> (
+    None
+):
     off, older = die_sample(1.0, shift=-LOG_2), die_sample(1.0, shift=-5.0, version=3)
-    stats = sgd_step(die(), [Minibatch((off, older), 4), of_sample(off)], recompute=True, micro_batch_tokens=4)
+    stats = sgd_step(
+        die(), [Minibatch((off, older), 4), of_sample(off)], recompute=True, micro_batch_tokens=4
+    )
     assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
 
 
 def figures(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
-    return mismatch({name: float(value) for name, value in mismatch_moments(trainer, engine).items()})
+    return mismatch(
+        {name: float(value) for name, value in mismatch_moments(trainer, engine).items()}
+    )
 
 
 def test_mismatch_by_hand() -> None:
     engine = torch.tensor([-1.0, -2.0, -3.0])
     same = figures(engine, engine)
-    assert [float(same[f"mismatch_{name}"]) for name in ("kl", "correlation", "explained")] == pytest.approx([0, 1, 0])
+    assert [
+        float(same[f"mismatch_{name}"]) for name in ("kl", "correlation", "explained")
+    ] == pytest.approx([0, 1, 0])
     sharper = figures(2 * engine, engine)  # gaps −1, −2, −3
-    assert float(sharper["mismatch_kl"]) == pytest.approx((math.exp(-1) + math.exp(-2) + math.exp(-3) - 3 + 6) / 3, rel=1e-5)
-    assert [float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")] == pytest.approx([1, 1])
-    apart = figures(torch.tensor([-2.0, -1.0, -2.0]), engine)  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
+    assert float(sharper["mismatch_kl"]) == pytest.approx(
+        (math.exp(-1) + math.exp(-2) + math.exp(-3) - 3 + 6) / 3, rel=1e-5
+    )
+    assert [
+        float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")
+    ] == pytest.approx([1, 1])
+    apart = figures(
+        torch.tensor([-2.0, -1.0, -2.0]), engine
+    )  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
     assert float(apart["mismatch_correlation"]) == pytest.approx(0, abs=1e-6)
     assert float(apart["mismatch_explained"]) == pytest.approx(2**2 / (24 / 9 * 2), rel=1e-5)
     constant = figures(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
@@ -364,13 +461,23 @@ def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> Non
     model = qwen2()
     ids = [tuple(torch.randint(V, (n,), generator=draw).tolist()) for n in (8, 3, 6, 5)]
     engine = [(0.0, *(-1.0 - 4 * torch.rand(len(row) - 1, generator=draw)).tolist()) for row in ids]
-    rows = [TokenTrace(row, (0, *(1,) * (len(row) - 1)), logp, (0,) * len(row)) for row, logp in zip(ids, engine, strict=True)]
+    rows = [
+        TokenTrace(row, (0, *(1,) * (len(row) - 1)), logp, (0,) * len(row))
+        for row, logp in zip(ids, engine, strict=True)
+    ]
     with torch.no_grad():
-        own = [token_logprobs(model, torch.tensor([row]), torch.arange(len(row))[None] > 0).logp[0, 1:] for row in ids]
+        own = [
+            token_logprobs(model, torch.tensor([row]), torch.arange(len(row))[None] > 0).logp[0, 1:]
+            for row in ids
+        ]
     expected = figures(torch.cat(own), torch.tensor([value for row in engine for value in row[1:]]))
     assert 0.01 < abs(expected["mismatch_correlation"]) < 0.99
-    trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=micro_batch_tokens))
-    stats = trainer.step([Minibatch(tuple(TrainSample(row, 0.5, 0.25) for row in rows), 99)], version=0)
+    trainer = Trainer(
+        model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=micro_batch_tokens)
+    )
+    stats = trainer.step(
+        [Minibatch(tuple(TrainSample(row, 0.5, 0.25) for row in rows), 99)], version=0
+    )
     for name, value in expected.items():
         assert stats.metrics[name] == pytest.approx(value, rel=1e-4), name
 
@@ -415,7 +522,9 @@ async def test_gradients_of_half_precision_micro_batches_add_up_in_float32() -> 
     batch = minibatch(qwen2(), samples=24)
     norms = []
     for budget in (10_000, 1):
-        async with learning(bf16(qwen2()), settings=replace(SETTINGS, micro_batch_tokens=budget), learning_rate=0) as learner:
+        async with learning(
+            bf16(qwen2()), settings=replace(SETTINGS, micro_batch_tokens=budget), learning_rate=0
+        ) as learner:
             norms.append((await learner.step([batch])).metrics["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=5e-3)
 
@@ -442,8 +551,15 @@ async def test_activation_checkpointing_changes_no_step() -> None:
     stats = []
     for checkpointing in (False, True):
         model = qwen2()
-        async with learning(model, settings=replace(SETTINGS, activation_checkpointing=checkpointing, kl_coef=0.1)) as learner:
-            stats.append((await learner.step([minibatch(qwen2()), minibatch(qwen2(), 1)]), (await learner.publish()).checksum))
+        async with learning(
+            model, settings=replace(SETTINGS, activation_checkpointing=checkpointing, kl_coef=0.1)
+        ) as learner:
+            stats.append(
+                (
+                    await learner.step([minibatch(qwen2()), minibatch(qwen2(), 1)]),
+                    (await learner.publish()).checksum,
+                )
+            )
     assert stats[0] == stats[1]
 
 
@@ -453,7 +569,9 @@ async def test_activation_checkpointing_changes_no_step() -> None:
 def spoiled(batch: Minibatch, how: str) -> Minibatch:
     first, *rest = batch.samples
     if how == "log-prob":
-        logprobs = [NAN if m else p for p, m in zip(first.trace.logprobs, first.trace.mask, strict=True)]
+        logprobs = [
+            NAN if m else p for p, m in zip(first.trace.logprobs, first.trace.mask, strict=True)
+        ]
         bad = replace(first, trace=replace(first.trace, logprobs=tuple(logprobs)))
     else:
         bad = replace(first, advantage={"advantage": NAN, "infinite advantage": math.inf}[how])
@@ -462,7 +580,9 @@ def spoiled(batch: Minibatch, how: str) -> Minibatch:
 
 @pytest.mark.parametrize("how", ["advantage", "infinite advantage", "log-prob"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(how: str, place: int) -> None:
+async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(
+    how: str, place: int
+) -> None:
     base = qwen2()
     good = [minibatch(base, seed=1), minibatch(base, seed=2)]
     with_bad = [*good[:place], spoiled(minibatch(base, seed=3), how), *good[place:]]
@@ -473,7 +593,9 @@ async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(h
             results.append(await learner.step(batches))
             assert learner.version == 1
     assert (results[1].updates, results[1].skipped) == (2, 1)
-    assert checksum(named_weights(guarded)) == checksum(named_weights(clean)), "as if it had never been there"
+    assert checksum(named_weights(guarded)) == checksum(named_weights(clean)), (
+        "as if it had never been there"
+    )
     assert all(math.isfinite(value) for value in results[1].metrics.values()), results[1].metrics
     same = {name: value for name, value in results[0].metrics.items() if name != "samples"}
     assert {name: results[1].metrics[name] for name in same} == same
@@ -511,7 +633,9 @@ async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
         for seed in range(6):
             before = weights(model)
             reported.append((await learner.step([minibatch(model, seed)])).metrics["learning_rate"])
-            changes = torch.cat([change.abs().flatten() for change in moved(model, before).values()])
+            changes = torch.cat(
+                [change.abs().flatten() for change in moved(model, before).values()]
+            )
             moves.append(float(changes[changes > 0].median()))
     assert moves == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4], rel=0.02)
     assert reported == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
@@ -519,10 +643,14 @@ async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
 
 async def test_weights_without_a_gradient_decay() -> None:
     model = qwen2()
-    before = model.get_parameter("model.embed_tokens.weight")[9].clone()  # of a token that does not occur
+    before = model.get_parameter("model.embed_tokens.weight")[
+        9
+    ].clone()  # of a token that does not occur
     async with learning(model, learning_rate=0.1, weight_decay=0.5) as learner:
         await learner.step([of_sample(die_sample(1.0))])
-    torch.testing.assert_close(model.get_parameter("model.embed_tokens.weight")[9], before * (1 - 0.1 * 0.5))
+    torch.testing.assert_close(
+        model.get_parameter("model.embed_tokens.weight")[9], before * (1 - 0.1 * 0.5)
+    )
 
 
 async def test_a_learning_rate_of_zero_trains_nothing() -> None:
@@ -604,5 +732,7 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
             await learner.load(tmp_path / "nowhere")
         with pytest.raises(ConfigError, match=r"lacks model\.norm\.weight"):
             await learner.load(tmp_path / "torn")
-        with pytest.raises(LearnerError, match=r"bare holds no optimizer\.pt: another kind of learner saved it"):
+        with pytest.raises(
+            LearnerError, match=r"bare holds no optimizer\.pt: another kind of learner saved it"
+        ):
             await learner.load(tmp_path / "bare")

@@ -15,9 +15,18 @@ RELATIVE = CreditSettings(cooldown=3, alpha=0.5, malformed_reward=-1.0, centred=
 
 
 def ready(
-    uid: str, total: float, count: int = 1, *, generation: str = "", span=(2, 4), c_train: int = 0, t_last: int | None = None
+    uid: str,
+    total: float,
+    count: int = 1,
+    *,
+    generation: str = "",
+    span=(2, 4),
+    c_train: int = 0,
+    t_last: int | None = None,
 ) -> Ready:
-    return Ready(PendingUnit(UnitKey(uid, 1), generation or uid, span, count, total), c_train, t_last)
+    return Ready(
+        PendingUnit(UnitKey(uid, 1), generation or uid, span, count, total), c_train, t_last
+    )
 
 
 def malformed(uid: str) -> Ready:
@@ -35,7 +44,9 @@ def names(batch: list[Ready] | None) -> list[str] | None:
 
 
 def samples(*batch: Ready, head: int = 2, step: int = 10):
-    generations = {unit.pending.generation: generation(unit.pending.generation, head) for unit in batch}
+    generations = {
+        unit.pending.generation: generation(unit.pending.generation, head) for unit in batch
+    }
     return batch_samples(batch, generations, step, SETTINGS)
 
 
@@ -49,15 +60,35 @@ def test_the_first_that_became_ready_make_the_batch():
 
 
 def test_units_in_cooldown_wait_and_do_not_fill_the_batch():
-    units = [ready("trained at 8", 1, t_last=8), ready("trained at 7", 1, t_last=7), ready("never", 1)]
-    assert names(choose_batch(units, 2, 10, SETTINGS)) == ["trained at 7@1", "never@1"]  # 10 − 8 < 3 = δ ≤ 10 − 7
+    units = [
+        ready("trained at 8", 1, t_last=8),
+        ready("trained at 7", 1, t_last=7),
+        ready("never", 1),
+    ]
+    assert names(choose_batch(units, 2, 10, SETTINGS)) == [
+        "trained at 7@1",
+        "never@1",
+    ]  # 10 − 8 < 3 = δ ≤ 10 − 7
     assert choose_batch(units, 3, 10, SETTINGS) is None
-    assert names(choose_batch(units, 3, 11, SETTINGS)) == ["trained at 8@1", "trained at 7@1", "never@1"]
+    assert names(choose_batch(units, 3, 11, SETTINGS)) == [
+        "trained at 8@1",
+        "trained at 7@1",
+        "never@1",
+    ]
 
 
 def test_generations_without_an_op_are_at_most_a_quarter():
     units = [malformed("x"), malformed("y"), malformed("z"), *(ready(f"m{i}", 1) for i in range(7))]
-    assert names(choose_batch(units, 8, 0, SETTINGS)) == ["x@0", "y@0", "m0@1", "m1@1", "m2@1", "m3@1", "m4@1", "m5@1"]
+    assert names(choose_batch(units, 8, 0, SETTINGS)) == [
+        "x@0",
+        "y@0",
+        "m0@1",
+        "m1@1",
+        "m2@1",
+        "m3@1",
+        "m4@1",
+        "m5@1",
+    ]
     assert names(choose_batch(units, 3, 0, SETTINGS)) == ["m0@1", "m1@1", "m2@1"]
     assert choose_batch(units[:8], 8, 0, SETTINGS) is None
 
@@ -67,10 +98,18 @@ def test_generations_without_an_op_are_at_most_a_quarter():
 
 def test_pooled_rewards_weights_and_advantages_on_worked_numbers():
     # r̄: a 3 of 4 successes = +0.5, b −1, c +1, trained on 3 times: w = 4^−½ = 0.5; baseline = (0.5 − 1 + 0.5 · 1) / 2.5 = 0
-    found = samples(ready("a", 2.0, 4), ready("b", -1.0), ready("c", 1.0, c_train=3, t_last=2), head=0)
-    assert [(s.id, s.reward, s.weight) for s in found] == [("a@1", 0.5, 1.0), ("b@1", -1.0, 1.0), ("c@1", 1.0, 0.5)]
+    found = samples(
+        ready("a", 2.0, 4), ready("b", -1.0), ready("c", 1.0, c_train=3, t_last=2), head=0
+    )
+    assert [(s.id, s.reward, s.weight) for s in found] == [
+        ("a@1", 0.5, 1.0),
+        ("b@1", -1.0, 1.0),
+        ("c@1", 1.0, 0.5),
+    ]
     assert [s.advantage for s in found] == pytest.approx([0.5, -1.0, 0.5])
-    assert sum(s.advantage for s in found) == pytest.approx(0.0), "what all answers have in common is neither pushed up nor down"
+    assert sum(s.advantage for s in found) == pytest.approx(0.0), (
+        "what all answers have in common is neither pushed up nor down"
+    )
 
 
 def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_in_the_batch():
@@ -83,7 +122,13 @@ def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_i
     baseline = (weight * 1 - weight * 0.5 - 1) / (2 * weight + 1)
     assert [s.reward for s in found] == [1.0, -0.5, -1.0, 0.25, -1.0]
     assert [s.advantage for s in found] == pytest.approx(
-        [weight * (1 - baseline), weight * (-0.5 - baseline), -1 - baseline, weight * (0.25 - baseline), -1 - baseline]
+        [
+            weight * (1 - baseline),
+            weight * (-0.5 - baseline),
+            -1 - baseline,
+            weight * (0.25 - baseline),
+            -1 - baseline,
+        ]
     )
     assert [s.generation for s in found] == ["g", "g", "h", "g", "h"]
 
@@ -95,7 +140,12 @@ def test_a_batch_of_equal_rewards_teaches_nothing():
 def test_rewards_that_are_relative_already_are_advantages_as_they_are():
     """Centred, the right lesson "a" of a place that is won without it, 0, would be pushed down by "b", which helps elsewhere."""
     units = (ready("a", 0.0), ready("b", 1.0), ready("c", -0.5, c_train=3, t_last=2))
-    found = batch_samples(units, {unit.pending.generation: generation(unit.pending.generation, 0) for unit in units}, 10, RELATIVE)
+    found = batch_samples(
+        units,
+        {unit.pending.generation: generation(unit.pending.generation, 0) for unit in units},
+        10,
+        RELATIVE,
+    )
     assert [s.advantage for s in found] == [0.0, 1.0, -0.25]
 
 

@@ -72,13 +72,19 @@ async def database(tmp_path: Path):
 
 async def gathered(database: Database, *works: Work) -> list[Any]:
     async with asyncio.timeout(60):
-        return await asyncio.gather(*(database.transaction(work) for work in works), return_exceptions=True)
+        return await asyncio.gather(
+            *(database.transaction(work) for work in works), return_exceptions=True
+        )
 
 
-async def test_works_that_wait_together_share_a_commit_and_keep_their_order(database: Database) -> None:
+async def test_works_that_wait_together_share_a_commit_and_keep_their_order(
+    database: Database,
+) -> None:
     statements, order = Statements(database), []
     wanted = [f"{i:03d}" for i in range(GROUP + 10)]
-    assert await gathered(database, *(fact(name, order) for name in wanted)) == wanted, "each caller gets what its own work returned"
+    assert await gathered(database, *(fact(name, order) for name in wanted)) == wanted, (
+        "each caller gets what its own work returned"
+    )
     assert order == wanted
     assert statements.counts["COMMIT"] == 2, "as many as fit into one, and the rest"
     assert names(database.path) == wanted
@@ -95,7 +101,9 @@ async def test_a_work_alone_is_a_commit(database: Database) -> None:
 async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Database) -> None:
     statements = Statements(database)
     bug = KeyError("a bug")
-    first, second, third, fourth = await gathered(database, fact("a"), bad("b", bug), fact("a"), fact("c"))
+    first, second, third, fourth = await gathered(
+        database, fact("a"), bad("b", bug), fact("a"), fact("c")
+    )
     assert (first, second, fourth) == ("a", bug, "c")
     assert isinstance(third, StoreError), "a key that is there already"
     assert "bank.sqlite: UNIQUE constraint failed" in str(third)
@@ -103,19 +111,27 @@ async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Databas
     assert statements.counts["COMMIT"] == 1
 
 
-async def test_a_later_work_sees_what_an_earlier_one_wrote_and_nothing_of_a_failed_one(database: Database) -> None:
+async def test_a_later_work_sees_what_an_earlier_one_wrote_and_nothing_of_a_failed_one(
+    database: Database,
+) -> None:
     def count(db: sqlite3.Connection) -> int:
         return db.execute("SELECT COUNT(*) FROM facts").fetchone()[0]
 
-    assert (await gathered(database, fact("a"), count, bad("b", ValueError("no")), count))[1::2] == [1, 1]
+    assert (await gathered(database, fact("a"), count, bad("b", ValueError("no")), count))[
+        1::2
+    ] == [1, 1]
 
 
 @pytest.mark.parametrize("word", ["BEGIN", "COMMIT"])
-async def test_without_its_commit_nothing_of_a_group_happened(word: str, database: Database) -> None:
+async def test_without_its_commit_nothing_of_a_group_happened(
+    word: str, database: Database
+) -> None:
     statements = Statements(database)
     statements.failing[word] = sqlite3.OperationalError("disk I/O error")
     outcomes = await gathered(database, fact("a"), bad("b", ValueError("no")), fact("c"))
-    assert [type(outcome) for outcome in outcomes] == [StoreError] * 3, "nobody is told that it worked"
+    assert [type(outcome) for outcome in outcomes] == [StoreError] * 3, (
+        "nobody is told that it worked"
+    )
     assert {str(outcome) for outcome in outcomes} == {
         f"{database.path}: disk I/O error. What was acknowledged before is safe.",
     }  # fmt: skip
@@ -141,7 +157,10 @@ async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: D
 
 async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> None:
     """Its work is done with those of its neighbours, whether it had begun or not."""
-    callers = [asyncio.create_task(database.transaction(work)) for work in (fact("a"), fact("b"), bad("c", ValueError("no")), fact("d"))]
+    callers = [
+        asyncio.create_task(database.transaction(work))
+        for work in (fact("a"), fact("b"), bad("c", ValueError("no")), fact("d"))
+    ]
     await asyncio.sleep(0)
     for caller in callers[1:3]:
         caller.cancel()
@@ -174,10 +193,15 @@ async def test_a_copy_holds_whole_groups(database: Database, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
-async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(turns: int, database: Database, tmp_path: Path) -> None:
+async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
+    turns: int, database: Database, tmp_path: Path
+) -> None:
     """Whenever that happens: its thread would call into a loop that may be closed by then."""
     threads = set(threading.enumerate())
-    for work in (Database.open(tmp_path / "other.sqlite"), copy_database(database.path, tmp_path / f"copy-{turns}.sqlite")):
+    for work in (
+        Database.open(tmp_path / "other.sqlite"),
+        copy_database(database.path, tmp_path / f"copy-{turns}.sqlite"),
+    ):
         caller = asyncio.create_task(work)
         for _ in range(turns + 1):
             await asyncio.sleep(0)
@@ -192,7 +216,11 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(turns: int
 
 
 @pytest.mark.parametrize(
-    "work", ["Database.open(folder / 'bank.sqlite')", "copy_database(folder / 'source.sqlite', folder / 'copy.sqlite')"]
+    "work",
+    [
+        "Database.open(folder / 'bank.sqlite')",
+        "copy_database(folder / 'source.sqlite', folder / 'copy.sqlite')",
+    ],
 )
 def test_ctrl_c_while_it_connects_is_just_that(work: str, tmp_path: Path) -> None:
     """Ctrl-C during something that blocks lands on the next await."""
@@ -211,7 +239,9 @@ except KeyboardInterrupt:
     print("interrupted")
 """
     sqlite3.connect(tmp_path / "source.sqlite").close()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert (result.stdout, result.stderr) == ("interrupted\n", "")
 
 
@@ -219,7 +249,11 @@ async def test_a_closed_bank_says_so_and_keeps_nobody_waiting(tmp_path):
     database = await Database.open(tmp_path / "bank.sqlite")
     await database.aclose()
     async with asyncio.timeout(60):
-        for call in (database.transaction(lambda db: None), database.rows("SELECT 1"), database.backup(tmp_path / "copy.sqlite")):
+        for call in (
+            database.transaction(lambda db: None),
+            database.rows("SELECT 1"),
+            database.backup(tmp_path / "copy.sqlite"),
+        ):
             with pytest.raises(StoreError, match="the bank is closed"):
                 await call
     assert not (tmp_path / "copy.sqlite").exists()

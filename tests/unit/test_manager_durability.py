@@ -50,7 +50,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1])
 def contents(path: Path) -> dict[str, list[Any]]:
     """Every table; who holds a lease is no part of it."""
     with closing(sqlite3.connect(path)) as db:
-        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'sqlite_sequence'")]
+        tables = [
+            name
+            for (name,) in db.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'sqlite_sequence'"
+            )
+        ]
         found = {name: sorted(map(repr, db.execute(f"SELECT * FROM {name}"))) for name in tables}
     return found | {"requests": [row.replace("'leased'", "'pending'") for row in found["requests"]]}
 
@@ -59,7 +64,11 @@ def contents(path: Path) -> dict[str, list[Any]]:
 
 Step = tuple[str, int]
 KINDS = "submit lease release return bad fail bury revive credit judge lift refine search train prune embed merge vote"
-HISTORIES = st.lists(st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)), min_size=5, max_size=40)
+HISTORIES = st.lists(
+    st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)),
+    min_size=5,
+    max_size=40,
+)
 RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
 
 
@@ -67,27 +76,51 @@ def distilled(of: DistilRequest, kind: str) -> Distilled:
     def write(op: int, text: str, *targets: UnitKey) -> Write:
         return Write(op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.member, targets)
 
-    generation = Generation(of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
-    writes = {"add": (write(0, "Go \x00west's."), write(1, "Go east.")), "update": (write(0, "Go north.", UnitKey("run/0/0/0#0", 1)),)}
+    generation = Generation(
+        of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
+    )
+    writes = {
+        "add": (write(0, "Go \x00west's."), write(1, "Go east.")),
+        "update": (write(0, "Go north.", UnitKey("run/0/0/0#0", 1)),),
+    }
     dropped = {"no op in the answer": 1} if kind == "bad" else {}
-    votes = tuple(Vote(op, UnitKey(f"run/0/0/{op}#0", 1), -1) for op in range(3)) if kind == "vote" else ()
+    votes = (
+        tuple(Vote(op, UnitKey(f"run/0/0/{op}#0", 1), -1) for op in range(3))
+        if kind == "vote"
+        else ()
+    )
     return Distilled(of, generation, writes.get(kind, ()), int(kind == "return"), dropped, votes)
 
 
 def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
     """The first two of the chunk become one and what is left goes; with n = 1 nothing is said; with n = 2 a target is stale."""
-    generation = Generation(name, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    generation = Generation(
+        name, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
+    )
     targets = (*chunk[:2], UnitKey("run/0/0/0#0", 99)) if n == 2 else tuple(chunk[:2])
-    merges = (Write(0, "Go about.", (0, 1), np.ones(3, np.float32), targets),) if len(targets) > 1 and n != 1 else ()
+    merges = (
+        (Write(0, "Go about.", (0, 1), np.ones(3, np.float32), targets),)
+        if len(targets) > 1 and n != 1
+        else ()
+    )
     discards = ((1, tuple(chunk[2:3])),) if len(chunk) > 2 and n != 1 else ()
     return Merged(generation, merges, discards, {"not JSON": 1}, malformed=not (merges or discards))
 
 
 def refined(n: int) -> Refined:
     """With n = 1 what was found is to stay as it is; with n = 2 nothing usable is said."""
-    generation = Generation(f"question {n}", 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0)
+    generation = Generation(
+        f"question {n}", 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
+    )
     text, dropped = ("Two rooms west.", {}) if n == 0 else (None, {"not JSON": 1} if n == 2 else {})
-    return Refined(generation, hit(f"run/0/0/{n}#0").use, text, (0, 2) if text else (0, 0), dropped, malformed=n == 2)
+    return Refined(
+        generation,
+        hit(f"run/0/0/{n}#0").use,
+        text,
+        (0, 2) if text else (0, 0),
+        dropped,
+        malformed=n == 2,
+    )
 
 
 async def take(store: Store, step: Step) -> None:
@@ -120,11 +153,16 @@ async def take(store: Store, step: Step) -> None:
             await store.credit(f"episode {n}", [Credit.of(hit(unit.uid).use, True)], AT)
         case "judge":
             use = hit(unit.uid, generation=f"question {n}").use
-            judged = replace(use, verdict=get_args(Verdict)[n]), replace(use, how="ask", verdict="refine")
+            judged = (
+                replace(use, verdict=get_args(Verdict)[n]),
+                replace(use, how="ask", verdict="refine"),
+            )
             await store.credit(f"judged {n}", [Credit.of(one, n > 0) for one in judged], AT)
         case "lift":
             units = [UnitKey(f"run/0/0/{member}#0", 1) for member in range(n + 1)]
-            await store.record_lifts({f"run/4/{n}": [GroupSuccess(one, 1.0, n / 3) for one in units]}, AT)
+            await store.record_lifts(
+                {f"run/4/{n}": [GroupSuccess(one, 1.0, n / 3) for one in units]}, AT
+            )
         case "refine":
             await store.refine(refined(n), AT, RULES)
         case "search":
@@ -135,7 +173,15 @@ async def take(store: Store, step: Step) -> None:
         case "prune":
             await store.prune(await store.spent(n), n)
         case "merge":
-            await store.merge(merged(f"merge/{await store.merges()}", [entry.unit for entry, _ in await store.entries()], n), AT, RULES)
+            await store.merge(
+                merged(
+                    f"merge/{await store.merges()}",
+                    [entry.unit for entry, _ in await store.entries()],
+                    n,
+                ),
+                AT,
+                RULES,
+            )
         case "embed":
             await store.set_vectors(f"embedder {n}", {unit.uid: np.full(3, n, np.float32)})
 
@@ -144,7 +190,9 @@ async def votes(store: Store) -> int:
     return (await store.counts())["ops/down"]
 
 
-async def live(store: Store, path: Path, history: Sequence[Step]) -> dict[int, dict[str, list[Any]]]:
+async def live(
+    store: Store, path: Path, history: Sequence[Step]
+) -> dict[int, dict[str, list[Any]]]:
     """What the bank was at each of the history's snapshots, and at one at its end."""
     states = {}
     for step in [*history, ("release", 0), ("snapshot", 0)]:
@@ -161,12 +209,19 @@ def ranked(state: dict[str, list[Any]]) -> list[Any]:
     log = [eval(row)[1:] for row in state["log"]]
     units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # but `ready`
     entries = [row[1:] for row in sorted(map(eval, state["entries"]))]
-    return [sorted(log), units, entries, *(state[table] for table in ("requests", "generations", "facts"))]
+    return [
+        sorted(log),
+        units,
+        entries,
+        *(state[table] for table in ("requests", "generations", "facts")),
+    ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(before=HISTORIES, after=HISTORIES, chosen=st.integers(0, 100))
-def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(before: list[Step], after: list[Step], chosen: int) -> None:
+def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
+    before: list[Step], after: list[Step], chosen: int
+) -> None:
     async def both(folder: Path) -> None:
         path = folder / "bank.sqlite"
         store = await Store.open(path)
@@ -200,8 +255,14 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(before: list[Step]
 
 
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(HISTORIES, min_size=2, max_size=3), kept=st.sets(st.integers(0, 40)), chosen=st.integers(0, 40))
-def test_snapshots_that_are_forgotten_take_nothing_from_the_others(parts: list[list[Step]], kept: set[int], chosen: int) -> None:
+@given(
+    parts=st.lists(HISTORIES, min_size=2, max_size=3),
+    kept=st.sets(st.integers(0, 40)),
+    chosen=st.integers(0, 40),
+)
+def test_snapshots_that_are_forgotten_take_nothing_from_the_others(
+    parts: list[list[Step]], kept: set[int], chosen: int
+) -> None:
     """After every part, all are forgotten but those whose places among all so far are in `kept`, and the new one."""
 
     async def play(folder: Path) -> None:
@@ -217,7 +278,11 @@ def test_snapshots_that_are_forgotten_take_nothing_from_the_others(parts: list[l
             last = await store.snapshot(AT, left)
             all_of_them.append(last)
             states = {seq: states[seq] for seq in left} | {last: contents(path)}
-        images = {row[0] for table in TABLES for row in await store._database.rows(f"SELECT snapshot FROM {table}_before")}
+        images = {
+            row[0]
+            for table in TABLES
+            for row in await store._database.rows(f"SELECT snapshot FROM {table}_before")
+        }
         assert images <= states.keys(), "nothing is kept for the others"
         for gone in set(all_of_them) - states.keys():
             with pytest.raises(StoreError, match=f"it has no snapshot {gone} to go back to"):
@@ -242,12 +307,26 @@ async def recounted(store: Store) -> dict[str, int]:
 
 async def test_done_requests_are_counted_by_the_log(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
-    for step in [("submit", n) for n in range(4)] + [("add", 0), ("bad", 1), ("bury", 2), ("lease", 1)]:
+    for step in [("submit", n) for n in range(4)] + [
+        ("add", 0),
+        ("bad", 1),
+        ("bury", 2),
+        ("lease", 1),
+    ]:
         await take(store, step)
     queue = {"queue/pending": 0, "queue/leased": 1, "queue/done": 2, "queue/dead": 1}
-    assert (await store.counts()).items() >= {**queue, "ops/submit": 4, "ops/add": 2, "dropped/no op in the answer": 1}.items()
+    assert (await store.counts()).items() >= {
+        **queue,
+        "ops/submit": 4,
+        "ops/add": 2,
+        "dropped/no op in the answer": 1,
+    }.items()
     await store.begin_anew()
-    assert not {name: number for name, number in (await store.counts()).items() if number and name != "log/seq"}
+    assert not {
+        name: number
+        for name, number in (await store.counts()).items()
+        if number and name != "log/seq"
+    }
     assert await store.submit(request(member=3), AT), "what was forgotten can be submitted again"
     figures = {"queue/pending": 1, "queue/done": 0, "ops/submit": 1, "ops/add": 0}
     assert (await store.counts()).items() >= figures.items()
@@ -263,7 +342,9 @@ async def test_a_bank_that_begins_anew_cannot_go_back(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"no snapshot {seq}"):
         await store.rollback(seq)
     assert contents(tmp_path / "bank.sqlite")["requests_before"] == []
-    assert not [name for name in os.listdir(tmp_path) if "rollback" in name], "nothing is copied in vain"
+    assert not [name for name in os.listdir(tmp_path) if "rollback" in name], (
+        "nothing is copied in vain"
+    )
     await store.aclose()
 
 
@@ -290,7 +371,10 @@ async def test_a_bank_that_is_read_is_not_made_one_file(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM log").fetchall()
-        with pytest.raises(StoreError, match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. End that reader first\."):
+        with pytest.raises(
+            StoreError,
+            match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. End that reader first\.",
+        ):
             await store.compact()
     await store.compact()
     await store.aclose()
@@ -317,7 +401,10 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
         assert [await store.failed(one, "busy") for _ in range(2)] == [1, 2]
         if one.member:
             await store.bury(one, "too often busy", AT)
-    with pytest.raises(StoreError, match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; crl bank dead lists them\."):
+    with pytest.raises(
+        StoreError,
+        match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; crl bank dead lists them\.",
+    ):
         await store.retry_dead(["run/0/0/1", "run/0/0/0", "nobody"])
     assert (await store.counts())["queue/dead"] == 3
     assert await store.retry_dead(["run/0/0/2"]) == ["run/0/0/2"]
@@ -328,7 +415,11 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
     assert await store.retry_dead() == ["run/0/0/1", "run/0/0/3"]
     assert await store.lease() == requests
     await store.bury(requests[1], "again", AT)
-    assert (await store.counts()).items() >= {"ops/dead": 4, "ops/revive": 3, "queue/dead": 1}.items()
+    assert (await store.counts()).items() >= {
+        "ops/dead": 4,
+        "ops/revive": 3,
+        "queue/dead": 1,
+    }.items()
     await store.aclose()
 
 
@@ -337,8 +428,16 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
 
 def schema(path: Path) -> dict[str, Any]:
     with closing(sqlite3.connect(path)) as db:
-        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'")]
-        columns = {name: db.execute("SELECT * FROM pragma_table_info(?)", (name,)).fetchall() for name in tables}
+        tables = [
+            name
+            for (name,) in db.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+            )
+        ]
+        columns = {
+            name: db.execute("SELECT * FROM pragma_table_info(?)", (name,)).fetchall()
+            for name in tables
+        }
         others = "SELECT name, sql FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
         return columns | {name: " ".join(sql.split()) for name, sql in db.execute(others)}
 
@@ -352,7 +451,15 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
     assert [(entry.uid, entry.version, entry.text) for entry, _ in await store.entries()] == [
         ("run/0/0/0#2", 1, "Mind the trap."), ("run/0/0/0#0", 2, "Go southwest."), ("run/0/0/2#0", 1, "Go southeast."),
     ]  # fmt: skip
-    figures = {"queue/pending": 2, "queue/leased": 0, "queue/done": 4, "queue/dead": 1, "ops/add": 4, "ops/evict": 1, "buffer/ready": 2}
+    figures = {
+        "queue/pending": 2,
+        "queue/leased": 0,
+        "queue/done": 4,
+        "queue/dead": 1,
+        "ops/add": 4,
+        "ops/evict": 1,
+        "buffer/ready": 2,
+    }
     assert (await store.counts()).items() >= figures.items()
     seq = await store.snapshot(AT)
     before = contents(path)
@@ -375,7 +482,9 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     store = await Store.open(path)
     assert schema(path) == schema(tmp_path / "new.sqlite")
     units = {str(unit.pending.unit): unit.pending for unit in await store.ready()}
-    assert (units["run/0/0/0#0@1"].count, units["run/0/0/0#0@1"].total) == (2, 0.0), "pending credit is kept"
+    assert (units["run/0/0/0#0@1"].count, units["run/0/0/0#0@1"].total) == (2, 0.0), (
+        "pending credit is kept"
+    )
     assert [(entry.uid, entry.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#2", 0), ("run/0/0/0#0", 0), ("run/1/0/0#0", 0),
     ]  # fmt: skip
@@ -391,18 +500,26 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     assert [(entry.uid, entry.retrieved, entry.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#1", 0, 0), ("run/0/0/0#2", 0, 0), ("run/0/0/0#0", 0, 0),
     ]  # fmt: skip
-    assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready()} == {"run/0/0/0#0@1": 1, "run/0/0/3@0": 1}
+    assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready()} == {
+        "run/0/0/0#0@1": 1,
+        "run/0/0/3@0": 1,
+    }
     await store.aclose()
 
 
-async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lift(tmp_path: Path) -> None:
+async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lift(
+    tmp_path: Path,
+) -> None:
     path = bank_of_version_3(tmp_path / "old.sqlite")
     await (await Store.open(tmp_path / "new.sqlite")).aclose()
     store = await Store.open(path)
     assert schema(path) == schema(tmp_path / "new.sqlite")
 
     async def records() -> dict[str, tuple[int, int, Lift | None]]:
-        return {str(entry.unit): (entry.credited, entry.votes, entry.lift) for entry, _ in await store.entries()}
+        return {
+            str(entry.unit): (entry.credited, entry.votes, entry.lift)
+            for entry, _ in await store.entries()
+        }
 
     others = {"run/0/0/0#2@1": (0, 0, None), "run/1/0/0#0@1": (0, 0, None)}
     assert await records() == {**others, "run/0/0/0#0@2": (1, 1, None)}
@@ -410,7 +527,9 @@ async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lif
     await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)]}, AT)
     seq = await store.snapshot(AT)
     before = contents(path)
-    await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)], "run/5/2": [GroupSuccess(unit, 1.0, 1.0)]}, AT)
+    await store.record_lifts(
+        {"run/5/1": [GroupSuccess(unit, 1.0, 0.5)], "run/5/2": [GroupSuccess(unit, 1.0, 1.0)]}, AT
+    )
     assert await records() == {**others, "run/0/0/0#0@2": (1, 1, Lift(2, 0.25, 0.125))}
     await store.rollback(seq)
     assert contents(path) == before
@@ -427,7 +546,11 @@ async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Pat
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM requests WHERE state IN ('pending', 'leased')")
     store = await Store.open(path)
-    assert (await store.counts()).items() >= {"queue/done": 4, "ops/submit": 7, "ops/forget": 2}.items()
+    assert (await store.counts()).items() >= {
+        "queue/done": 4,
+        "ops/submit": 7,
+        "ops/forget": 2,
+    }.items()
     await store.aclose()
 
 
@@ -438,7 +561,12 @@ async def test_a_bank_of_version_1_that_began_anew_still_counts_from_there(tmp_p
         db.execute("DELETE FROM requests")
     store = await Store.open(path)
     await store.submit(request(9), AT)
-    assert (await store.counts()).items() >= {"queue/done": 0, "queue/pending": 1, "ops/submit": 1, "ops/add": 0}.items()
+    assert (await store.counts()).items() >= {
+        "queue/done": 0,
+        "queue/pending": 1,
+        "ops/submit": 1,
+        "ops/add": 0,
+    }.items()
     assert "ops/forget" not in await store.counts()
     await store.aclose()
 
@@ -464,20 +592,26 @@ async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path:
     store._database.connection.execute(f"PRAGMA max_page_count = {pages + 20}")
     outcomes = []
     for group in range(20):
-        gathered = (store.submit(request(0, group, member, note="x" * 500), AT) for member in range(8))
+        gathered = (
+            store.submit(request(0, group, member, note="x" * 500), AT) for member in range(8)
+        )
         outcomes += await asyncio.gather(*gathered, return_exceptions=True)
     said = {str(outcome) for outcome in outcomes if outcome is not True}
     assert said == {
         f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space; what was acknowledged before is safe."
     }  # fmt: skip
-    acknowledged = [f"run/0/{i // 8}/{i % 8}" for i, outcome in enumerate(outcomes) if outcome is True]
+    acknowledged = [
+        f"run/0/{i // 8}/{i % 8}" for i, outcome in enumerate(outcomes) if outcome is True
+    ]
     assert 0 < len(acknowledged) < len(outcomes)
     store._database.connection.execute("PRAGMA max_page_count = 100000")
     assert await store.submit(request(9), AT)
     await store.aclose()
     again = await Store.open(tmp_path / "bank.sqlite")
     assert [one.id for one in await again.lease()] == [*acknowledged, "run/9/0/0"]
-    assert (await again.counts())["ops/submit"] == len(acknowledged) + 1, "and what was refused left no trace"
+    assert (await again.counts())["ops/submit"] == len(acknowledged) + 1, (
+        "and what was refused left no trace"
+    )
     await again.aclose()
 
 
@@ -508,24 +642,43 @@ asyncio.run(main(Path(sys.argv[1])))
 
 def python(code: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
-async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_mended(tmp_path: Path) -> None:
+async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_mended(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "bank.sqlite"
     said, _ = python(WRITES_UNTIL_IT_FAILS, path).communicate(timeout=120)
     acknowledged, message = said.strip().split(" ", 1)
     assert int(acknowledged) > 10
-    remedy = "See whether its disk is full, over a quota or gone; what was acknowledged before is safe."
+    remedy = (
+        "See whether its disk is full, over a quota or gone; what was acknowledged before is safe."
+    )
     assert message == f"{path}: disk I/O error. {remedy}"
     store = await Store.open(path)
-    assert [one.id for one in await store.lease()] == [f"run/0/0/{member}" for member in range(int(acknowledged))] + ["run/1/0/0"]
+    assert [one.id for one in await store.lease()] == [
+        f"run/0/0/{member}" for member in range(int(acknowledged))
+    ] + ["run/1/0/0"]
     await store.aclose()
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may make a file, not even root")
+@pytest.mark.skipif(
+    not Path("/proc/self").is_dir(),
+    reason="needs /proc, where nobody may make a file, not even root",
+)
 async def test_a_directory_that_nobody_may_write_to_is_an_error() -> None:
-    with pytest.raises(StoreError, match=r"^/proc/self/bank\.sqlite: .*\. Its directory must exist and be writable\.$"):
+    with pytest.raises(
+        StoreError,
+        match=r"^/proc/self/bank\.sqlite: .*\. Its directory must exist and be writable\.$",
+    ):
         await Store.open(Path("/proc/self/bank.sqlite"))
 
 
@@ -553,7 +706,10 @@ async def test_a_second_writer_is_told_who_the_first_one_is(tmp_path: Path) -> N
         assert holder.stdout
         assert holder.stdout.readline() == "open\n"
         for _ in range(2):
-            with pytest.raises(StoreError, match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. End that one first"):
+            with pytest.raises(
+                StoreError,
+                match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. End that one first",
+            ):
                 await Store.open(path)
         assert contents(path)["log"], "reading is possible all the time"
     finally:
@@ -607,7 +763,11 @@ def killed(how: str, *numbers: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-BY_CAP, BY_SIZE, BY_VOTES = {"for": "run/1/0/0"}, {"for": "run/1/1/0"}, {"for": "run/1/3/1", "reason": "votes"}
+BY_CAP, BY_SIZE, BY_VOTES = (
+    {"for": "run/1/0/0"},
+    {"for": "run/1/1/0"},
+    {"for": "run/1/3/1", "reason": "votes"},
+)
 EVICTED = {
     "fifo": {"run/0/0/0#1": BY_CAP, "run/0/0/0#2": BY_SIZE, "run/1/0/0#1": BY_VOTES},
     "lru": {"run/0/0/0#2": BY_CAP, "run/0/0/0#0": BY_SIZE, "run/1/0/0#1": BY_VOTES},
@@ -630,7 +790,9 @@ def expect_nothing_lost(report: dict[str, Any]) -> None:
         log = [ast.literal_eval(row) for row in left["log"]]
         assert {kind for _, kind, *_ in log} == DONE, "every kind of operation is done"
         evicted = {origin: json.loads(data) for _, kind, origin, _, data in log if kind == "evict"}
-        assert EVICTED[rule] == {uid: data for uid, data in evicted.items() if data["for"].startswith("run/1/")}
+        assert EVICTED[rule] == {
+            uid: data for uid, data in evicted.items() if data["for"].startswith("run/1/")
+        }
         said = {json.loads(data).get(key) for *_, data in log for key in ("reason", "verdict")}
         assert said >= {"near duplicate", "stale target", "accept", "refine", "reject"}
 

@@ -26,16 +26,62 @@ JUNK = [
 
 
 def anything(rng: random.Random) -> object:
-    return rng.choice([None, True, -1, 0, 1, 2, 3, 1e9, 1.0, "1", "2", "x", [], [1], {}, {"op": "add"}, float("nan"), 10**30, "9" * 5000])
+    return rng.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            1,
+            2,
+            3,
+            1e9,
+            1.0,
+            "1",
+            "2",
+            "x",
+            [],
+            [1],
+            {},
+            {"op": "add"},
+            float("nan"),
+            10**30,
+            "9" * 5000,
+        ]
+    )
 
 
 def text(rng: random.Random) -> str:
-    return " ".join(rng.choices(WORDS, k=900 if rng.random() < 0.02 else rng.choice([0, 1, 3, 5, 8])))
+    return " ".join(
+        rng.choices(WORDS, k=900 if rng.random() < 0.02 else rng.choice([0, 1, 3, 5, 8]))
+    )
 
 
 def op(rng: random.Random) -> object:
-    kind = rng.choice(["add", "add", "update", "update", "up", "down", "down", "return", "merge", "discard", "keep", "", None, 7, ["add"]])
-    made: dict[str, object] = {"op": kind, "target": rng.choice([1, 1, 1, 2, "1", anything(rng)]), "text": text(rng)}
+    kind = rng.choice(
+        [
+            "add",
+            "add",
+            "update",
+            "update",
+            "up",
+            "down",
+            "down",
+            "return",
+            "merge",
+            "discard",
+            "keep",
+            "",
+            None,
+            7,
+            ["add"],
+        ]
+    )
+    made: dict[str, object] = {
+        "op": kind,
+        "target": rng.choice([1, 1, 1, 2, "1", anything(rng)]),
+        "text": text(rng),
+    }
     if rng.random() < 0.2:
         made[rng.choice(["op", "target", "text", "targets"])] = anything(rng)
     if rng.random() < 0.1:
@@ -45,13 +91,17 @@ def op(rng: random.Random) -> object:
 
 def answer(rng: random.Random) -> str:
     """Operations, with something wrong in half of them."""
-    said = json.dumps([op(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 5]))], ensure_ascii=rng.random() < 0.5)
+    said = json.dumps(
+        [op(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 5]))], ensure_ascii=rng.random() < 0.5
+    )
     if rng.random() < 0.3:
         said = f"{rng.choice(JUNK)}{said}{rng.choice(JUNK)}"
     if rng.random() < 0.2:
         at = rng.randrange(len(said) + 1)
         said = said[:at] + rng.choice(["", *JUNK]) + said[at + rng.randrange(9) :]
-    return said.encode("utf-8", "ignore").decode()  # a tokenizer spells no lone surrogates; JSON's escapes do
+    return said.encode(
+        "utf-8", "ignore"
+    ).decode()  # a tokenizer spells no lone surrogates; JSON's escapes do
 
 
 @pytest.mark.parametrize("answers", [400, pytest.param(10_000, marks=pytest.mark.soak)])
@@ -63,17 +113,35 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
         step = submitted // 40
         made.advance(step)
         goals = [task(goal=f"Leave hall {i}.") for i in range(8)]
-        hits = await made.search([search(goal.goal, group=8 * step + i) for i, goal in enumerate(goals)])
+        hits = await made.search(
+            [search(goal.goal, group=8 * step + i) for i, goal in enumerate(goals)]
+        )
         for i, (goal, hit) in enumerate(zip(goals * 5, hits * 5, strict=True)):
-            one: DistilRequest = request(step, 8 * step + i % 8, i // 8, of=goal, shown=(hit,) if hit else ())
+            one: DistilRequest = request(
+                step, 8 * step + i % 8, i // 8, of=goal, shown=(hit,) if hit else ()
+            )
             submitted += await made.submit(one)
             if hit:
                 await made.credit([hit.use], rng.random() < 0.5, episode=one.id)
         await made.drain()
         assert 0 < len(made._bank.entries) <= 12
     figures = await made.stats()
-    assert figures.items() >= {"queue/done": submitted, "queue/dead": 0, "queue/pending": 0, "queue/retried": 0}.items()
-    assert min(figures[f"ops/{kind}"] for kind in ("add", "update", "up", "down", "return", "evict", "malformed")) > 0
+    assert (
+        figures.items()
+        >= {
+            "queue/done": submitted,
+            "queue/dead": 0,
+            "queue/pending": 0,
+            "queue/retried": 0,
+        }.items()
+    )
+    assert (
+        min(
+            figures[f"ops/{kind}"]
+            for kind in ("add", "update", "up", "down", "return", "evict", "malformed")
+        )
+        > 0
+    )
     assert {"near duplicate", "target named before", "stale target", "unknown op", "not JSON"} <= {
         name.removeprefix("dropped/") for name in figures
     }
@@ -83,7 +151,9 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
     store = await Store.open(path)
     stored = [entry for entry, _ in await store.entries()]
     assert stored == list(entries.values()), "what is in memory is what is stored"
-    assert all(entry.text.strip() and len(entry.text) <= 2000 and entry.votes > -1 for entry in stored)
+    assert all(
+        entry.text.strip() and len(entry.text) <= 2000 and entry.votes > -1 for entry in stored
+    )
     await store.aclose()
     counted = [data for kind in ("up", "down") for _, data in logged(path, kind)]
     assert len(counted) == figures["ops/up"] + figures["ops/down"]

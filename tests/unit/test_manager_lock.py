@@ -63,7 +63,9 @@ async def live(number: int, plan: Plan, lock: ReadWriteLock, history: History) -
     history.came.append(number)
     async with lock.read() if plan.kind == "read" else lock.write():
         history.entered.append(number)
-        assert not history.inside or {plan.kind, *history.inside} == {"read"}, "a writer with somebody else"
+        assert not history.inside or {plan.kind, *history.inside} == {"read"}, (
+            "a writer with somebody else"
+        )
         history.inside.append(plan.kind)
         try:
             await turns(plan.holds)
@@ -85,7 +87,9 @@ async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
         await asyncio.sleep(0)
     await turns(sum(plan.holds + 4 for plan in plans))
     assert all(task.done() for task in tasks.values()), "a lost wake-up"
-    for task, ended in zip(tasks.values(), await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True):
+    for task, ended in zip(
+        tasks.values(), await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True
+    ):
         assert task.cancelled() or ended is None or isinstance(ended, Failed), ended
     return history
 
@@ -103,7 +107,9 @@ async def expect_its_promises_kept(plans: Sequence[Plan]) -> None:
 
 @settings(max_examples=300)
 @given(PLANS)
-async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(plans):
+async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(
+    plans,
+):
     await expect_its_promises_kept(plans)
 
 

@@ -14,7 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doors import renderer, until
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, manager, request, search, task, update, write_merge
+from extractors import (
+    GOAL,
+    RETURN,
+    WordEmbedder,
+    add,
+    answering,
+    hit,
+    manager,
+    request,
+    search,
+    task,
+    update,
+    write_merge,
+)
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, StoreError, TransientError
@@ -46,7 +59,9 @@ def by_note(**answers: str) -> ScriptedEngine:
     return answering(lambda prompt: answers[prompt.split("<|im_end|>")[-2].split()[-1]])
 
 
-async def filled(tmp_path: Path, *requests: DistilRequest, settings: ManagerSettings = SETTINGS, **answers: str) -> ExperienceManager:
+async def filled(
+    tmp_path: Path, *requests: DistilRequest, settings: ManagerSettings = SETTINGS, **answers: str
+) -> ExperienceManager:
     made = await manager(bank(tmp_path), by_note(**answers), settings)
     for one in requests:
         assert await made.submit(one)
@@ -71,23 +86,41 @@ def texts(made: ExperienceManager) -> dict[str, str]:
 
 
 def trained_text(trace: TokenTrace) -> str:
-    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    return renderer().decode(
+        [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
+    )
 
 
 # ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trains(tmp_path):
-    made = await filled(tmp_path, request(note="seen"), seen="The exit is west.</think>\n" + add("Go west."))
+    made = await filled(
+        tmp_path, request(note="seen"), seen="The exit is west.</think>\n" + add("Go west.")
+    )
     guide = await found(made)
-    assert (guide.text, guide.use.uid, guide.use.version, guide.use.how) == ("Go west.", "run/0/0/0#0", 1, "start")
+    assert (guide.text, guide.use.uid, guide.use.version, guide.use.how) == (
+        "Go west.",
+        "run/0/0/0#0",
+        1,
+        "start",
+    )
     await made.credit([guide.use], True, episode="run/1/0/0")
     samples = await made.take_batch(1, 1)
     assert samples is not None
     op, head = samples
-    assert (op.id, head.id, op.reward, op.weight, op.advantage) == ("run/0/0/0#0@1", "run/0/0/0@head", 1.0, 1.0, 0.0)
+    assert (op.id, head.id, op.reward, op.weight, op.advantage) == (
+        "run/0/0/0#0@1",
+        "run/0/0/0@head",
+        1.0,
+        1.0,
+        0.0,
+    )
     assert '{"op": "add", "text": "Go west."}' in "[" + trained_text(op.trace) + "]"
-    assert trained_text(head.trace) + trained_text(op.trace) == "The exit is west.</think>\n" + add("Go west.") + "<|im_end|>"
+    assert (
+        trained_text(head.trace) + trained_text(op.trace)
+        == "The exit is west.</think>\n" + add("Go west.") + "<|im_end|>"
+    )
     assert GOAL in renderer().decode(op.trace.ids)
     assert set(op.trace.logprobs) == {0.0, -1.0}
     await made.mark_trained([sample.id for sample in samples], 1)
@@ -111,7 +144,10 @@ async def test_answers_as_language_models_give_them(tmp_path, answer, stats, sto
     made = await filled(tmp_path, request(note="seen"), seen=answer)
     assert list(texts(made).values()) == stored
     figures = await made.stats()
-    assert figures.items() >= {"bank/size": len(stored), "queue/done": 1, "queue/pending": 0, **stats}.items()
+    assert (
+        figures.items()
+        >= {"bank/size": len(stored), "queue/done": 1, "queue/pending": 0, **stats}.items()
+    )
     assert figures["generations"] == len(stored)  # what can earn nothing is not kept
     await made.aclose()
 
@@ -131,7 +167,9 @@ async def test_a_prompt_that_opens_the_thinking_makes_its_end_necessary(tmp_path
     for answer, size in ((add("Go west."), 0), ("West?</think>" + add("Go west."), 1)):
         path = tmp_path / f"{size}.sqlite"
         engine = ScriptedEngine(opening, lambda prompt, answer=answer: answer)
-        made = await ExperienceManager.open(path, engine, WordEmbedder(), opening, Prompts(thinking, write_merge), SETTINGS, seed=0)
+        made = await ExperienceManager.open(
+            path, engine, WordEmbedder(), opening, Prompts(thinking, write_merge), SETTINGS, seed=0
+        )
         await made.submit(request())
         await made.drain()
         assert len(texts(made)) == size
@@ -139,21 +177,39 @@ async def test_a_prompt_that_opens_the_thinking_makes_its_end_necessary(tmp_path
 
 
 async def test_an_update_makes_the_next_version_with_fresh_counters(tmp_path):
-    made = await filled(tmp_path, request(note="first"), first=add("Go west."), better=update("Go southwest."))
+    made = await filled(
+        tmp_path, request(note="first"), first=add("Go west."), better=update("Go southwest.")
+    )
     guide = await found(made)
     await made.credit([guide.use], True, episode="run/1/0/0")
     await made.submit(request(1, note="better", shown=(guide,)))
     await made.drain()
     (entry,) = made._bank.entries.values()
-    assert (entry.uid, entry.version, entry.text, entry.parents) == ("run/0/0/0#0", 2, "Go southwest.", ("run/0/0/0#0@1",))
-    assert (entry.generation, entry.retrieved, entry.credited, entry.credit) == ("run/1/0/0", 0, 0, 0.0)
+    assert (entry.uid, entry.version, entry.text, entry.parents) == (
+        "run/0/0/0#0",
+        2,
+        "Go southwest.",
+        ("run/0/0/0#0@1",),
+    )
+    assert (entry.generation, entry.retrieved, entry.credited, entry.credit) == (
+        "run/1/0/0",
+        0,
+        0,
+        0.0,
+    )
     assert (await found(made, group=9)).use.version == 2
     assert entry.experience.retrieved == 1
     await made.aclose()
 
 
 async def test_the_newest_entries_come_first_with_their_counters(tmp_path):
-    made = await filled(tmp_path, request(note="a"), a=add("Go west.", "Go east."), b=add("Go north."), better=update("Go southwest."))
+    made = await filled(
+        tmp_path,
+        request(note="a"),
+        a=add("Go west.", "Go east."),
+        b=add("Go north."),
+        better=update("Go southwest."),
+    )
     guide = hit("run/0/0/0#0")
     await made.submit(request(1, note="b"))
     await made.submit(request(2, note="better", shown=(guide,)))
@@ -162,7 +218,9 @@ async def test_the_newest_entries_come_first_with_their_counters(tmp_path):
     for expected in (["Go southwest.", "Go north.", "Go east."], ["Go southwest."]):
         assert [one.text for one in made.latest(len(expected))] == expected
     assert guide is not None
-    assert {one.uid: one.retrieved for one in made.latest(9)} == {e.uid: int(e.uid == guide.use.uid) for e in made._bank.entries.values()}
+    assert {one.uid: one.retrieved for one in made.latest(9)} == {
+        e.uid: int(e.uid == guide.use.uid) for e in made._bank.entries.values()
+    }
     before = made.latest(9)
     await made.aclose()
     again = await manager(bank(tmp_path), by_note(), SETTINGS)
@@ -190,7 +248,13 @@ async def test_whoever_asks_is_told_what_was_distilled_once_it_is_in_the_bank(tm
 
 
 async def test_a_stale_update_becomes_an_add_with_that_version_as_its_parent(tmp_path):
-    made = await filled(tmp_path, request(note="first"), first=add("Go west."), south=update("Go south."), north=update("Go north."))
+    made = await filled(
+        tmp_path,
+        request(note="first"),
+        first=add("Go west."),
+        south=update("Go south."),
+        north=update("Go north."),
+    )
     guide = await found(made)
     for member, note in enumerate(["south", "north"]):
         await made.submit(request(1, member=member, note=note, shown=(guide,)))
@@ -234,21 +298,45 @@ BUSY = TransientError("engine", "busy")
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_request_order(tmp_path, background):
-    engine = Faltering({"a": (2, BUSY), "b": (1, EngineError("restarted")), "c": (1, None), "e": (1, RolloutError("engine", "too long"))})
+async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_request_order(
+    tmp_path, background
+):
+    engine = Faltering(
+        {
+            "a": (2, BUSY),
+            "b": (1, EngineError("restarted")),
+            "c": (1, None),
+            "e": (1, RolloutError("engine", "too long")),
+        }
+    )
     made = await manager(bank(tmp_path), engine, ManagerSettings(lease=0.5, backoff=0.001))
     for member, note in enumerate("abcde"):
         await made.submit(request(member=member, note=note))
     consumer = asyncio.create_task(made.run()) if background else None
     await made.drain()
-    assert {note: engine.tried.count(note) for note in "abcde"} == {"a": 3, "b": 2, "c": 2, "d": 1, "e": 1}
-    figures = {"queue/done": 4, "queue/dead": 1, "queue/pending": 0, "queue/leased": 0, "queue/retried": 4, "bank/size": 4}
+    assert {note: engine.tried.count(note) for note in "abcde"} == {
+        "a": 3,
+        "b": 2,
+        "c": 2,
+        "d": 1,
+        "e": 1,
+    }
+    figures = {
+        "queue/done": 4,
+        "queue/dead": 1,
+        "queue/pending": 0,
+        "queue/leased": 0,
+        "queue/retried": 4,
+        "bank/size": 4,
+    }
     assert (await made.stats()).items() >= figures.items()
     if consumer:
         consumer.cancel()
         await asyncio.gather(consumer, return_exceptions=True)
     else:
-        assert list(made._bank.entries) == [f"run/0/0/{member}#0" for member in range(4)], "in request order, not in that of success"
+        assert list(made._bank.entries) == [f"run/0/0/{member}#0" for member in range(4)], (
+            "in request order, not in that of success"
+        )
     await made.aclose()
     with sqlite3.connect(bank(tmp_path)) as db:
         assert db.execute("SELECT id, attempts, reason FROM requests WHERE attempts ORDER BY id").fetchall() == [
@@ -260,18 +348,28 @@ async def test_what_an_engine_says_is_kept_as_far_as_it_is_unicode(tmp_path):
     made = await manager(bank(tmp_path), Faltering({"a": (1, RolloutError("engine", "no \ud800"))}))
     await made.submit(request(note="a"))
     await made.drain()
-    assert (await made._store._database.rows("SELECT state, reason FROM requests"))[0][:] == ("dead", "engine: no ?")
+    assert (await made._store._database.rows("SELECT state, reason FROM requests"))[0][:] == (
+        "dead",
+        "engine: no ?",
+    )
     await made.aclose()
 
 
-@pytest.mark.parametrize("bad", [{"of": task(goal="no \ud800")}, {"note": "\ud800"}, {"shown": (hit("b#0", text="\udfff"),)}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"of": task(goal="no \ud800")}, {"note": "\ud800"}, {"shown": (hit("b#0", text="\udfff"),)}],
+)
 async def test_an_episode_whose_texts_are_no_unicode_is_not_acknowledged(tmp_path, bad):
     made = await manager(bank(tmp_path), by_note(a=add("Go west.")))
     await made.submit(request(note="a"))
     with pytest.raises(UnicodeEncodeError):
         await made.submit(request(1, **bad))
     await made.drain()
-    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/pending": 0}.items()
+    assert (await made.stats()).items() >= {
+        "bank/size": 1,
+        "queue/done": 1,
+        "queue/pending": 0,
+    }.items()
     await made.aclose()
 
 
@@ -292,24 +390,37 @@ async def test_a_request_that_never_goes_well_is_dead_and_can_be_revived(tmp_pat
     await made.drain()
     await made.aclose()
     again = await manager(bank(tmp_path), engine := Faltering({}), settings)
-    assert (await again._store._database.rows("SELECT attempts, reason FROM requests"))[0][:] == (3, "engine: busy")
+    assert (await again._store._database.rows("SELECT attempts, reason FROM requests"))[0][:] == (
+        3,
+        "engine: busy",
+    )
     await again.drain()
     assert engine.tried == [], "dead"
     assert await again._store.retry_dead() == ["run/0/0/0"]
     await again.drain()
-    assert (await again.stats()).items() >= {"bank/size": 1, "queue/dead": 0, "queue/done": 1}.items()
+    assert (await again.stats()).items() >= {
+        "bank/size": 1,
+        "queue/dead": 0,
+        "queue/done": 1,
+    }.items()
     await again.aclose()
 
 
 async def test_attempts_of_an_earlier_process_count(tmp_path):
-    made = await manager(bank(tmp_path), Faltering({"a": (99, BUSY)}), ManagerSettings(backoff=99.0))
+    made = await manager(
+        bank(tmp_path), Faltering({"a": (99, BUSY)}), ManagerSettings(backoff=99.0)
+    )
     await made.submit(request(note="a"))
     consumer = asyncio.create_task(made.run())
     await counted(made, "queue/retried", 1)
     consumer.cancel()  # while it pauses
     await asyncio.gather(consumer, return_exceptions=True)
     await made.aclose()
-    again = await manager(bank(tmp_path), engine := Faltering({"a": (99, BUSY)}), ManagerSettings(attempts=3, backoff=0.0))
+    again = await manager(
+        bank(tmp_path),
+        engine := Faltering({"a": (99, BUSY)}),
+        ManagerSettings(attempts=3, backoff=0.0),
+    )
     await again.drain()
     assert len(engine.tried) == 2
     await again.aclose()
@@ -323,7 +434,9 @@ async def test_pauses_grow_and_leave_the_engine_to_others(tmp_path, monkeypatch)
         pauses.append(seconds)
         await sleep(0)
 
-    made = await manager(bank(tmp_path), engine := Faltering({"a": (99, BUSY)}), ManagerSettings(concurrency=1))
+    made = await manager(
+        bank(tmp_path), engine := Faltering({"a": (99, BUSY)}), ManagerSettings(concurrency=1)
+    )
     await made.submit(request(note="a"))
     await made.submit(request(member=1, note="b"))
     monkeypatch.setattr("crl.manager.manager.asyncio.sleep", noted)
@@ -362,7 +475,12 @@ async def test_at_step_boundaries_the_bank_does_not_depend_on_timing(tmp_path):
 
     banks = []
     for seed in range(3):
-        engine = Jittery(renderer(), lambda prompt: update(f"Go {prompt.splitlines()[1]}.") if "1. " in prompt else add("Go west."))
+        engine = Jittery(
+            renderer(),
+            lambda prompt: (
+                update(f"Go {prompt.splitlines()[1]}.") if "1. " in prompt else add("Go west.")
+            ),
+        )
         rng.seed(seed)
         made = await manager(tmp_path / f"{seed}.sqlite", engine, SETTINGS)
         requests = [request(0, group, member) for group in range(3) for member in range(3)]
@@ -371,7 +489,12 @@ async def test_at_step_boundaries_the_bank_does_not_depend_on_timing(tmp_path):
         for one in requests:
             await made.submit(one)
         await made.drain()
-        banks.append([(uid, text, made._bank.entries[uid.split("@")[0]].parents) for uid, text in texts(made).items()])
+        banks.append(
+            [
+                (uid, text, made._bank.entries[uid.split("@")[0]].parents)
+                for uid, text in texts(made).items()
+            ]
+        )
         await made.aclose()
     assert banks[0] == banks[1] == banks[2]
     assert len(banks[0]) == 11
@@ -408,7 +531,11 @@ async def test_the_consumer_distils_as_they_come_with_bounded_concurrency(tmp_pa
     engine.gate.set()
     await drained
     assert engine.most == 2
-    assert (await made.stats()).items() >= {"bank/size": 5, "bank/size/room": 5, "queue/done": 5}.items()
+    assert (await made.stats()).items() >= {
+        "bank/size": 5,
+        "bank/size/room": 5,
+        "queue/done": 5,
+    }.items()
     consumer.cancel()
     await asyncio.gather(consumer, return_exceptions=True)
     await made.aclose()
@@ -447,7 +574,11 @@ async def test_the_consumer_takes_as_many_as_there_is_room_for_and_never_more(tm
         await counted(made, "queue/done", done)
         await until(lambda held=held: engine.waiting == held)
         figures = await made.stats()
-        assert (figures["queue/leased"], figures["queue/pending"], figures["queue/done"]) == (held, 8 - done - held, done)
+        assert (figures["queue/leased"], figures["queue/pending"], figures["queue/done"]) == (
+            held,
+            8 - done - held,
+            done,
+        )
         engine.let.release()
     await until(lambda: engine.waiting == 0)
     assert limits[0] == 3, "all of them at once, where there is room"
@@ -477,7 +608,9 @@ async def test_a_consumer_that_is_cancelled_gives_back_what_it_had(tmp_path):
 
 async def test_a_full_queue_refuses_and_counts_or_waits(tmp_path):
     for overflow in ("refuse", "wait"):
-        made = await manager(tmp_path / overflow, Gated(), ManagerSettings(queue_size=1, overflow=overflow))
+        made = await manager(
+            tmp_path / overflow, Gated(), ManagerSettings(queue_size=1, overflow=overflow)
+        )
         made._engine.gate.set()  # pyright: ignore[reportAttributeAccessIssue]
         assert await made.submit(request())
         assert await made.submit(request())
@@ -505,8 +638,19 @@ async def test_submitting_a_distilled_episode_again_changes_nothing(tmp_path):
 
 
 async def test_search_never_returns_an_entry_of_another_task(tmp_path):
-    made = await filled(tmp_path, request(note="a", of=task("maze")), request(1, note="b"), a=add("Find the exit."), b=add("Go west."))
-    hits = await made.search([search("Find the exit.", name=name, group=i) for i, name in enumerate(["room", "maze", "attic"])])
+    made = await filled(
+        tmp_path,
+        request(note="a", of=task("maze")),
+        request(1, note="b"),
+        a=add("Find the exit."),
+        b=add("Go west."),
+    )
+    hits = await made.search(
+        [
+            search("Find the exit.", name=name, group=i)
+            for i, name in enumerate(["room", "maze", "attic"])
+        ]
+    )
     assert [hit and hit.text for hit in hits] == ["Go west.", "Find the exit.", None]
     await made.aclose()
 
@@ -514,12 +658,17 @@ async def test_search_never_returns_an_entry_of_another_task(tmp_path):
 async def test_the_key_is_the_text_or_the_goal_with_some_of_the_text(tmp_path):
     for weight, expected in ((None, "Go west."), (0.5, "Go east."), (0.0, "Go east.")):
         settings = ManagerSettings(distil=DistilSettings(key_text_weight=weight), retrieval=NEAREST)
-        made = await manager(tmp_path / str(weight), by_note(a=add("Go west."), b=add("Go east.")), settings)
+        made = await manager(
+            tmp_path / str(weight), by_note(a=add("Go west."), b=add("Go east.")), settings
+        )
         await made.submit(request(note="a", of=task(goal="the crimson attic far away")))
         await made.submit(request(1, note="b", of=task(goal="azure cellar")))
         await made.drain()
         guide = await found(made, query="azure cellar west.")
-        assert (guide.text, guide.goal) == (expected, "azure cellar" if weight is not None else "the crimson attic far away")
+        assert (guide.text, guide.goal) == (
+            expected,
+            "azure cellar" if weight is not None else "the crimson attic far away",
+        )
         await made.aclose()
 
 
@@ -533,7 +682,9 @@ async def test_identical_queries_are_embedded_once(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["nan", "infinity", "another dim"])
-async def test_vectors_that_cannot_be_compared_never_reach_the_bank(bad: float | None, tmp_path: Path):
+async def test_vectors_that_cannot_be_compared_never_reach_the_bank(
+    bad: float | None, tmp_path: Path
+):
     class Failing(WordEmbedder):
         async def embed(self, texts: Sequence[str]) -> np.ndarray:
             vectors = await super().embed(texts)
@@ -543,14 +694,20 @@ async def test_vectors_that_cannot_be_compared_never_reach_the_bank(bad: float |
 
     embedder = CachedEmbedder(Failing(), 99)
     settings = ManagerSettings(attempts=2, backoff=0.0, retrieval=ANY)
-    made = await manager(bank(tmp_path), by_note(a=add("Go west."), b=add("Go bad.")), settings, embedder=embedder)
+    made = await manager(
+        bank(tmp_path), by_note(a=add("Go west."), b=add("Go bad.")), settings, embedder=embedder
+    )
     for member, note in enumerate("ab"):
         await made.submit(request(member=member, note=note))
     await made.drain()
     with pytest.raises(EngineError, match=r"embedder words: .* 64 finite numbers"):
         await made.search([search("a bad query")])
     assert (await found(made)).text == "Go west."
-    assert (await made.stats()).items() >= {"bank/size": 1, "queue/done": 1, "queue/dead": 1}.items()
+    assert (await made.stats()).items() >= {
+        "bank/size": 1,
+        "queue/done": 1,
+        "queue/dead": 1,
+    }.items()
     await made.aclose()
     again = await manager(bank(tmp_path), by_note(), settings, embedder=embedder)
     assert list(texts(again).values()) == ["Go west."]
@@ -576,7 +733,13 @@ async def test_the_time_of_every_search_is_kept_until_it_is_taken(tmp_path):
 
 async def test_a_flush_writes_counts_down_and_waits_for_no_distillation(tmp_path):
     settings = ManagerSettings(retrieval=ANY, keep_steps=0)
-    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
+    made = await filled(
+        tmp_path,
+        request(note="a"),
+        settings=settings,
+        a=add("Go west."),
+        better=update("Go southwest."),
+    )
     guide = await found(made)
     await made.submit(request(1, note="better", shown=(guide,)))
     await made.drain()
@@ -584,16 +747,28 @@ async def test_a_flush_writes_counts_down_and_waits_for_no_distillation(tmp_path
     await found(made, group=1)
     made.advance(1)
     await made.flush()
-    assert (await made.stats()).items() >= {"ops/retrieve": 2, "generations": 1, "queue/pending": 1}.items()
+    assert (await made.stats()).items() >= {
+        "ops/retrieve": 2,
+        "generations": 1,
+        "queue/pending": 1,
+    }.items()
     await made.aclose()
 
 
 @pytest.mark.parametrize("shown_late", [False, True])
-async def test_what_is_found_and_replaced_while_counts_are_written_can_earn_credit_still(tmp_path, monkeypatch, shown_late):
+async def test_what_is_found_and_replaced_while_counts_are_written_can_earn_credit_still(
+    tmp_path, monkeypatch, shown_late
+):
     """Found when the counts were taken already, then updated, before the generations that are spent go; or updated on disk, and found
     before memory knows."""
     settings = ManagerSettings(retrieval=ANY, keep_steps=0, credit=CreditSettings(cooldown=0))
-    made = await filled(tmp_path, request(note="a"), settings=settings, a=add("Go west."), better=update("Go southwest."))
+    made = await filled(
+        tmp_path,
+        request(note="a"),
+        settings=settings,
+        a=add("Go west."),
+        better=update("Go southwest."),
+    )
     made.advance(5)
     update_of = request(5, note="better", shown=(hit("run/0/0/0#0"),))
     await made.submit(update_of)
@@ -642,7 +817,9 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
 
     other = await manager(tmp_path / "copy.sqlite", by_note(b=add("Go north.")), SETTINGS)
     (entry,) = other._bank.entries.values()
-    assert (entry.retrieved, entry.last_returned_step) == (1, None), "how often it was returned stays, the other run's clock does not"
+    assert (entry.retrieved, entry.last_returned_step) == (1, None), (
+        "how often it was returned stays, the other run's clock does not"
+    )
     assert (await other.stats()).items() >= {"queue/done": 0, "log/seq": 4}.items()
     assert "ops/submit" not in await other.stats(), "operations of the other run are not this one's"
     again = await found(other, group=3)
@@ -651,23 +828,42 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
     (entry,) = other._bank.entries.values()
     assert (entry.retrieved, entry.credited, entry.credit) == (2, 2, 0.0)
     assert await other.take_batch(1, 99) is None  # what another extractor wrote is not trained on
-    await other.submit(DistilRequest.of("other", Trajectory(task(), 0, 0, 0, "free", segments=request(note="b").segments)))
+    await other.submit(
+        DistilRequest.of(
+            "other", Trajectory(task(), 0, 0, 0, "free", segments=request(note="b").segments)
+        )
+    )
     await other.drain()
-    assert texts(other) == {"run/0/0/0#0@1": "Go west.", "other/0/0/0#0@1": "Go north."}  # the same address in another run
+    assert texts(other) == {
+        "run/0/0/0#0@1": "Go west.",
+        "other/0/0/0#0@1": "Go north.",
+    }  # the same address in another run
     assert set(await other._store.generations(["run/0/0/0", "other/0/0/0"])) == {"other/0/0/0"}
     await other.aclose()
 
 
 async def test_a_bank_comes_back_as_it_was(tmp_path):
-    made = await filled(tmp_path, request(note="a"), request(1, note="b"), a=add("Go west.", "Go east."), b=add("Go north."))
+    made = await filled(
+        tmp_path,
+        request(note="a"),
+        request(1, note="b"),
+        a=add("Go west.", "Go east."),
+        b=add("Go north."),
+    )
     made.advance(5)
     guide = await found(made)
     await made.credit([guide.use], False, episode="run/5/0/0")
-    before = {uid: (entry.experience, entry.last_returned_step) for uid, entry in made._bank.entries.items()}
+    before = {
+        uid: (entry.experience, entry.last_returned_step)
+        for uid, entry in made._bank.entries.items()
+    }
     await made.aclose()
     embedder = WordEmbedder()
     again = await manager(bank(tmp_path), by_note(), SETTINGS, embedder=embedder)
-    assert {uid: (entry.experience, entry.last_returned_step) for uid, entry in again._bank.entries.items()} == before
+    assert {
+        uid: (entry.experience, entry.last_returned_step)
+        for uid, entry in again._bank.entries.items()
+    } == before
     assert embedder.calls == []
     retrieved = before[guide.use.uid][0]
     assert (retrieved.retrieved, retrieved.credited, retrieved.credit) == (1, 1, -1.0)
@@ -706,7 +902,12 @@ async def test_another_embedder_or_another_key_embeds_the_bank_again(tmp_path):
     embedder = WordEmbedder()
     embedder.name = "other words"
     with_goal = ManagerSettings(retrieval=ANY, distil=DistilSettings(key_text_weight=0.5))
-    for settings, expected in ((SETTINGS, [["Go west."]]), (SETTINGS, []), (with_goal, [["Go west."], [GOAL]]), (with_goal, [])):
+    for settings, expected in (
+        (SETTINGS, [["Go west."]]),
+        (SETTINGS, []),
+        (with_goal, [["Go west."], [GOAL]]),
+        (with_goal, []),
+    ):
         embedder.calls.clear()
         again = await manager(bank(tmp_path), by_note(), settings, embedder=embedder)
         assert embedder.calls == expected
@@ -728,13 +929,25 @@ async def test_time_does_not_run_backwards(tmp_path):
 
 async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, tuple[float, float]]:
     """id → (r̄, w) of the next batch."""
-    return {sample.id: (sample.reward, sample.weight) for sample in await made.take_batch(n, step) or ()}
+    return {
+        sample.id: (sample.reward, sample.weight) for sample in await made.take_batch(n, step) or ()
+    }
 
 
 async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn(tmp_path):
-    settings = ManagerSettings(retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0), cap=2, evict="credit", keep_steps=2)
+    settings = ManagerSettings(
+        retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0),
+        cap=2,
+        evict="credit",
+        keep_steps=2,
+    )
     other = request(9, note="c", of=task(goal="another room"))
-    answers = {"a": add("Go west.", "Go east."), "b": add("Go north."), "c": add("Go up."), "d": update("Go far west.")}
+    answers = {
+        "a": add("Go west.", "Go east."),
+        "b": add("Go north."),
+        "c": add("Go up."),
+        "d": update("Go far west."),
+    }
     made = await filled(tmp_path, request(note="a"), other, settings=settings, **answers)
     guide = hit("run/0/0/0#0", text="Go west.")
     await made.credit([guide.use], False, episode="e1")
@@ -744,7 +957,9 @@ async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn
     assert (await made.stats()).items() >= {"ops/evict": 1, "bank/size": 3}.items()
     assert "Go west." not in {(await found(made, group=group)).text for group in range(20)}
     assert (await taken(made, 1, 5))["run/0/0/0#0@1"] == (-1.0, 1.0)
-    await made.submit(request(2, note="d", shown=(guide,)))  # an update of an evicted entry is an add
+    await made.submit(
+        request(2, note="d", shown=(guide,))
+    )  # an update of an evicted entry is an add
     await made.drain()
     assert made._bank.entries["run/2/0/0#0"].parents == ("run/0/0/0#0@1",)
     before = texts(made)
@@ -755,10 +970,20 @@ async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_follow_from_the_log(tmp_path, seed):
+async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_follow_from_the_log(
+    tmp_path, seed
+):
     rng = random.Random(seed)
-    settings = ManagerSettings(retrieval=ANY, credit=CreditSettings(cooldown=2, malformed_reward=-1.0))
-    answers = {"one": add("Go west."), "two": add("Go west.", "Go east."), "better": update("Go north."), "bad": "Go!", "none": RETURN}
+    settings = ManagerSettings(
+        retrieval=ANY, credit=CreditSettings(cooldown=2, malformed_reward=-1.0)
+    )
+    answers = {
+        "one": add("Go west."),
+        "two": add("Go west.", "Go east."),
+        "better": update("Go north."),
+        "bad": "Go!",
+        "none": RETURN,
+    }
     made = await manager(bank(tmp_path), by_note(**answers), settings)
     for step in range(12):
         made.advance(step)
@@ -769,7 +994,9 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
             episode = request(step, 3 * step + group, note=note, shown=shown)
             await made.submit(episode)
             for _ in range(rng.randrange(3)):
-                await made.credit([hit.use for hit in shown], rng.random() < 0.5, episode=episode.id)
+                await made.credit(
+                    [hit.use for hit in shown], rng.random() < 0.5, episode=episode.id
+                )
         while samples := await made.take_batch(2, step):
             if rng.random() < 0.8:
                 await made.mark_trained([sample.id for sample in samples], step)
@@ -780,7 +1007,9 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
 
     entries, rewards = {}, {}
     with sqlite3.connect(bank(tmp_path)) as db:
-        for kind, origin, op, text in db.execute("SELECT kind, origin, op, data FROM log ORDER BY seq"):
+        for kind, origin, op, text in db.execute(
+            "SELECT kind, origin, op, data FROM log ORDER BY seq"
+        ):
             data = json.loads(text)
             if kind in ("add", "update"):
                 entries[data["uid"]] = (data["version"], data["text"])
@@ -793,12 +1022,20 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
                 del rewards[origin, 0]
             elif kind == "train" and data:
                 pending = rewards[origin, op]
-                assert (data["count"], data["total"]) == (len(pending[: data["count"]]), sum(pending[: data["count"]]))
+                assert (data["count"], data["total"]) == (
+                    len(pending[: data["count"]]),
+                    sum(pending[: data["count"]]),
+                )
                 del pending[: data["count"]]
-        assert {uid: rest for uid, *rest in db.execute("SELECT uid, version, text FROM entries")} == {
-            u: list(e) for u, e in entries.items()
+        assert {
+            uid: rest for uid, *rest in db.execute("SELECT uid, version, text FROM entries")
+        } == {u: list(e) for u, e in entries.items()}
+        left = {
+            (uid, version): rest
+            for uid, version, *rest in db.execute(
+                "SELECT uid, version, pending_count, pending_sum FROM units"
+            )
         }
-        left = {(uid, version): rest for uid, version, *rest in db.execute("SELECT uid, version, pending_count, pending_sum FROM units")}
     assert {unit: [len(rewards.get(unit, [])), sum(rewards.get(unit, []))] for unit in left} == left
     assert any(count for count, _ in left.values())
     assert len(entries) > 12
@@ -819,7 +1056,12 @@ async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):
 
     async def go_on() -> tuple:
         assert texts(made) == {"run/0/0/0#0@1": "Go west."}
-        assert (await made.stats()).items() >= {"queue/pending": 1, "buffer/ready": 1, "bank/size": 1, "log/seq": seq}.items()
+        assert (await made.stats()).items() >= {
+            "queue/pending": 1,
+            "buffer/ready": 1,
+            "bank/size": 1,
+            "log/seq": seq,
+        }.items()
         assert made.step == 3
         samples = await made.take_batch(1, 3)
         assert samples
@@ -859,7 +1101,9 @@ async def test_a_rollback_that_is_cancelled_goes_to_its_end(turns: int, tmp_path
     going_back.cancel()
     with pytest.raises(asyncio.CancelledError):
         await going_back
-    assert (made.step, texts(made)) == ((1, {"run/0/0/0#0@1": "Go west."}) if turns else (3, texts(made)))
+    assert (made.step, texts(made)) == (
+        (1, {"run/0/0/0#0@1": "Go west."}) if turns else (3, texts(made))
+    )
     assert texts(made) == {str(entry.unit): entry.text for entry, _ in await made._store.entries()}
     await made.aclose()
 
@@ -902,7 +1146,9 @@ async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):
 
 def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
     guide = hit("run/0/0/0#0")
-    trajectory = Trajectory(task(), 4, 9, 2, "guided", success=True, used=(guide.use,), shown=(guide.text,))
+    trajectory = Trajectory(
+        task(), 4, 9, 2, "guided", success=True, used=(guide.use,), shown=(guide.text,)
+    )
     made = DistilRequest.of("run", trajectory)
     assert (made.id, made.task, made.success, made.shown) == ("run/4/9/2", task(), True, (guide,))
     with pytest.raises(ValueError, match="not distilled: env: lost"):
@@ -912,7 +1158,16 @@ def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"concurrency": 0}, {"keep_steps": -1}, {"queue_size": 0}, {"cap": 0}, {"attempts": 0}, {"lease": 0.0}, {"backoff": -1.0}]
+    "bad",
+    [
+        {"concurrency": 0},
+        {"keep_steps": -1},
+        {"queue_size": 0},
+        {"cap": 0},
+        {"attempts": 0},
+        {"lease": 0.0},
+        {"backoff": -1.0},
+    ],
 )
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="bad manager settings"):

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, MergeStats, RetrievalSettings
+from crl.manager import (
+    CreditSettings,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    MergeStats,
+    RetrievalSettings,
+)
 from crl.manager.bank import Scope
 from crl.manager.merge import Chunker
 from crl.manager.records import Applied, Entry
@@ -32,7 +39,9 @@ def entry(name: str) -> Entry:
 # ── chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chunks(costs: Sequence[int], budget: int, carry: Callable[[list[Entry]], list[Entry]] = list) -> list[list[str]]:
+def chunks(
+    costs: Sequence[int], budget: int, carry: Callable[[list[Entry]], list[Entry]] = list
+) -> list[list[str]]:
     """The chunks of entries that cost so much, each carried over as `carry` says."""
     entries = [entry(f"{number}") for number in range(len(costs))]
     chunker, carried, found = Chunker(entries, budget, lambda e: costs[int(e.uid)]), [], []
@@ -95,8 +104,12 @@ class Tidier(ScriptedEngine):
         return answer if isinstance(answer, str) else json.dumps(answer)
 
 
-async def filled(path: Path, engine: ScriptedEngine, *texts: str, **settings: Any) -> ExperienceManager:
-    made = await manager(path / "bank.sqlite", engine, ManagerSettings(**{"retrieval": ANY, **settings}))
+async def filled(
+    path: Path, engine: ScriptedEngine, *texts: str, **settings: Any
+) -> ExperienceManager:
+    made = await manager(
+        path / "bank.sqlite", engine, ManagerSettings(**{"retrieval": ANY, **settings})
+    )
     for member, text in enumerate(texts):
         await made.submit(request(member=member, note=text))
     await made.drain()
@@ -115,11 +128,19 @@ async def test_entries_are_merged_discarded_and_kept(tmp_path):
     made_entry = next(e for e in made._bank.entries.values() if e.text == "Go west or south.")
     assert made_entry.parents == ("run/0/0/0#0@1", "run/0/0/2#0@1")
     assert (made_entry.task, made_entry.goal, made_entry.version) == ("room", GOAL, 1)
-    assert (await made.stats()).items() >= {"ops/merge": 1, "ops/discard": 1, "bank/size": 2, "merge/skipped": 0}.items()
+    assert (await made.stats()).items() >= {
+        "ops/merge": 1,
+        "ops/discard": 1,
+        "bank/size": 2,
+        "merge/skipped": 0,
+    }.items()
     await made.aclose()
     again = await manager(tmp_path / "bank.sqlite", engine, ManagerSettings(retrieval=ANY))
     assert sorted(texts(again)) == ["Go west or south.", "Look around."], "it is on disk"
-    history = {uid: status for uid, status in await again._store._database.rows("SELECT uid, status FROM entries")}
+    history = {
+        uid: status
+        for uid, status in await again._store._database.rows("SELECT uid, status FROM entries")
+    }
     assert history == {
         "run/0/0/0#0": "merged", "run/0/0/1#0": "evicted", "run/0/0/2#0": "merged", "run/0/0/3#0": "active", made_entry.uid: "active",
     }  # fmt: skip
@@ -127,7 +148,13 @@ async def test_entries_are_merged_discarded_and_kept(tmp_path):
 
 
 async def test_what_is_written_twice_is_written_once(tmp_path):
-    made = await filled(tmp_path, Tidier(lambda chunk: [merge("Go west or south.", 1, 2), discard(3)]), "Go west.", "Go south.", "Go.")
+    made = await filled(
+        tmp_path,
+        Tidier(lambda chunk: [merge("Go west or south.", 1, 2), discard(3)]),
+        "Go west.",
+        "Go south.",
+        "Go.",
+    )
     merged = await made._merger.merge("merge/0", list(made._bank.entries.values()))
     first = await made._store.merge(merged, made._stamp(), made._rules)
     assert (len(first.changed), len(first.evicted)) == (1, 3)
@@ -149,13 +176,17 @@ async def test_a_merge_earns_credit_like_other_generations(tmp_path):
     assert samples is not None
     assert samples[0].reward == 1.0
     assert (
-        renderer().decode([i for i, m in zip(samples[0].trace.ids, samples[0].trace.mask, strict=True) if m]).startswith('{"op": "merge"')
+        renderer()
+        .decode([i for i, m in zip(samples[0].trace.ids, samples[0].trace.mask, strict=True) if m])
+        .startswith('{"op": "merge"')
     )
     await made.aclose()
 
 
 async def test_what_guides_a_running_episode_earns_its_credit_after_it_was_merged(tmp_path):
-    made = await filled(tmp_path, Tidier(lambda _: [merge("Go west or south.", 1, 2)]), "Go west.", "Go south.")
+    made = await filled(
+        tmp_path, Tidier(lambda _: [merge("Go west or south.", 1, 2)]), "Go west.", "Go south."
+    )
     (found,) = await made.search([search()])
     await made.merge()
     await made.flush()
@@ -169,7 +200,9 @@ async def test_an_answer_that_cannot_be_used_changes_nothing(tmp_path):
     for number, answer in enumerate(["They are all fine.", [merge("x", 1)], [discard(7)]]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        made = await filled(folder, Tidier(lambda _, answer=answer: answer), "Go west.", "Go south.")
+        made = await filled(
+            folder, Tidier(lambda _, answer=answer: answer), "Go west.", "Go south."
+        )
         assert await made.merge() == MergeStats(chunks=1, failed=1)
         assert texts(made) == ["Go west.", "Go south."]
         await made.aclose()
@@ -184,20 +217,31 @@ async def test_an_unusable_answer_earns_what_such_answers_earn(tmp_path):
     await made.aclose()
 
 
-ERRORS = [RolloutError("engine", "too long"), TransientError("engine", "busy"), EngineError("restarted, and serves again"), None]
+ERRORS = [
+    RolloutError("engine", "too long"),
+    TransientError("engine", "busy"),
+    EngineError("restarted, and serves again"),
+    None,
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["cannot", "busy", "restarted", "hangs"])
-async def test_a_chunk_that_the_engine_does_not_serve_is_left_as_it_is_and_the_next_one_is_asked_about(tmp_path, error):
+async def test_a_chunk_that_the_engine_does_not_serve_is_left_as_it_is_and_the_next_one_is_asked_about(
+    tmp_path, error
+):
     class Refusing(Tidier):
-        async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        async def generate(
+            self, ids: Sequence[int], sampling: Sampling, **options: Any
+        ) -> Completion:
             if is_merge(ids) and "Go west." in renderer().decode(ids):
                 if error:
                     raise error
                 await asyncio.Event().wait()
             return await super().generate(ids, sampling, **options)
 
-    made = await filled(tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up.")
+    made = await filled(
+        tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up."
+    )
     made._merger.cost = lambda entry: 1  # two fit
     made._settings = ManagerSettings(retrieval=ANY, merge_tokens=2, lease=0.2)
     assert await made.merge() == MergeStats(chunks=2, failed=1, removed=1)
@@ -207,7 +251,9 @@ async def test_a_chunk_that_the_engine_does_not_serve_is_left_as_it_is_and_the_n
 
 async def test_a_dead_engine_ends_it(tmp_path):
     class Dead(Tidier):
-        async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        async def generate(
+            self, ids: Sequence[int], sampling: Sampling, **options: Any
+        ) -> Completion:
             if is_merge(ids):
                 await self.health()
             return await super().generate(ids, sampling, **options)
@@ -248,7 +294,9 @@ async def test_entries_that_no_query_finds_together_are_merged_apart(tmp_path):
         folder = tmp_path / f"{scope} {weight}"
         folder.mkdir()
         engine = Tidier(lambda _: [])
-        settings = ManagerSettings(scope=scope, retrieval=ANY, distil=DistilSettings(key_text_weight=weight))
+        settings = ManagerSettings(
+            scope=scope, retrieval=ANY, distil=DistilSettings(key_text_weight=weight)
+        )
         made = await manager(folder / "bank.sqlite", engine, settings)
         places = [task(), task(), task(goal="Another room."), task("shop"), task("shop")]
         for member, (of, note) in enumerate(zip(places, "abcde", strict=True)):
@@ -261,13 +309,17 @@ async def test_entries_that_no_query_finds_together_are_merged_apart(tmp_path):
 
 async def test_a_shared_bank_is_merged_across_tasks_and_guides_all_of_them(tmp_path):
     engine = Tidier(lambda _: [merge("Look before you go.", 1, 2)])
-    made = await manager(tmp_path / "bank.sqlite", engine, ManagerSettings(scope="shared", retrieval=ANY))
+    made = await manager(
+        tmp_path / "bank.sqlite", engine, ManagerSettings(scope="shared", retrieval=ANY)
+    )
     for member, of in enumerate((task(), task("shop"))):
         await made.submit(request(member=member, note=f"note {member}", of=of))
     await made.drain()
     assert await made.merge() == MergeStats(chunks=1, made=1, removed=2)
     (merged,) = made._bank.entries.values()
-    assert (merged.text, merged.task, merged.goal) == ("Look before you go.", "room", GOAL), "of the first source"
+    assert (merged.text, merged.task, merged.goal) == ("Look before you go.", "room", GOAL), (
+        "of the first source"
+    )
     found = await made.search([search(), search(name="shop", group=1)])
     assert [one and one.text for one in found] == ["Look before you go."] * 2
     await made.aclose()
@@ -280,7 +332,9 @@ async def test_what_the_extractor_samples_is_counted(tmp_path):
     generations = await made._store.generations(["run/0/0/0", "run/0/0/1"])
     assert before == sum(len(one.completion.ids) for one in generations.values())
     await made.merge()
-    assert (await made.stats())["total/sampled_tokens/extractor"] == before + len(renderer().encode("[]<|im_end|>"))
+    assert (await made.stats())["total/sampled_tokens/extractor"] == before + len(
+        renderer().encode("[]<|im_end|>")
+    )
     await made.aclose()
 
 
@@ -316,7 +370,9 @@ async def test_searches_distillation_and_credit_go_on_and_a_stale_op_is_dropped(
     (found,) = await made.search([search("Go west.")])
     assert found is not None
     await made.credit([found.use], True, episode="run/1/0/0")
-    engine._answer = lambda prompt: update("Go west twice.") if "run/1" in prompt else engine._reply(prompt)
+    engine._answer = lambda prompt: (
+        update("Go west twice.") if "run/1" in prompt else engine._reply(prompt)
+    )
     await made.submit(request(1, shown=(hit("run/0/0/0#0"),)))
     await made.drain()
     assert not merging.done()
@@ -351,7 +407,9 @@ async def test_a_merge_that_is_cancelled_leaves_whole_chunks(tmp_path):
     assert dump(tmp_path / "bank.sqlite") == before
     engine.gate.set()
     assert await made.merge() == MergeStats(chunks=1, removed=1), "the next one starts anew"
-    assert [data["targets"] for _, data in logged(tmp_path / "bank.sqlite", "discard")] == [["run/0/0/0#0@1"]]
+    assert [data["targets"] for _, data in logged(tmp_path / "bank.sqlite", "discard")] == [
+        ["run/0/0/0#0@1"]
+    ]
     await made.aclose()
 
 

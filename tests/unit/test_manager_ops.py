@@ -78,10 +78,16 @@ UP, DOWN = '{"op": "up", "target": 1}', '{"op": "down", "target": 2}'
 
 def test_votes_are_ops_where_they_are_asked_for():
     parsed = parse_ops(f"[{UP}, {DOWN}]", 2, votes=True)
-    assert [(op.kind, op.targets, op.text) for op in parsed.ops] == [("up", (0,), ""), ("down", (1,), "")]
+    assert [(op.kind, op.targets, op.text) for op in parsed.ops] == [
+        ("up", (0,), ""),
+        ("down", (1,), ""),
+    ]
     assert not parsed.malformed
     assert parse_ops(f"[{UP}, {DOWN}]", 2).dropped == {"unknown op": 2}
-    assert parse_ops('[{"op": "up"}, {"op": "down", "target": 3}]', 2, votes=True).dropped == {"no target": 1, "target out of range": 1}
+    assert parse_ops('[{"op": "up"}, {"op": "down", "target": 3}]', 2, votes=True).dropped == {
+        "no target": 1,
+        "target out of range": 1,
+    }
     assert parse_merge(f"[{UP}]", 2).dropped == {"unknown op": 1}
 
 
@@ -116,7 +122,12 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=1000)
-@given(st.lists(PIECES, max_size=30).map("".join) | st.text(), st.integers(0, 3), st.booleans(), st.booleans())
+@given(
+    st.lists(PIECES, max_size=30).map("".join) | st.text(),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
 def test_any_text_is_parsed(completion, shown, thinking, votes):
     parsed = parse_ops(completion, shown, thinking=thinking, votes=votes)
     assert 0 <= parsed.head <= len(completion)
@@ -165,7 +176,9 @@ def test_any_text_is_parsed(completion, shown, thinking, votes):
         ('[{"op":"update","target":"7","text":"x"}]', '7","text":"x"}]'),
     ],
 )
-def test_a_malformed_answer_departs_where_no_usable_one_goes_on_like_this(completion: str, departure: str) -> None:
+def test_a_malformed_answer_departs_where_no_usable_one_goes_on_like_this(
+    completion: str, departure: str
+) -> None:
     parsed = parse_ops(completion, 2, limits=OpLimits(max_chars=40))
     assert parsed.malformed
     assert completion[parsed.head :] == departure
@@ -199,7 +212,9 @@ ANSWER = st.lists(
 
 @settings(max_examples=500)
 @given(ANSWER, st.booleans(), st.data())
-def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(answer, ascii_only, data) -> None:
+def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(
+    answer, ascii_only, data
+) -> None:
     """Cut, it only ended too early; a wrong character is not blamed on those before it."""
     text = json.dumps(answer, ensure_ascii=ascii_only)
     cut = data.draw(st.integers(0, len(text)))
@@ -228,7 +243,10 @@ DISCARD = '{"op": "discard", "target": 2}'
     ("completion", "expected"),
     [
         (f"[{MERGE}, {DISCARD}]", [("merge", (0, 2)), ("discard", (1,))]),
-        (f'<think>{MERGE}</think>```json\n[{DISCARD}, {{"op": "keep", "targets": ["1", 3]}}]```', [("discard", (1,)), ("keep", (0, 2))]),
+        (
+            f'<think>{MERGE}</think>```json\n[{DISCARD}, {{"op": "keep", "targets": ["1", 3]}}]```',
+            [("discard", (1,)), ("keep", (0, 2))],
+        ),
         ("[]", [("keep", ())]),
         ('[{"op": "discard", "targets": [1, 1]}]', [("discard", (0,))]),
     ],
@@ -236,7 +254,9 @@ DISCARD = '{"op": "discard", "target": 2}'
 def test_the_ops_of_a_merge(completion, expected):
     parsed = parse_merge(completion, 3)
     assert [(op.kind, op.targets) for op in parsed.ops] == expected
-    assert [op.text for op in parsed.ops] == ["Go west." if kind == "merge" else "" for kind, _ in expected]
+    assert [op.text for op in parsed.ops] == [
+        "Go west." if kind == "merge" else "" for kind, _ in expected
+    ]
     assert parsed.dropped == {}
 
 
@@ -268,7 +288,9 @@ def test_an_experience_is_named_once():
 
 
 @given(
-    completion=st.lists(PIECES | st.sampled_from([MERGE, DISCARD, '{"op": "keep", "targets": [1, 2]}']), max_size=12).map("".join),
+    completion=st.lists(
+        PIECES | st.sampled_from([MERGE, DISCARD, '{"op": "keep", "targets": [1, 2]}']), max_size=12
+    ).map("".join),
     shown=st.integers(1, 4),
 )
 def test_any_text_is_parsed_as_a_merge(completion, shown):
@@ -280,7 +302,13 @@ def test_any_text_is_parsed_as_a_merge(completion, shown):
     assert parsed.ops or parsed.dropped
 
 
-BOMBS = ["{" * 50_000, '{"a":' * 20_000, "[" * 50_000 + ADD, '{"op":' * 10_000, '{"op": "add", "text": ' + "9" * 9999 + "}"]
+BOMBS = [
+    "{" * 50_000,
+    '{"a":' * 20_000,
+    "[" * 50_000 + ADD,
+    '{"op":' * 10_000,
+    '{"op": "add", "text": ' + "9" * 9999 + "}",
+]
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
@@ -291,7 +319,11 @@ def test_no_answer_takes_long_or_too_deep(bomb):
 # ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(st.sampled_from(["wé go", "中文", "🙂", ADD, UPDATE, ", ", "[", "]", "\n"]), max_size=12).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["wé go", "中文", "🙂", ADD, UPDATE, ", ", "[", "]", "\n"]), max_size=12
+    ).map("".join)
+)
 def test_the_tokens_of_an_op_hold_its_text_and_little_more(text):
     ids = renderer().encode(text)
     assert renderer().decode(ids) == text
@@ -302,7 +334,9 @@ def test_the_tokens_of_an_op_hold_its_text_and_little_more(text):
         assert end <= start < stop <= len(ids)
         end = stop
         inside = renderer().decode(ids[start:stop])
-        assert text[slice(*op.span)].removeprefix("{") in inside  # its brace may be in the token before, with the last op's end
+        assert (
+            text[slice(*op.span)].removeprefix("{") in inside
+        )  # its brace may be in the token before, with the last op's end
         assert len(renderer().decode(ids[start + 1 : stop - 1])) < op.span[1] - op.span[0]
 
 
@@ -314,7 +348,9 @@ def test_tokens_of_one_character_map_exactly():
 
 
 @pytest.mark.parametrize("opening", ['{"a":[', '{"op":[', '{"a":{}', "{"])
-def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(
+    opening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each may be read to the end of the text, which would take the square of its length."""
     decoded: list[int] = []
 

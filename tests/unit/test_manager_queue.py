@@ -30,7 +30,9 @@ class Desk:
 
     def __init__(self, store: Store, concurrency: int = 2) -> None:
         self.store, self.waiting = store, dict[str, asyncio.Future[None]]()
-        self.queue = DistilQueue(store, ManagerSettings(concurrency=concurrency), lambda: AT, self._attempt, self._settle)
+        self.queue = DistilQueue(
+            store, ManagerSettings(concurrency=concurrency), lambda: AT, self._attempt, self._settle
+        )
 
     async def _attempt(self, one: DistilRequest) -> Distilled:
         assert one.id not in self.waiting, "in the hands of two"
@@ -48,7 +50,10 @@ class Desk:
         await self.queue.count_settled()
 
     async def states(self) -> dict[str, str]:
-        return {row["id"]: row["state"] for row in await self.store._database.rows("SELECT id, state FROM requests")}
+        return {
+            row["id"]: row["state"]
+            for row in await self.store._database.rows("SELECT id, state FROM requests")
+        }
 
 
 @asynccontextmanager
@@ -100,7 +105,9 @@ async def test_a_run_that_ends_leaves_the_others_requests_alone(tmp_path: Path) 
         assert await at.states() == {"run/0/0/0": "done", "run/0/0/1": "pending"}
 
 
-async def test_a_second_drain_returns_when_the_first_ones_requests_are_settled_too(tmp_path: Path) -> None:
+async def test_a_second_drain_returns_when_the_first_ones_requests_are_settled_too(
+    tmp_path: Path,
+) -> None:
     async with desk(tmp_path) as at:
         await at.queue.submit(request())
         drains = [asyncio.create_task(at.queue.drain()) for _ in range(2)]
@@ -138,12 +145,16 @@ async def test_a_bank_is_not_rolled_back_under_a_drain(tmp_path: Path) -> None:
 
 
 KINDS = ["submit", "run", "drain", "answer", "fail", "cancel", "turn"]
-SCHEDULES = st.lists(st.tuples(st.sampled_from([*KINDS, "submit", "drain", "answer"]), st.integers(0, 5)))
+SCHEDULES = st.lists(
+    st.tuples(st.sampled_from([*KINDS, "submit", "drain", "answer"]), st.integers(0, 5))
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=SCHEDULES)
-def test_whoever_fails_or_is_cancelled_every_request_is_done_once_and_never_in_two_hands(schedule: Sequence[tuple[str, int]]) -> None:
+def test_whoever_fails_or_is_cancelled_every_request_is_done_once_and_never_in_two_hands(
+    schedule: Sequence[tuple[str, int]],
+) -> None:
     async def play(folder: Path) -> None:
         async with desk(folder) as at:
             running: asyncio.Task[None] | None = None
@@ -159,14 +170,18 @@ def test_whoever_fails_or_is_cancelled_every_request_is_done_once_and_never_in_t
                         drains.append(asyncio.create_task(at.queue.drain()))
                     case "answer" | "fail" if answers:
                         answer = at.waiting[answers[n % len(answers)]]
-                        answer.set_result(None) if kind == "answer" else answer.set_exception(EngineError("gone"))
+                        answer.set_result(None) if kind == "answer" else answer.set_exception(
+                            EngineError("gone")
+                        )
                     case "cancel" if tasks := [task for task in (running, *drains) if task]:
                         tasks[n % len(tasks)].cancel()
                     case _:
                         await asyncio.sleep(n / 2000)
             await ended(*drains, *([running] if running else []))
             assert not at.queue.busy
-            assert set((await at.states()).values()) <= {"pending", "done"}, "whoever is gone holds nothing"
+            assert set((await at.states()).values()) <= {"pending", "done"}, (
+                "whoever is gone holds nothing"
+            )
             last = asyncio.create_task(at.queue.drain())
             while not last.done():
                 for answer in [answer for answer in at.waiting.values() if not answer.done()]:

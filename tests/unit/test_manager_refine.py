@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, OpLimits, RetrievalSettings
+from crl.manager import (
+    CreditSettings,
+    ExperienceManager,
+    ManagerSettings,
+    OpLimits,
+    RetrievalSettings,
+)
 from crl.manager.ops import parse_refine
 from crl.protocols import Hit, Question, SearchRequest
 from crl.types import Completion, Sampling, Segment
@@ -41,7 +47,10 @@ class Answering(ScriptedEngine):
     """Distils "Go west." of every episode; answers a question by `answer`, which is given the prompt."""
 
     def __init__(self, answer: Callable[[str], str] = lambda _: refine()) -> None:
-        super().__init__(renderer(), lambda prompt: answer(prompt) if "user\nrefine\n" in prompt else add("Go west."))
+        super().__init__(
+            renderer(),
+            lambda prompt: answer(prompt) if "user\nrefine\n" in prompt else add("Go west."),
+        )
 
 
 def asked(member: int = 0, number: int = 1) -> SearchRequest:
@@ -49,10 +58,14 @@ def asked(member: int = 0, number: int = 1) -> SearchRequest:
 
 
 def question(member: int = 0, number: int = 1, query: str = "Where to?") -> Question:
-    return Question(f"run/train/1/0/{member}/{number}", task(), query, (Segment("user", "at 2 3", "env"),))
+    return Question(
+        f"run/train/1/0/{member}/{number}", task(), query, (Segment("user", "at 2 3", "env"),)
+    )
 
 
-async def opened(path: Path, engine: ScriptedEngine, settings: ManagerSettings = SETTINGS, **parts: Any) -> ExperienceManager:
+async def opened(
+    path: Path, engine: ScriptedEngine, settings: ManagerSettings = SETTINGS, **parts: Any
+) -> ExperienceManager:
     made = await manager(path / "bank.sqlite", engine, settings, **{"prompts": ASKING, **parts})
     await made.submit(request())
     await made.drain()
@@ -66,7 +79,9 @@ async def ask(made: ExperienceManager, member: int = 0, number: int = 1) -> Hit:
 
 
 def span(trace: Any) -> str:
-    return renderer().decode([token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    return renderer().decode(
+        [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
+    )
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +125,22 @@ def test_one_answer_is_enough() -> None:
 
 
 PIECES = st.sampled_from(
-    [refine(), '{"op":', '"refine"', '"return"', "[", "]", "{", "}", "</think>", "<think>", ',"text":', '"x"', "\\ud800", "é"]
+    [
+        refine(),
+        '{"op":',
+        '"refine"',
+        '"return"',
+        "[",
+        "]",
+        "{",
+        "}",
+        "</think>",
+        "<think>",
+        ',"text":',
+        '"x"',
+        "\\ud800",
+        "é",
+    ]
 )
 
 
@@ -141,11 +171,18 @@ async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path
     (start,) = await made.search([search()])
     assert start
     for success in (True, False, True):
-        await made.credit([start.use, answer.use], success, episode=f"run/1/0/{success}")  # the third repeats the first
+        await made.credit(
+            [start.use, answer.use], success, episode=f"run/1/0/{success}"
+        )  # the third repeats the first
     entry = made._bank.entries["run/0/0/0#0"]
-    assert (entry.credited, entry.credit, entry.retrieved) == (2, 0.0, 2), "its own two; the question too counts as retrieved"
+    assert (entry.credited, entry.credit, entry.retrieved) == (2, 0.0, 2), (
+        "its own two; the question too counts as retrieved"
+    )
     ready = {str(unit.pending.unit): unit.pending for unit in await made._store.ready()}
-    assert {unit: (pending.count, pending.total) for unit, pending in ready.items()} == {"run/0/0/0#0@1": (2, 0.0), f"{name}@1": (2, 0.0)}
+    assert {unit: (pending.count, pending.total) for unit, pending in ready.items()} == {
+        "run/0/0/0#0@1": (2, 0.0),
+        f"{name}@1": (2, 0.0),
+    }
 
     samples = await made.take_batch(2, 1)
     assert samples
@@ -163,7 +200,11 @@ async def test_what_is_told_as_it_is_earns_for_its_entry(tmp_path: Path) -> None
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
     await made.credit([answer.use], False, episode="run/1/0/0")
     assert [str(unit.pending.unit) for unit in await made._store.ready()] == ["run/0/0/0#0@1"]
-    assert (await made.stats()).items() >= {"ops/refine": 1, "generations": 1, "refine/failed": 0}.items()
+    assert (await made.stats()).items() >= {
+        "ops/refine": 1,
+        "generations": 1,
+        "refine/failed": 0,
+    }.items()
     await made.aclose()
 
 
@@ -179,12 +220,20 @@ async def test_what_guides_an_episode_twice_guides_one_episode(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reward", [None, -1.0])
-async def test_an_answer_that_cannot_be_used_is_counted_and_earns_what_such_answers_earn(tmp_path: Path, reward: float | None) -> None:
+async def test_an_answer_that_cannot_be_used_is_counted_and_earns_what_such_answers_earn(
+    tmp_path: Path, reward: float | None
+) -> None:
     credit = CreditSettings(cooldown=0, malformed_reward=reward)
-    made = await opened(tmp_path, Answering(lambda _: "Go west, young man."), replace(SETTINGS, credit=credit))
+    made = await opened(
+        tmp_path, Answering(lambda _: "Go west, young man."), replace(SETTINGS, credit=credit)
+    )
     answer = await ask(made)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
-    assert (await made.stats()).items() >= {"ops/refine": 1, "dropped/no op in the answer": 1, "refine/failed": 0}.items()
+    assert (await made.stats()).items() >= {
+        "ops/refine": 1,
+        "dropped/no op in the answer": 1,
+        "refine/failed": 0,
+    }.items()
     ready = [(str(unit.pending.unit), unit.pending.reward) for unit in await made._store.ready()]
     assert ready == ([(f"{question().name}@0", -1.0)] if reward else [])
     await made.aclose()
@@ -194,10 +243,14 @@ async def test_an_update_of_what_was_asked_for_is_of_the_entry(tmp_path: Path) -
     made = await opened(tmp_path, Answering())
     answer = await ask(made)
     made._distiller._prompt = lambda r: [Segment("user", r.shown[0].text, "task")]
-    made._engine._answer = lambda prompt: json.dumps([{"op": "update", "target": 1, "text": "West, always."}])  # pyright: ignore[reportAttributeAccessIssue]
+    made._engine._answer = lambda prompt: json.dumps(
+        [{"op": "update", "target": 1, "text": "West, always."}]
+    )  # pyright: ignore[reportAttributeAccessIssue]
     await made.submit(request(1, shown=(answer,)))
     await made.drain()
-    assert [(e.uid, e.version, e.text) for e in made._bank.entries.values()] == [("run/0/0/0#0", 2, "West, always.")]
+    assert [(e.uid, e.version, e.text) for e in made._bank.entries.values()] == [
+        ("run/0/0/0#0", 2, "West, always.")
+    ]
     await made.aclose()
 
 
@@ -229,7 +282,9 @@ async def test_a_question_is_answered_to_its_member_alone(tmp_path: Path) -> Non
     assert again == start
     assert {one.text for one in found if one} == {"Go west.", "Go south."}
     assert {one.use.how for one in found if one} == {"ask_unrefined"}
-    assert sum(e.retrieved for e in made._bank.entries.values()) == 5, "the group's pick counts once, every question for itself"
+    assert sum(e.retrieved for e in made._bank.entries.values()) == 5, (
+        "the group's pick counts once, every question for itself"
+    )
     await made.aclose()
 
 
@@ -272,11 +327,17 @@ class Troubled(Answering):
         return await super().generate(ids, sampling, **options)
 
 
-ERRORS = [RolloutError("engine", "too long"), TransientError("engine", "busy"), EngineError("restarted, and serves again")]
+ERRORS = [
+    RolloutError("engine", "too long"),
+    TransientError("engine", "busy"),
+    EngineError("restarted, and serves again"),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["cannot", "busy", "restarted"])
-async def test_where_the_extractor_fails_what_was_found_is_told_as_it_is(tmp_path: Path, error: Exception) -> None:
+async def test_where_the_extractor_fails_what_was_found_is_told_as_it_is(
+    tmp_path: Path, error: Exception
+) -> None:
     made = await opened(tmp_path, Troubled(error))
     answer = await ask(made)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
@@ -300,7 +361,9 @@ async def test_past_the_deadline_what_was_found_is_told_as_it_is(tmp_path: Path)
 
 async def test_an_agent_does_not_wait_for_a_check_of_the_engine_either(tmp_path: Path) -> None:
     class Stuck(Answering):
-        async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        async def generate(
+            self, ids: Sequence[int], sampling: Sampling, **options: Any
+        ) -> Completion:
             if "user\nrefine\n" in renderer().decode(ids):
                 raise EngineError("it failed")
             return await super().generate(ids, sampling, **options)
@@ -346,7 +409,9 @@ async def test_a_question_does_not_wait_behind_distillations(tmp_path: Path) -> 
             self.gate, self.distilling = asyncio.Event(), asyncio.Event()
             self.gate.set()
 
-        async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        async def generate(
+            self, ids: Sequence[int], sampling: Sampling, **options: Any
+        ) -> Completion:
             if "user\nrefine\n" not in renderer().decode(ids):
                 self.distilling.set()
                 await self.gate.wait()
@@ -382,7 +447,9 @@ async def test_a_refinement_is_kept_as_long_as_it_can_earn(tmp_path: Path) -> No
         return sorted(await made._store.generations([first.use.generation, second.use.generation]))
 
     made.advance(3)
-    assert await kept() == [first.use.generation, second.use.generation], "the second's episode may still be running"
+    assert await kept() == [first.use.generation, second.use.generation], (
+        "the second's episode may still be running"
+    )
     made.advance(4)
     assert await kept() == [first.use.generation], "it has pending reward"
     samples = await made.take_batch(1, 4)

@@ -23,19 +23,42 @@ from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder, Keys
 from crl.manager.index import TAIL, Index
 from crl.manager.records import Entry
-from crl.manager.retrieval import EQUAL, Candidate, RetrievalSettings, diverse_scores, is_trial, known_score, pick
+from crl.manager.retrieval import (
+    EQUAL,
+    Candidate,
+    RetrievalSettings,
+    diverse_scores,
+    is_trial,
+    known_score,
+    pick,
+)
 
 
 def entry(uid: str, **fields) -> Entry:
-    return Entry(uid, fields.pop("version", 1), fields.pop("text", uid), fields.pop("task", "room"), "goal", uid, (0, 1), **fields)
+    return Entry(
+        uid,
+        fields.pop("version", 1),
+        fields.pop("text", uid),
+        fields.pop("task", "room"),
+        "goal",
+        uid,
+        (0, 1),
+        **fields,
+    )
 
 
 def candidates(*similarities: float, **fields) -> list[Candidate]:
-    return [Candidate(entry(f"m{i}", **fields), similarity) for i, similarity in enumerate(similarities)]
+    return [
+        Candidate(entry(f"m{i}", **fields), similarity) for i, similarity in enumerate(similarities)
+    ]
 
 
-def picked(found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings) -> str | None:
-    chosen = pick(found, step, lambda: random.Random(seed), RetrievalSettings(**settings), trial=trial)
+def picked(
+    found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings
+) -> str | None:
+    chosen = pick(
+        found, step, lambda: random.Random(seed), RetrievalSettings(**settings), trial=trial
+    )
     return chosen.uid if chosen else None
 
 
@@ -49,11 +72,15 @@ def test_equation_6_on_worked_numbers():
     found[0].entry.retrieved, found[0].entry.last_returned_step = 11, 10
     found[1].entry.retrieved, found[1].entry.last_returned_step = 1, 9
     settings = RetrievalSettings(lam=0.4, recent_steps=1)
-    assert list(diverse_scores(found[:2], 10, settings)) == pytest.approx([-1.993963, -1.277259], abs=1e-6)
+    assert list(diverse_scores(found[:2], 10, settings)) == pytest.approx(
+        [-1.993963, -1.277259], abs=1e-6
+    )
     assert list(diverse_scores(found[2:], 10, settings)) == [0.0]
     assert len(list(diverse_scores(found, 10, settings))) == 2  # at rank 2 no score is above −2
     assert picked(found) == "m1"
-    assert picked(found, recent_steps=2) == "m0"  # m1 is recent now as well: −2.277; m0 is the best of the three
+    assert (
+        picked(found, recent_steps=2) == "m0"
+    )  # m1 is recent now as well: −2.277; m0 is the best of the three
     assert picked(found, recent_steps=0, lam=0.0) == "m0"
 
 
@@ -72,15 +99,30 @@ def test_equals_share_a_rank_and_the_tie_is_drawn_from_the_generator():
 
 
 FOUND = st.lists(
-    st.tuples(st.sampled_from([0.9, 0.9 - 1e-7, 0.9 - 2e-6, 0.88, 0.86, 0.5]), st.integers(0, 40), st.none() | st.integers(8, 12)),
+    st.tuples(
+        st.sampled_from([0.9, 0.9 - 1e-7, 0.9 - 2e-6, 0.88, 0.86, 0.5]),
+        st.integers(0, 40),
+        st.none() | st.integers(8, 12),
+    ),
     max_size=16,
 )
 
 
-@given(FOUND, st.sampled_from([0.0, 0.1, 0.4, 2.0]), st.integers(0, 3), st.sampled_from([0.0, 0.05, 2.0]), st.integers(0, 9))
-def test_the_pick_is_the_highest_of_all_scores_of_equation_6(found, lam, recent_steps, margin, seed):
+@given(
+    FOUND,
+    st.sampled_from([0.0, 0.1, 0.4, 2.0]),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.05, 2.0]),
+    st.integers(0, 9),
+)
+def test_the_pick_is_the_highest_of_all_scores_of_equation_6(
+    found, lam, recent_steps, margin, seed
+):
     ordered = sorted(found, key=lambda one: -one[0])
-    entries = [entry(f"m{i}", retrieved=count, last_returned_step=last) for i, (_, count, last) in enumerate(ordered)]
+    entries = [
+        entry(f"m{i}", retrieved=count, last_returned_step=last)
+        for i, (_, count, last) in enumerate(ordered)
+    ]
     scores = {}
     for (similarity, count, last), one in zip(ordered, entries, strict=True):
         if similarity >= ordered[0][0] - margin - EQUAL:
@@ -89,8 +131,20 @@ def test_the_pick_is_the_highest_of_all_scores_of_equation_6(found, lam, recent_
             scores[one.uid] = -float(rank) - lam * math.log1p(count) - float(recent)
     tied = [uid for uid, score in scores.items() if score == max(scores.values())]
     expected = random.Random(seed).choice(tied) if len(tied) > 1 else next(iter(tied), None)
-    candidates = [Candidate(one, similarity) for one, (similarity, *_) in zip(entries, ordered, strict=True)]
-    assert picked(candidates, seed=seed, lam=lam, recent_steps=recent_steps, margin=margin, min_similarity=0.0) == expected
+    candidates = [
+        Candidate(one, similarity) for one, (similarity, *_) in zip(entries, ordered, strict=True)
+    ]
+    assert (
+        picked(
+            candidates,
+            seed=seed,
+            lam=lam,
+            recent_steps=recent_steps,
+            margin=margin,
+            min_similarity=0.0,
+        )
+        == expected
+    )
 
 
 def test_beyond_the_margin_diversity_never_takes_a_worse_match():
@@ -113,7 +167,9 @@ def test_below_the_least_similarity_nothing_is_returned():
 
 def test_the_score_of_a_record_on_worked_numbers():
     # untried: 0.3; 3 of 4 won: 3.3 / 5; 0 of 1: 0.3 / 2
-    assert [known_score(0, 0.0), known_score(4, 2.0), known_score(1, -1.0)] == pytest.approx([0.3, 0.66, 0.15])
+    assert [known_score(0, 0.0), known_score(4, 2.0), known_score(1, -1.0)] == pytest.approx(
+        [0.3, 0.66, 0.15]
+    )
 
 
 def records() -> list[Candidate]:
@@ -155,7 +211,11 @@ def test_trials_are_spread_evenly(share: float, phase: float, trials: list[int])
 def test_any_share_of_trials_is_met_in_every_task(per: Literal["rollout", "group"], share: float):
     bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trials=share), seed=0)
     for task in ("room", "maze"):
-        requests = [search("q", name=task, group=2 * group, member=m) for group in range(500) for m in range(4)]
+        requests = [
+            search("q", name=task, group=2 * group, member=m)
+            for group in range(500)
+            for m in range(4)
+        ]
         met = sum(bank._is_trial(request) for request in requests) / len(requests)
         assert met == pytest.approx(share, abs=0.05)
 
@@ -170,7 +230,10 @@ def a_place_with_records() -> Bank:
 
 def test_every_other_guided_member_tries_what_was_tried_least_and_the_others_get_what_is_proven():
     bank = a_place_with_records()
-    found = [bank.search(search("q", group=3, member=m), np.array([1, 0], np.float32), 0, counted=True) for m in range(4)]
+    found = [
+        bank.search(search("q", group=3, member=m), np.array([1, 0], np.float32), 0, counted=True)
+        for m in range(4)
+    ]
     texts = [hit.text for hit in found if hit]
     leaders = [member for member, text in enumerate(texts) if text == "proven"]
     assert leaders in ([0, 2], [1, 3])
@@ -181,7 +244,9 @@ def test_an_evaluation_and_a_question_get_the_best_known():
     bank, query = a_place_with_records(), np.array([1, 0], np.float32)
     for member in range(4):
         evaluated = bank.search(search("q", group=3, member=member), query, 0, counted=False)
-        asked = bank.search(replace(search("q", group=3, member=member), asked=1), query, 0, counted=True)
+        asked = bank.search(
+            replace(search("q", group=3, member=member), asked=1), query, 0, counted=True
+        )
         assert [hit.text for hit in (evaluated, asked) if hit] == ["proven", "proven"]
 
 
@@ -190,7 +255,10 @@ def test_of_groups_that_share_an_experience_some_try():
     bank._settings = replace(bank._settings, per="group")
     query, texts = np.array([1, 0], np.float32), []
     for group in range(20):
-        hits = [bank.search(search("q", group=group, member=member), query, 0, counted=True) for member in range(2)]
+        hits = [
+            bank.search(search("q", group=group, member=member), query, 0, counted=True)
+            for member in range(2)
+        ]
         assert hits[0] == hits[1]
         texts.append(hits[0].text if hits[0] else None)
     assert 4 <= texts.count("proven") <= 16
@@ -223,7 +291,10 @@ def unit(rng: np.random.Generator, n: int, dim: int = 8) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-CHANGES = st.lists(st.tuples(st.sampled_from(["put", "put", "remove", "begin", "swap"]), st.integers(0, 30)), max_size=80)
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "remove", "begin", "swap"]), st.integers(0, 30)),
+    max_size=80,
+)
 
 
 @given(CHANGES, st.integers(1, 8), st.integers(0, 99), st.booleans())
@@ -249,7 +320,9 @@ def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exac
         best = sorted(truth, key=lambda uid: -float(truth[uid] @ query))[:k]
         found = index.nearest(query, k)
         assert [neighbour.uid for neighbour in found] == best
-        assert [neighbour.similarity for neighbour in found] == pytest.approx([float(truth[uid] @ query) for uid in best], abs=1e-5)
+        assert [neighbour.similarity for neighbour in found] == pytest.approx(
+            [float(truth[uid] @ query) for uid in best], abs=1e-5
+        )
     assert len(index) == len(truth)
 
 
@@ -268,8 +341,15 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
     """Lessons about named places, 16 a place; a tenth of them replaced and a tenth removed after the graph was built."""
     monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 1000)
     rng = random.Random(0)
-    goals = [GOAL.format(place=f"{place} {i}") for i in range(size // 16 // 64 + 1) for place in PLACE_NAMES[:64]]
-    texts = [f"{rng.choice(goals)} {rng.choice(LESSON_TEXTS)} {rng.choice(LESSON_TEXTS)}" for _ in range(size)]
+    goals = [
+        GOAL.format(place=f"{place} {i}")
+        for i in range(size // 16 // 64 + 1)
+        for place in PLACE_NAMES[:64]
+    ]
+    texts = [
+        f"{rng.choice(goals)} {rng.choice(LESSON_TEXTS)} {rng.choice(LESSON_TEXTS)}"
+        for _ in range(size)
+    ]
     keys = await HashEmbedder().embed(texts)
     exact, graph = Index(keys.shape[1], exact=True), Index(keys.shape[1])
     for index in (exact, graph):
@@ -288,7 +368,10 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
     for row, query in zip(recall, queries, strict=True):
         assert graph._by_graph(query, 10) is not None
         best, found = ([n.similarity for n in index.nearest(query, 10)] for index in (exact, graph))
-        row[:] = found[0] >= best[0] - 1e-6, np.mean(np.array(found) >= best[-1] - 1e-6)  # an equal one is as good
+        row[:] = (
+            found[0] >= best[0] - 1e-6,
+            np.mean(np.array(found) >= best[-1] - 1e-6),
+        )  # an equal one is as good
     at_1, at_10 = recall.mean(axis=0)
     assert at_1 >= 0.99
     assert at_10 >= 0.98
@@ -321,7 +404,13 @@ def test_a_vector_that_does_not_fit_is_refused():
 
 async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
     embedder = HashEmbedder()
-    texts = ["the azure cellar: go west", "the azure cellar: go east first", "the crimson attic: go west", "", "a"]
+    texts = [
+        "the azure cellar: go west",
+        "the azure cellar: go east first",
+        "the crimson attic: go west",
+        "",
+        "a",
+    ]
     vectors = await embedder.embed(texts)
     assert vectors.dtype == np.float32
     assert vectors.shape == (5, embedder.dim) == (5, 384)
@@ -333,8 +422,14 @@ async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
     assert (await embedder.embed([])).shape == (0, 384)
 
 
-LESSON_TEXTS = [lesson(kind, direction) for kind, text in LESSONS.items() for direction in (COMPASS if "{" in text else [""])]
-ROOM_GOALS = [GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]]  # neighbours: the most alike
+LESSON_TEXTS = [
+    lesson(kind, direction)
+    for kind, text in LESSONS.items()
+    for direction in (COMPASS if "{" in text else [""])
+]
+ROOM_GOALS = [
+    GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]
+]  # neighbours: the most alike
 
 
 async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndarray:
@@ -342,9 +437,13 @@ async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndar
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.25])
-async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_than_any_other(weight):
+async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_than_any_other(
+    weight,
+):
     queries = await HashEmbedder().embed(ROOM_GOALS)
-    keys = np.stack([await keyed(weight, [(goal, text) for goal in ROOM_GOALS]) for text in LESSON_TEXTS])
+    keys = np.stack(
+        [await keyed(weight, [(goal, text) for goal in ROOM_GOALS]) for text in LESSON_TEXTS]
+    )
     assert np.linalg.norm(keys, axis=2) == pytest.approx(1.0, abs=1e-6)
     similarities = keys @ queries.T  # [lesson, its goal, query]
     own = similarities.diagonal(axis1=1, axis2=2)
@@ -356,7 +455,11 @@ async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_
 async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
     """w = 0.1, margin 0.01, min_similarity 0.994: for any text, since goals are at most 0.977 alike and w turns a key by at most
     asin 0.1: cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²)."""
-    goals = [GOAL.format(place=place + again) for place in FIXED_NAMES + PLACE_NAMES for again in ("", " 2")]
+    goals = [
+        GOAL.format(place=place + again)
+        for place in FIXED_NAMES + PLACE_NAMES
+        for again in ("", " 2")
+    ]
     vectors = await HashEmbedder().embed(goals)
     alike = (vectors @ vectors.T - 2 * np.eye(len(goals), dtype=np.float32)).max()
     assert alike < 0.977
@@ -365,7 +468,10 @@ async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_le
 
 
 async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
-    assert np.array_equal(await keyed(None, [("goal", text) for text in LESSON_TEXTS]), await HashEmbedder().embed(LESSON_TEXTS))
+    assert np.array_equal(
+        await keyed(None, [("goal", text) for text in LESSON_TEXTS]),
+        await HashEmbedder().embed(LESSON_TEXTS),
+    )
     with pytest.raises(ValueError, match=r"text_weight must not be negative, not -0\.1"):
         Keys(HashEmbedder(), -0.1)
 
@@ -414,7 +520,10 @@ async def test_an_entry_of_another_task_is_never_returned_when_the_scope_is_the_
         hit = apart.search(search("go west", group=group), query, 0, counted=True)
         assert hit is not None
         assert hit.use.uid == "a"
-        assert apart.search(search("go west", name="attic", group=group), query, 0, counted=True) is None
+        assert (
+            apart.search(search("go west", name="attic", group=group), query, 0, counted=True)
+            is None
+        )
     hit = shared.search(search("go west"), query, 0, counted=True)
     assert hit is not None
     assert hit.use.uid == "b"
@@ -423,11 +532,25 @@ async def test_an_entry_of_another_task_is_never_returned_when_the_scope_is_the_
 async def test_the_members_of_a_group_share_one_pick_that_counts_once():
     made = await bank(entry("a", text="go west"), entry("b", text="go west"))
     query = await vector("go west")
-    picks = [[made.search(search("go west", group=g, member=m), query, 4, counted=True) for m in range(3)] for g in range(2)]
+    picks = [
+        [
+            made.search(search("go west", group=g, member=m), query, 4, counted=True)
+            for m in range(3)
+        ]
+        for g in range(2)
+    ]
     assert [len({hit.use.uid for hit in group if hit}) for group in picks] == [1, 1]
-    assert picks[0][0] != picks[1][0]  # the first is recent and counted, so the second group gets the other
-    assert {uid: (e.retrieved, e.last_returned_step) for uid, e in made.entries.items()} == {"a": (1, 4), "b": (1, 4)}
-    assert {unit.uid: count for unit, count in made.take_counts().items()} == {"a": (1, 4), "b": (1, 4)}
+    assert (
+        picks[0][0] != picks[1][0]
+    )  # the first is recent and counted, so the second group gets the other
+    assert {uid: (e.retrieved, e.last_returned_step) for uid, e in made.entries.items()} == {
+        "a": (1, 4),
+        "b": (1, 4),
+    }
+    assert {unit.uid: count for unit, count in made.take_counts().items()} == {
+        "a": (1, 4),
+        "b": (1, 4),
+    }
     assert made.take_counts() == {}
 
 
@@ -446,11 +569,17 @@ async def test_an_uncounted_search_leaves_no_trace():
     assert len({hit.use.uid for hit in first if hit}) == 1
     assert all(e.retrieved == 0 and e.last_returned_step is None for e in made.entries.values())
     assert made.take_counts() == {}
-    assert made.search(search("go west"), query, 0, counted=True) == first[0]  # the draw's address is the same, nothing moved
+    assert (
+        made.search(search("go west"), query, 0, counted=True) == first[0]
+    )  # the draw's address is the same, nothing moved
 
 
 async def test_a_newer_version_replaces_an_older_one_and_never_the_reverse():
-    made = await bank(entry("a", text="go west", retrieved=5), entry("a", version=2, text="go north"), entry("a", text="go west"))
+    made = await bank(
+        entry("a", text="go west", retrieved=5),
+        entry("a", version=2, text="go north"),
+        entry("a", text="go west"),
+    )
     assert made.entries["a"].text == "go north"
     assert made.entries["a"].retrieved == 0
     assert made.search(search("go west"), await vector("west"), 0, counted=True) is None

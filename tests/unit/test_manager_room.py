@@ -12,14 +12,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extractors import GOAL, RETURN, WordEmbedder, add, answering, hit, logged, manager, request, search, task, update
+from extractors import (
+    GOAL,
+    RETURN,
+    WordEmbedder,
+    add,
+    answering,
+    hit,
+    logged,
+    manager,
+    request,
+    search,
+    task,
+    update,
+)
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
-from crl.manager import CreditSettings, DistilSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager import (
+    CreditSettings,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    RetrievalSettings,
+)
 from crl.manager.records import Entry, Evict, Stamp
 from crl.manager.retrieval import known_score
 from crl.manager.store import Store
@@ -54,8 +73,18 @@ async def distil(made: ExperienceManager, *requests: Any) -> None:
 async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     """one: won 1 of 2, returned at step 3. two: never used. three: lost, returned at step 2. four: lost, returned at step 1."""
     made = await manager(path, answering(echo), bank(evict=evict, **bound))
-    await distil(made, *(request(member=member, note=text) for member, text in enumerate(("one", "two", "three", "four"))))
-    for step, text, rewards in ((1, "four", [False]), (2, "three", [False]), (3, "one", [True, False])):
+    await distil(
+        made,
+        *(
+            request(member=member, note=text)
+            for member, text in enumerate(("one", "two", "three", "four"))
+        ),
+    )
+    for step, text, rewards in (
+        (1, "four", [False]),
+        (2, "three", [False]),
+        (3, "one", [True, False]),
+    ):
         made.advance(step)
         (found,) = await made.search([search(text, group=step)])
         assert found is not None
@@ -76,7 +105,9 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     ],
 )
 @pytest.mark.parametrize("bound", ["cap", "size"])
-async def test_over_a_bound_those_go_that_the_policy_says(tmp_path: Path, evict: Evict, gone: list[str], bound: str) -> None:
+async def test_over_a_bound_those_go_that_the_policy_says(
+    tmp_path: Path, evict: Evict, gone: list[str], bound: str
+) -> None:
     made = await four(path := tmp_path / "bank.sqlite", evict, **{bound: 4})
     await distil(made, request(4, note="five"))
     assert set(texts(made)) == {"one", "two", "three", "four", "five"} - {gone[0]}
@@ -85,13 +116,18 @@ async def test_over_a_bound_those_go_that_the_policy_says(tmp_path: Path, evict:
     await distil(made, request(6, note="six"))
     assert set(texts(made)) == {"one", "two", "three", "four", "five", "six"} - set(gone)
     await made.aclose()
-    assert [data for _, data in logged(path, "evict")] == [{"for": "run/4/0/0"}, {"for": "run/6/0/0"}]
+    assert [data for _, data in logged(path, "evict")] == [
+        {"for": "run/4/0/0"},
+        {"for": "run/6/0/0"},
+    ]
 
 
 async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Path) -> None:
     """Eight answers come in with every visit of a place that keeps eight; useless ones are won in three of four episodes."""
     draw = random.Random(0)
-    chosen_by = RetrievalSettings(choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2)
+    chosen_by = RetrievalSettings(
+        choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2
+    )
     settings = ManagerSettings(retrieval=chosen_by, cap=8, evict="credit")
     made = await manager(tmp_path / "bank.sqlite", answering(echo), settings)
     led = tried = 0
@@ -106,7 +142,11 @@ async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Pa
             assert found is not None
             led += found.text == "right"
             tried += found.text in untried
-            await made.credit([found.use], draw.random() < (0.95 if found.text == "right" else 0.75), episode=f"e/{visit}/0/{member}")
+            await made.credit(
+                [found.use],
+                draw.random() < (0.95 if found.text == "right" else 0.75),
+                episode=f"e/{visit}/0/{member}",
+            )
     assert "right" in texts(made)
     assert led >= 20
     assert tried >= 36
@@ -115,7 +155,9 @@ async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Pa
 
 async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
     other = task(goal="Leave the long hall.")
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("a b", "c d")), bank(cap=2, size=5))
+    made = await manager(
+        tmp_path / "bank.sqlite", answering(lambda _: add("a b", "c d")), bank(cap=2, size=5)
+    )
     await distil(made, request(0), request(1))
     assert len(texts(made)) == 2
     await distil(made, request(2, of=other), request(3, of=task("maze", other.goal)))
@@ -127,21 +169,30 @@ async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
     await made.aclose()
 
 
-@pytest.mark.parametrize(("evict", "left"), [("fifo", ["three", "four"]), ("lru", ["one", "three"]), ("credit", ["one", "two"])])
+@pytest.mark.parametrize(
+    ("evict", "left"),
+    [("fifo", ["three", "four"]), ("lru", ["one", "three"]), ("credit", ["one", "two"])],
+)
 @pytest.mark.parametrize("bound", ["cap", "size"])
-async def test_a_bank_that_is_opened_over_a_bound_is_brought_within_it(tmp_path: Path, evict: Evict, left: list[str], bound: str) -> None:
+async def test_a_bank_that_is_opened_over_a_bound_is_brought_within_it(
+    tmp_path: Path, evict: Evict, left: list[str], bound: str
+) -> None:
     await (await four(path := tmp_path / "bank.sqlite", "fifo")).aclose()
     made = await manager(path, answering(echo), bank(evict=evict, **{bound: 2}))
     assert texts(made) == left
     await made.aclose()
-    assert [data for _, data in logged(path, "evict")] == [{"reason": "room"}] * 2, "they stay in the history"
+    assert [data for _, data in logged(path, "evict")] == [{"reason": "room"}] * 2, (
+        "they stay in the history"
+    )
     made = await manager(path, answering(echo), bank())
     assert texts(made) == left
     await made.aclose()
 
 
 async def test_each_goal_is_brought_within_the_cap(tmp_path: Path) -> None:
-    made = await manager(path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank())
+    made = await manager(
+        path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank()
+    )
     await distil(made, request(0), request(1, of=task("maze", "Leave the long hall.")))
     before = await made.snapshot()
     await made.aclose()
@@ -152,7 +203,9 @@ async def test_each_goal_is_brought_within_the_cap(tmp_path: Path) -> None:
     await made.aclose()
 
 
-async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_this_one(tmp_path: Path) -> None:
+async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_this_one(
+    tmp_path: Path,
+) -> None:
     """Its steps are of another clock; they do not compare."""
     made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank())
     made.advance(90)
@@ -160,7 +213,9 @@ async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_th
     await made.search([search("old")])
     await made.export_copy(tmp_path / "copy.sqlite")
     await made.aclose()
-    made = await manager(tmp_path / "copy.sqlite", answering(lambda _: add("new")), bank(size=2, evict="lru"))
+    made = await manager(
+        tmp_path / "copy.sqlite", answering(lambda _: add("new")), bank(size=2, evict="lru")
+    )
     await distil(made, request(0), request(1))
     assert texts(made) == ["new", "new"]
     await made.aclose()
@@ -173,12 +228,24 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
     rng = np.random.default_rng(0)
     credited = rng.integers(0, 4, 500)
     entries = [
-        Entry(f"old/0/0/{i}#0", 1, f"text {i}", "room", GOAL, "g", (0, 1), credited=int(n), credit=float(rng.integers(0, n + 1) * 2 - n))
+        Entry(
+            f"old/0/0/{i}#0",
+            1,
+            f"text {i}",
+            "room",
+            GOAL,
+            "g",
+            (0, 1),
+            credited=int(n),
+            credit=float(rng.integers(0, n + 1) * 2 - n),
+        )
         for i, n in enumerate(credited)
     ]
     await store.take_in(entries, Stamp(0, 0))
     await store.aclose()
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("new")), bank(size=500, evict=evict))
+    made = await manager(
+        tmp_path / "bank.sqlite", answering(lambda _: add("new")), bank(size=500, evict=evict)
+    )
     sizes = []
     for step in range(8):
         await distil(made, request(step))
@@ -187,15 +254,24 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
     order = entries
     if evict == "credit":
         score = {entry.uid: known_score(entry.credited, entry.credit) for entry in entries}
-        best = {entry.uid for entry in sorted(reversed(entries), key=lambda entry: -score[entry.uid])[:250]}
-        order = sorted(entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid]))
-    assert set(texts(made)) & {entry.text for entry in entries} == {entry.text for entry in order[12:]}
+        best = {
+            entry.uid
+            for entry in sorted(reversed(entries), key=lambda entry: -score[entry.uid])[:250]
+        }
+        order = sorted(
+            entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid])
+        )
+    assert set(texts(made)) & {entry.text for entry in entries} == {
+        entry.text for entry in order[12:]
+    }
     await made.aclose()
 
 
 async def test_looking_for_the_surplus_reads_an_index(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
-    plan = await store._database.rows("EXPLAIN QUERY PLAN SELECT COUNT(*) FROM entries WHERE status = 'active'")
+    plan = await store._database.rows(
+        "EXPLAIN QUERY PLAN SELECT COUNT(*) FROM entries WHERE status = 'active'"
+    )
     assert "entries_written" in plan[0]["detail"], plan[0]["detail"]
     await store.aclose()
 
@@ -211,7 +287,13 @@ def voting(**numbers: int) -> str:
 SHOWN = (hit("run/0/0/0#0"), hit("run/0/0/0#1"))
 
 
-async def voted(path: Path, *answers: str, shown: tuple[Hit, ...] = SHOWN, vote_out: int | None = 2, **settings: Any) -> ExperienceManager:
+async def voted(
+    path: Path,
+    *answers: str,
+    shown: tuple[Hit, ...] = SHOWN,
+    vote_out: int | None = 2,
+    **settings: Any,
+) -> ExperienceManager:
     """After each answer to an episode that `shown` guided."""
     said = iter([add("one", "two"), *answers])
     made = await manager(path, answering(lambda _: next(said)), bank(vote_out=vote_out, **settings))
@@ -230,7 +312,10 @@ async def test_votes_are_counted_and_enough_of_them_evict(tmp_path: Path) -> Non
     made = await voted(path, voting(up=1, down=2), voting(up=1), voting(down=1))
     assert votes(made) == {"one": 1, "two": -1}
     await made.aclose()
-    assert [data for _, data in logged(path, "down")] == [{"uid": "run/0/0/0#1", "version": 1}, {"uid": "run/0/0/0#0", "version": 1}]
+    assert [data for _, data in logged(path, "down")] == [
+        {"uid": "run/0/0/0#1", "version": 1},
+        {"uid": "run/0/0/0#0", "version": 1},
+    ]
     made = await manager(path, answering(lambda _: voting(down=2)), bank(vote_out=2))
     assert votes(made) == {"one": 1, "two": -1}, "they are in the store"
     await distil(made, request(9, shown=SHOWN))
@@ -242,7 +327,11 @@ async def test_votes_are_counted_and_enough_of_them_evict(tmp_path: Path) -> Non
     await made.aclose()
 
 
-UP, DOWN, BETTER = '{"op": "up", "target": %d}', '{"op": "down", "target": %d}', '{"op": "update", "target": %d, "text": "%s"}'
+UP, DOWN, BETTER = (
+    '{"op": "up", "target": %d}',
+    '{"op": "down", "target": %d}',
+    '{"op": "update", "target": %d, "text": "%s"}',
+)
 ASKED = Hit("one, here", replace(SHOWN[0].use, generation="run/1/0/0/1", how="ask"))
 REFINED = Hit("one, in other words", replace(SHOWN[0].use, verdict="refine"))
 AGAIN, REWORDED = "target named before", "vote on other words"
@@ -253,8 +342,18 @@ AGAIN, REWORDED = "target named before", "vote on other words"
     [
         ((SHOWN[0], SHOWN[0]), [UP % 1, DOWN % 2], {"one": 1, "two": 0}, {AGAIN: 1}),
         ((SHOWN[0], SHOWN[0]), [DOWN % 2, DOWN % 1, DOWN % 2], {"one": -1, "two": 0}, {AGAIN: 2}),
-        ((SHOWN[0], SHOWN[0]), [BETTER % (1, "a"), BETTER % (2, "b")], {"two": 0, "a": 0}, {AGAIN: 1}),
-        ((SHOWN[0], SHOWN[0]), [DOWN % 2, BETTER % (1, "a")], {"two": 0, "a": 0}, {AGAIN: 1}),  # in either order
+        (
+            (SHOWN[0], SHOWN[0]),
+            [BETTER % (1, "a"), BETTER % (2, "b")],
+            {"two": 0, "a": 0},
+            {AGAIN: 1},
+        ),
+        (
+            (SHOWN[0], SHOWN[0]),
+            [DOWN % 2, BETTER % (1, "a")],
+            {"two": 0, "a": 0},
+            {AGAIN: 1},
+        ),  # in either order
         ((SHOWN[0], SHOWN[0]), [BETTER % (1, "a"), DOWN % 2], {"two": 0, "a": 0}, {AGAIN: 1}),
         (SHOWN, [UP % 1, UP % 1, DOWN % 2], {"one": 1, "two": -1}, {AGAIN: 1}),
         (SHOWN, [BETTER % (1, "a"), BETTER % (2, "b")], {"a": 0, "b": 0}, {}),
@@ -265,12 +364,20 @@ AGAIN, REWORDED = "target named before", "vote on other words"
     ],
 )
 async def test_an_answer_says_one_thing_of_one_experience(
-    tmp_path: Path, shown: tuple[Hit, ...], said: list[str], left: dict[str, int], dropped: dict[str, int]
+    tmp_path: Path,
+    shown: tuple[Hit, ...],
+    said: list[str],
+    left: dict[str, int],
+    dropped: dict[str, int],
 ) -> None:
     """Whatever numbers the prompt gave it. A vote is on what was told as it is, not on what somebody made of it."""
     made = await voted(tmp_path / "bank.sqlite", f"[{', '.join(said)}]", shown=shown)
     assert votes(made) == left
-    assert {name.removeprefix("dropped/"): n for name, n in (await made.stats()).items() if name.startswith("dropped/")} == dropped
+    assert {
+        name.removeprefix("dropped/"): n
+        for name, n in (await made.stats()).items()
+        if name.startswith("dropped/")
+    } == dropped
     await made.aclose()
 
 
@@ -285,7 +392,12 @@ async def test_a_vote_is_of_one_version(tmp_path: Path) -> None:
 
 async def test_votes_earn_nothing_and_are_an_answer(tmp_path: Path) -> None:
     credit = CreditSettings(cooldown=0, malformed_reward=-1.0)
-    made = await voted(tmp_path / "bank.sqlite", voting(up=1), f"{voting(down=2)[:-1]}, {add('three')[1:]}", credit=credit)
+    made = await voted(
+        tmp_path / "bank.sqlite",
+        voting(up=1),
+        f"{voting(down=2)[:-1]}, {add('three')[1:]}",
+        credit=credit,
+    )
     assert (await made.stats()).items() >= {"buffer/ready": 0, "generations": 2}.items()
     assert "ops/malformed" not in await made.stats()
     await made.credit([hit("run/2/0/0#1").use], True, episode="e")
@@ -297,13 +409,21 @@ async def test_votes_earn_nothing_and_are_an_answer(tmp_path: Path) -> None:
 
 async def test_where_nobody_asks_for_votes_they_are_no_ops(tmp_path: Path) -> None:
     made = await voted(tmp_path / "bank.sqlite", voting(up=1, down=2), vote_out=None)
-    assert (await made.stats()).items() >= {"ops/up": 0, "ops/down": 0, "dropped/unknown op": 2}.items()
+    assert (await made.stats()).items() >= {
+        "ops/up": 0,
+        "ops/down": 0,
+        "dropped/unknown op": 2,
+    }.items()
     await made.aclose()
 
 
 # ── near duplicates ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-SAME, ALIKE, OTHER = "go west along the wall", "go west along that wall", "open the door"  # cosines: 4/5, 0 and 1/√15
+SAME, ALIKE, OTHER = (
+    "go west along the wall",
+    "go west along that wall",
+    "open the door",
+)  # cosines: 4/5, 0 and 1/√15
 
 
 async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_path: Path) -> None:
@@ -313,7 +433,12 @@ async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_pa
     await distil(made, request())
     assert texts(made) == [SAME, OTHER], "also within one answer"
     await distil(made, request(1))
-    assert (await made.stats()).items() >= {"dropped/near duplicate": 2, "ops/add": 2, "generations": 1, "buffer/ready": 0}.items()
+    assert (await made.stats()).items() >= {
+        "dropped/near duplicate": 2,
+        "ops/add": 2,
+        "generations": 1,
+        "buffer/ready": 0,
+    }.items()
     assert "ops/malformed" not in await made.stats(), "it was an answer"
     await distil(made, request(2, shown=(hit("run/0/0/0#2"),)))
     assert texts(made) == [SAME, SAME], "an update is no add"
@@ -321,11 +446,19 @@ async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_pa
 
 
 @pytest.mark.parametrize(("weight", "kept"), [(None, 1), (0.1, 2)])
-async def test_only_what_one_query_can_find_is_compared(tmp_path: Path, weight: float | None, kept: int) -> None:
+async def test_only_what_one_query_can_find_is_compared(
+    tmp_path: Path, weight: float | None, kept: int
+) -> None:
     """Other tasks never; with goals in the keys, what a text says of one goal it does not say of another."""
     settings = bank(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
     made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
-    await distil(made, request(), request(1, of=task(goal="Leave the long hall.")), request(2, of=task("maze")), request(3))
+    await distil(
+        made,
+        request(),
+        request(1, of=task(goal="Leave the long hall.")),
+        request(2, of=task("maze")),
+        request(3),
+    )
     assert len([entry for entry in made._bank.entries.values() if entry.task == "room"]) == kept
     assert len([entry for entry in made._bank.entries.values() if entry.task == "maze"]) == 1
     await made.aclose()
@@ -354,28 +487,47 @@ class Refusing(WordEmbedder):
 
 
 @pytest.mark.parametrize(("weight", "times", "refused"), [(None, 2, 0), (0.1, 1, 1), (0.1, 2, 2)])
-async def test_what_is_compared_is_embedded_within_the_attempt(tmp_path: Path, weight: float | None, times: int, refused: int) -> None:
+async def test_what_is_compared_is_embedded_within_the_attempt(
+    tmp_path: Path, weight: float | None, times: int, refused: int
+) -> None:
     """An embedder that fails costs an attempt, and at last the episode, never the run. Keys that are of texts alone are compared as they
     are."""
     embedder = Refusing()
-    settings = bank(duplicate=0.8, attempts=2, backoff=0.0, distil=DistilSettings(key_text_weight=weight))
+    settings = bank(
+        duplicate=0.8, attempts=2, backoff=0.0, distil=DistilSettings(key_text_weight=weight)
+    )
     for word, episode in ((SAME, request()), (ALIKE, request(1))):
-        made = await manager(tmp_path / "bank.sqlite", answering(lambda _, word=word: add(word)), settings, embedder=embedder)
+        made = await manager(
+            tmp_path / "bank.sqlite",
+            answering(lambda _, word=word: add(word)),
+            settings,
+            embedder=embedder,
+        )
         await distil(made, episode)
         embedder.times = times
         if episode.step == 0:
             await made.aclose()
     dead = refused == settings.attempts
-    figures = {"queue/dead": int(dead), "queue/retried": int(refused > 0), "dropped/near duplicate": int(not dead), "ops/add": 1}
+    figures = {
+        "queue/dead": int(dead),
+        "queue/retried": int(refused > 0),
+        "dropped/near duplicate": int(not dead),
+        "ops/add": 1,
+    }
     stats = await made.stats()
     assert {name: stats.get(name, 0) for name in figures} == figures
     await made.aclose()
 
 
 @examples(max_examples=25, deadline=None)
-@given(order=st.permutations(range(6)), weight=st.sampled_from([None, 0.1]), background=st.booleans())
+@given(
+    order=st.permutations(range(6)), weight=st.sampled_from([None, 0.1]), background=st.booleans()
+)
 def test_of_equal_adds_at_the_same_time_one_gets_in(
-    tmp_path_factory: pytest.TempPathFactory, order: Sequence[int], weight: float | None, background: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    order: Sequence[int],
+    weight: float | None,
+    background: bool,
 ) -> None:
     """Answers come in any order; at step boundaries it is always the first episode's that gets in."""
 

@@ -47,7 +47,9 @@ class GatedEmbedder(WordEmbedder):
             await asyncio.sleep(0.0001)
 
 
-async def searcher(*texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings) -> tuple[Searcher, Bank]:
+async def searcher(
+    *texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings
+) -> tuple[Searcher, Bank]:
     chosen = RetrievalSettings(**{**ANY, **settings})
     bank = Bank(WordEmbedder.dim, "task", chosen, seed=0)
     made = Searcher(bank, embedder or WordEmbedder(), chosen)
@@ -60,7 +62,9 @@ def entry(text: str) -> Entry:
     return Entry(text, 1, text, "room", "goal", text, (0, 1))
 
 
-def ask(made: Searcher, query: str, group: int = 0, *, counted: bool = True) -> asyncio.Task[list[Hit | None]]:
+def ask(
+    made: Searcher, query: str, group: int = 0, *, counted: bool = True
+) -> asyncio.Task[list[Hit | None]]:
     return asyncio.create_task(made.search([search(query, group=group)], 0, counted=counted))
 
 
@@ -77,7 +81,9 @@ async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_toge
     assert embedder.calls == [["0"], ["1", "2", "3"]]
     for gate in embedder.gates:
         gate.set()
-    await until(lambda: len(embedder.calls) == 3)  # nothing is in work any more: the rest does not wait for a third
+    await until(
+        lambda: len(embedder.calls) == 3
+    )  # nothing is in work any more: the rest does not wait for a third
     embedder.gates[-1].set()
     assert all(await asyncio.gather(first, *others))
     assert embedder.calls[2] == ["4", "5"]
@@ -98,14 +104,19 @@ async def test_nobody_waits_for_others_longer_than_the_longest_wait():
 
 async def test_equal_queries_share_an_embedding_and_not_a_result():
     embedder = GatedEmbedder()
-    made, bank = await searcher("go west", "go west now", embedder=CachedEmbedder(embedder, 8), batch=2)
+    made, bank = await searcher(
+        "go west", "go west now", embedder=CachedEmbedder(embedder, 8), batch=2
+    )
     asked = [ask(made, "go west", group) for group in range(4)]
     await until(lambda: len(embedder.gates) == 1)
     await asyncio.sleep(0.01)
     embedder.gates[0].set()
     hits = [hit for (hit,) in await asyncio.gather(*asked) if hit]
     assert embedder.calls == [["go west"]]
-    assert [hit.text for hit in hits[:2]] == ["go west", "go west now"]  # counted at once: the second saw the first as recent
+    assert [hit.text for hit in hits[:2]] == [
+        "go west",
+        "go west now",
+    ]  # counted at once: the second saw the first as recent
     assert sum(one.retrieved for one in bank.entries.values()) == 4
     await made.aclose()
 
@@ -120,7 +131,12 @@ async def test_picks_are_made_in_the_order_of_the_searches_whatever_is_embedded_
         await asyncio.sleep(0)
     got = [hit.text for (hit,) in await asyncio.gather(*asked) if hit]
     alone, _ = await searcher("a", "a b")
-    assert got == [hit.text for group in range(3) for hit in await alone.search([search("a", group=group)], 0, counted=True) if hit]
+    assert got == [
+        hit.text
+        for group in range(3)
+        for hit in await alone.search([search("a", group=group)], 0, counted=True)
+        if hit
+    ]
     assert sorted(one.retrieved for one in bank.entries.values()) == [1, 2]
     await alone.aclose()
     await made.aclose()
@@ -203,18 +219,39 @@ async def test_a_search_that_waits_alone_keeps_its_place_and_may_be_cancelled():
     await made.aclose()
 
 
-SEARCHES = st.lists(st.tuples(st.sampled_from(["a", "a b", "b c", "x"]), st.integers(0, 5), st.booleans(), st.booleans()), max_size=12)
+SEARCHES = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "a b", "b c", "x"]), st.integers(0, 5), st.booleans(), st.booleans()
+    ),
+    max_size=12,
+)
 
 
-@given(SEARCHES, st.integers(1, 4), st.sampled_from(["group", "rollout"]), st.randoms(use_true_random=False))
+@given(
+    SEARCHES,
+    st.integers(1, 4),
+    st.sampled_from(["group", "rollout"]),
+    st.randoms(use_true_random=False),
+)
 async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches, batch, per, rng):
     """Each: a query, its group, whether it counts, whether it is cancelled. Embeddings end in any order."""
-    embedder, texts, picked, asked = GatedEmbedder(), ("a", "a b", "b", "c b"), list[int](), list[asyncio.Task[list[Hit | None]]]()
+    embedder, texts, picked, asked = (
+        GatedEmbedder(),
+        ("a", "a b", "b", "c b"),
+        list[int](),
+        list[asyncio.Task[list[Hit | None]]](),
+    )
     made, bank = await searcher(*texts, embedder=CachedEmbedder(embedder, 2), batch=batch, per=per)
     plain, truth = await searcher(*texts, per=per)
     pick = bank.search
-    bank.search = lambda request, *rest, **options: (picked.append(request.member), pick(request, *rest, **options))[1]
-    requests = [search(query, group=group, member=member) for member, (query, group, *_) in enumerate(searches)]
+    bank.search = lambda request, *rest, **options: (
+        picked.append(request.member),
+        pick(request, *rest, **options),
+    )[1]
+    requests = [
+        search(query, group=group, member=member)
+        for member, (query, group, *_) in enumerate(searches)
+    ]
     for request, (*_, counted, _) in zip(requests, searches, strict=True):
         asked.append(asyncio.create_task(made.search([request], 0, counted=counted)))
         for _ in range(rng.randrange(4)):
@@ -262,7 +299,9 @@ async def test_a_text_that_cannot_be_embedded_fails_its_own_search_alone():
 async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
     embedder = GatedEmbedder()
     made, bank = await searcher("a", embedder=embedder)
-    asked = asyncio.create_task(made.search([search("a"), search("broken", group=1)], 0, counted=True))
+    asked = asyncio.create_task(
+        made.search([search("a"), search("broken", group=1)], 0, counted=True)
+    )
     await until(lambda: len(embedder.gates) == 1)
     embedder.gates[0].set()
     await until(lambda: len(embedder.gates) == 3)
@@ -291,7 +330,9 @@ async def test_a_large_bank_answers_as_a_small_one_does(small_graphs, exact):
     made, bank = await searcher(*texts, margin=0.0, exact=exact)
     await asyncio.gather(*made._builds)
     assert any(index._snapshot.graph for index in bank._indexes.values()) != exact
-    hits = await asyncio.gather(*(made.search([search(text, group=i)], 0, counted=True) for i, text in enumerate(texts)))
+    hits = await asyncio.gather(
+        *(made.search([search(text, group=i)], 0, counted=True) for i, text in enumerate(texts))
+    )
     vectors = await WordEmbedder().embed(texts)
     best = (vectors @ vectors.T).max(axis=1)
     found = dict(zip(texts, vectors, strict=True))
@@ -325,7 +366,9 @@ async def test_changes_take_effect_at_once_while_searches_and_builds_go_on(small
             alive.add(f"go {i}")
             (hit,) = await made.search([search(f"go {i}", group=next(group))], 0, counted=False)
             assert hit is not None
-            assert (await WordEmbedder().embed([hit.text]))[0] @ vectors[0] == pytest.approx(1.0, abs=1e-6)
+            assert (await WordEmbedder().embed([hit.text]))[0] @ vectors[0] == pytest.approx(
+                1.0, abs=1e-6
+            )
 
     await asyncio.gather(writer(), *(reader() for _ in range(4)))
     assert set(bank.entries) == alive
@@ -350,7 +393,9 @@ async def test_searches_that_no_worker_can_be_found_for_fail_and_wait_for_nobody
     await made.aclose()
 
 
-async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_under_the_others(small_graphs, monkeypatch):
+async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_under_the_others(
+    small_graphs, monkeypatch
+):
     made, _ = await searcher(*(f"go {i}" for i in range(100)), exact=True, batch=3)
     at_work, end, changed = threading.Event(), threading.Event(), list[bool]()
     nearest = Bank.nearest
@@ -366,7 +411,11 @@ async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_u
         return nearest(self, task, query)
 
     monkeypatch.setattr(Bank, "nearest", work)
-    asked = asyncio.create_task(made.search([search("slow")], 0, counted=True)), ask(made, "broken", 1), ask(made, "go 7", 2)
+    asked = (
+        asyncio.create_task(made.search([search("slow")], 0, counted=True)),
+        ask(made, "broken", 1),
+        ask(made, "go 7", 2),
+    )
     await until(at_work.is_set)
     change = asyncio.create_task(made.change([], ["go 0"]))
     await asyncio.sleep(0.05)
@@ -379,7 +428,9 @@ async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_u
     await made.aclose()
 
 
-async def test_an_index_that_cannot_be_built_loses_no_change_and_is_told_once(small_graphs, monkeypatch):
+async def test_an_index_that_cannot_be_built_loses_no_change_and_is_told_once(
+    small_graphs, monkeypatch
+):
     def fail(*_: object) -> bool:
         raise MemoryError("no room")
 

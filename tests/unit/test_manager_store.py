@@ -68,7 +68,9 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
 
 async def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "bank.sqlite"
-    path.write_text("This was a bank once, and now it is prose that goes on for quite a while." * 99)
+    path.write_text(
+        "This was a bank once, and now it is prose that goes on for quite a while." * 99
+    )
     assert "which are not the copy's) or choose another path" in await refused(path)
 
 
@@ -107,7 +109,10 @@ async def test_a_bank_that_cannot_be_written_any_more_is_an_error_and_loses_noth
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
     store._database.connection.execute("PRAGMA query_only = 1")
-    with pytest.raises(StoreError, match=r"bank\.sqlite: attempt to write a readonly database\. Make the file .* writable"):
+    with pytest.raises(
+        StoreError,
+        match=r"bank\.sqlite: attempt to write a readonly database\. Make the file .* writable",
+    ):
         await store.submit(request(member=1), AT)
     store._database.connection.execute("PRAGMA query_only = 0")
     assert [r.id for r in await store.lease()] == ["run/0/0/0"]
@@ -158,7 +163,9 @@ SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=Record(4, 3, 0.25))
 
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    submitted = request(3, 17, 2, note="ünïcode \u2028 🙂", shown=(SHOWN,), success=False, truncated=True)
+    submitted = request(
+        3, 17, 2, note="ünïcode \u2028 🙂", shown=(SHOWN,), success=False, truncated=True
+    )
     assert await store.submit(submitted, AT)
     assert await store.lease() == [submitted]
     assert DistilRequest.from_json(submitted.to_json()) == submitted
@@ -174,7 +181,9 @@ async def test_submitting_again_changes_nothing(tmp_path):
     assert await store.submit(request(), AT)
     assert await store.lease() == []
     await store.aclose()
-    assert sql(tmp_path / "bank.sqlite", "SELECT kind, origin FROM log") == [("submit", "run/0/0/0")]
+    assert sql(tmp_path / "bank.sqlite", "SELECT kind, origin FROM log") == [
+        ("submit", "run/0/0/0")
+    ]
 
 
 async def test_requests_are_leased_in_order_of_step_group_and_member(tmp_path):
@@ -231,9 +240,15 @@ async def test_a_hit_without_a_goal_and_a_record_is_still_read():
 
 async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    await asyncio.gather(*(store.submit(request(member=m), AT) for m in range(20)), store.backup(tmp_path / "copy.sqlite"))
+    await asyncio.gather(
+        *(store.submit(request(member=m), AT) for m in range(20)),
+        store.backup(tmp_path / "copy.sqlite"),
+    )
     assert sql(tmp_path / "copy.sqlite", "PRAGMA integrity_check") == [("ok",)]
-    copied = sql(tmp_path / "copy.sqlite", "SELECT (SELECT COUNT(*) FROM requests), (SELECT COUNT(*) FROM log)")
+    copied = sql(
+        tmp_path / "copy.sqlite",
+        "SELECT (SELECT COUNT(*) FROM requests), (SELECT COUNT(*) FROM log)",
+    )
     assert copied[0][0] == copied[0][1] <= 20
     assert len(await store.lease()) == 20
     await store.aclose()
@@ -243,7 +258,10 @@ async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):
 
 
 async def test_a_write_ahead_log_that_was_left_behind_is_no_part_of_a_copy(tmp_path):
-    store, other = await Store.open(tmp_path / "bank.sqlite"), await Store.open(tmp_path / "copy.sqlite")
+    store, other = (
+        await Store.open(tmp_path / "bank.sqlite"),
+        await Store.open(tmp_path / "copy.sqlite"),
+    )
     await store.submit(request(), AT)
     await other.submit(request(member=7), AT)
     left = (tmp_path / "copy.sqlite-wal").read_bytes()
@@ -258,7 +276,10 @@ async def test_a_write_ahead_log_that_was_left_behind_is_no_part_of_a_copy(tmp_p
 async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(StoreError, match=r"mine: it exists, and a bank is not copied over it\. Choose another path\."):
+    with pytest.raises(
+        StoreError,
+        match=r"mine: it exists, and a bank is not copied over it\. Choose another path\.",
+    ):
         await store.backup(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "mine"
     with pytest.raises(StoreError, match="must exist and be writable"):
@@ -287,7 +308,10 @@ async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(
     await store.submit(request(), AT)
     last = (await store.counts())["log/seq"]
     (tmp_path / f"bank-before-rollback-{last}.sqlite.part").mkdir()
-    with pytest.raises(StoreError, match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. What was acknowledged before is safe\.") as caught:
+    with pytest.raises(
+        StoreError,
+        match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. What was acknowledged before is safe\.",
+    ) as caught:
         await store.rollback(seq)
     assert isinstance(caught.value.__cause__, OSError)
     assert (await store.counts())["queue/pending"] == 1
@@ -298,20 +322,26 @@ async def test_retrieval_counts_are_kept(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.retrieved({UnitKey("nobody", 1): (1, 2)}, AT)
     await store.aclose()
-    assert sql(tmp_path / "bank.sqlite", "SELECT step, extractor, kind, origin, op FROM log") == [(4, 2, "retrieve", "nobody", 1)]
+    assert sql(tmp_path / "bank.sqlite", "SELECT step, extractor, kind, origin, op FROM log") == [
+        (4, 2, "retrieve", "nobody", 1)
+    ]
 
 
 async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
-    await copy_database(tmp_path / "bank.sqlite", tmp_path / "open.sqlite")  # while it is open, what is in its log is copied too
+    await copy_database(
+        tmp_path / "bank.sqlite", tmp_path / "open.sqlite"
+    )  # while it is open, what is in its log is copied too
     await store.aclose()
     (tmp_path / "away").mkdir()
     before = (tmp_path / "bank.sqlite").read_bytes()
     await copy_database(tmp_path / "bank.sqlite", tmp_path / "away" / "closed.sqlite")
     for copy in ("open.sqlite", "away/closed.sqlite"):
         assert sql(tmp_path / copy, "SELECT id FROM requests") == [("run/0/0/0",)]
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("bank")} == {"bank.sqlite"}
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("bank")} == {
+        "bank.sqlite"
+    }
     assert (tmp_path / "bank.sqlite").read_bytes() == before
 
 
@@ -323,6 +353,8 @@ async def test_what_every_answer_asks_of_the_bank_does_not_read_all_of_it(tmp_pa
         NEW_OPERATIONS.replace("?", "9"),
         "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state",
     ):
-        plan = [row["detail"] for row in await store._database.rows(f"EXPLAIN QUERY PLAN {statement}")]
+        plan = [
+            row["detail"] for row in await store._database.rows(f"EXPLAIN QUERY PLAN {statement}")
+        ]
         assert plan[0].startswith("SEARCH"), plan
     await store.aclose()

@@ -19,7 +19,13 @@ from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext, GuidedShare
-from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SelfDistillation, SplitAdvantage
+from crl.methods.parts.training import (
+    CispoLoss,
+    GroupAdvantage,
+    ListeningAdvantage,
+    SelfDistillation,
+    SplitAdvantage,
+)
 from crl.protocols import Hit, Method
 from crl.run.context import chat_context
 from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Task, Trajectory
@@ -28,7 +34,8 @@ from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Ta
 
 
 @pytest.mark.parametrize(
-    ("share", "members", "guided"), [(0.5, 8, 4), (0.6, 5, 3), (0.29, 100, 29), (0.5, 2, 1), (0.0, 8, 0), (1.0, 8, 8), (1.0, 3, 3)]
+    ("share", "members", "guided"),
+    [(0.5, 8, 4), (0.6, 5, 3), (0.29, 100, 29), (0.5, 2, 1), (0.0, 8, 0), (1.0, 8, 8), (1.0, 3, 3)],
 )
 def test_the_first_members_of_a_group_are_guided(share: float, members: int, guided: int) -> None:
     conditions = [plan.condition for plan in GuidedShare(share).plan(TASK, members, step=0)]
@@ -68,7 +75,16 @@ def test_advantages_by_hand(term: SplitAdvantage | GroupAdvantage, by_hand: list
 
 def told(group: int, member: int, lesson: str, success: bool) -> Trajectory:
     use = (ExperienceUse(lesson, 1, "g", "start"),) if lesson else ()
-    return Trajectory(TASK, 0, group, member, "guided", success=success, used=use, shown=(lesson,) if lesson else ())
+    return Trajectory(
+        TASK,
+        0,
+        group,
+        member,
+        "guided",
+        success=success,
+        used=use,
+        shown=(lesson,) if lesson else (),
+    )
 
 
 def alone(group: int, member: int, success: bool) -> Trajectory:
@@ -99,7 +115,12 @@ def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
 
 def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
     """Guided episodes win and free ones lose: across the group that is signal, within the conditions it is none."""
-    batch = [played(3, "guided", 1.0), played(3, "guided", 1.0), played(3, "free", 0.0), played(3, "free", 0.0)]
+    batch = [
+        played(3, "guided", 1.0),
+        played(3, "guided", 1.0),
+        played(3, "free", 0.0),
+        played(3, "free", 0.0),
+    ]
     assert SplitAdvantage("std")(batch).tolist() == [0, 0, 0, 0]
     assert GroupAdvantage("none")(batch).tolist() == [0.5, 0.5, -0.5, -0.5]
 
@@ -107,7 +128,9 @@ def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
 # ── the extractor's loss ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cispo_of(logp: list[list[float]], advantage: list[float], *, total_tokens: int = 4) -> tuple[float, list[list[float]]]:
+def cispo_of(
+    logp: list[list[float]], advantage: list[float], *, total_tokens: int = 4
+) -> tuple[float, list[list[float]]]:
     """Loss and gradient; the third token of the first row is masked, and all behaviour log-probs are −1."""
     new = torch.tensor(logp, requires_grad=True)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
@@ -152,9 +175,15 @@ def test_a_compact_prompt_by_hand() -> None:
     )  # fmt: skip
     hint = Hit("Go west.", ExperienceUse("e1", 1, "g1", "start"))
     write = CompactDistilPrompt({"doors": whole_text})
-    guided = DistilRequest("run", 0, 0, 0, TASK, segments, success=True, truncated=False, shown=(hint,))
-    assert write(guided) == [Segment("user", "Open it.\nhint 1 Go west.\nA door.\nopen\nIt opens.\nsuccess", "task")]
-    free = DistilRequest("run", 0, 0, 0, TASK, segments[:1] + segments[2:], success=False, truncated=True)
+    guided = DistilRequest(
+        "run", 0, 0, 0, TASK, segments, success=True, truncated=False, shown=(hint,)
+    )
+    assert write(guided) == [
+        Segment("user", "Open it.\nhint 1 Go west.\nA door.\nopen\nIt opens.\nsuccess", "task")
+    ]
+    free = DistilRequest(
+        "run", 0, 0, 0, TASK, segments[:1] + segments[2:], success=False, truncated=True
+    )
     assert write(free) == [Segment("user", "Open it.\nA door.\nopen\nIt opens.\nfailure", "task")]
 
 
@@ -165,7 +194,11 @@ RECORDS = (Record(), Record(4, 3), Record(20, 11, lift=-0.254))
 
 def test_records_as_models_are_shown_them() -> None:
     """A long one is shown to tiny models in ten: 11 of 20 is 5.5 of 10, to the even number."""
-    assert [compact_record("Go west.", record) for record in RECORDS] == ["Go west.", "won 3 of 4 Go west.", "won 6 of 10 Go west."]
+    assert [compact_record("Go west.", record) for record in RECORDS] == [
+        "Go west.",
+        "won 3 of 4 Go west.",
+        "won 6 of 10 Go west.",
+    ]
     assert [full_record("Go west.", record) for record in RECORDS] == [
         "Go west.",
         "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)",
@@ -176,11 +209,18 @@ def test_records_as_models_are_shown_them() -> None:
 
 @pytest.mark.parametrize(
     ("rendering", "advice"),
-    [("compact", "won 3 of 4 Go west."), ("full", "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)")],
+    [
+        ("compact", "won 3 of 4 Go west."),
+        ("full", "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)"),
+    ],
 )
 def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) -> None:
-    tasks = RunConfig.model_validate({"tasks": {"room": task_settings(task_file("room"), rendering)}}).tasks
-    told, silent = (chat_context(tasks, {"room": SPEC}, records=records) for records in (True, False))
+    tasks = RunConfig.model_validate(
+        {"tasks": {"room": task_settings(task_file("room"), rendering)}}
+    ).tasks
+    told, silent = (
+        chat_context(tasks, {"room": SPEC}, records=records) for records in (True, False)
+    )
     use = ExperienceUse("e1", 1, "g1", "start")
     hit = Hit("Go west.", use, record=Record(4, 3))
 
@@ -191,7 +231,9 @@ def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) ->
     assert advice in shown(told, hit)
     assert advice not in shown(silent, hit)
     for other in (replace(use, how="ask"), replace(use, verdict="refine")):
-        assert shown(told, replace(hit, use=other)) == shown(silent, hit), "these words guided nobody before"
+        assert shown(told, replace(hit, use=other)) == shown(silent, hit), (
+            "these words guided nobody before"
+        )
 
 
 # ── complementary and its switches ──────────────────────────────────────────────────────────────────────────────────
@@ -201,7 +243,9 @@ def config(tmp_path: Path, **sections: dict) -> RunConfig:
     (bank := tmp_path / "bank.sqlite").touch()
     if sections.get("bank", {}).get("frozen"):
         sections["bank"]["init"] = str(bank)
-    return RunConfig.model_validate({"tasks": {"room": task_settings(task_file("room"), "compact")}, **sections})
+    return RunConfig.model_validate(
+        {"tasks": {"room": task_settings(task_file("room"), "compact")}, **sections}
+    )
 
 
 def built(tmp_path: Path, method=complementary, **sections: dict) -> Method:
@@ -245,7 +289,9 @@ def test_everybody_may_be_guided(tmp_path: Path) -> None:
 
 
 def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
-    method = built(tmp_path, complementary={"advantages": "cross"}, actor={"advantage_scale": "none"})
+    method = built(
+        tmp_path, complementary={"advantages": "cross"}, actor={"advantage_scale": "none"}
+    )
     assert method.actor.terms == (GroupAdvantage("none"),)
     assert guided_of(method) == 4
 
@@ -257,7 +303,9 @@ def test_listening_is_a_second_term_of_the_advantage(tmp_path: Path) -> None:
 
 def test_self_distillation_is_of_the_actor(tmp_path: Path) -> None:
     assert built(tmp_path).actor.distillation is None
-    assert built(tmp_path, complementary={"self_distillation": 0.5}).actor.distillation == SelfDistillation(0.5)
+    assert built(
+        tmp_path, complementary={"self_distillation": 0.5}
+    ).actor.distillation == SelfDistillation(0.5)
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:
@@ -268,4 +316,8 @@ def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:
 
 def test_the_actor_is_the_same_in_both(tmp_path: Path) -> None:
     ours, baseline = built(tmp_path), built(tmp_path, grpo)
-    assert (ours.actor.loss, ours.actor.view, ours.shaper) == (baseline.actor.loss, baseline.actor.view, baseline.shaper)
+    assert (ours.actor.loss, ours.actor.view, ours.shaper) == (
+        baseline.actor.loss,
+        baseline.actor.view,
+        baseline.shaper,
+    )

@@ -35,7 +35,9 @@ def qwen2(seed: int = 0) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def sampled(engine: PreTrainedModel, temperature: float, *, rows: int = 24, tokens: int = 12) -> torch.Tensor:
+def sampled(
+    engine: PreTrainedModel, temperature: float, *, rows: int = 24, tokens: int = 12
+) -> torch.Tensor:
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(64, (rows, 1), generator=draw)
     for _ in range(tokens):
@@ -45,7 +47,12 @@ def sampled(engine: PreTrainedModel, temperature: float, *, rows: int = 24, toke
 
 
 @torch.no_grad()
-def measured(engine: PreTrainedModel, trainer: PreTrainedModel, temperature: float = 1.0, told: float | None = None) -> dict[str, float]:
+def measured(
+    engine: PreTrainedModel,
+    trainer: PreTrainedModel,
+    temperature: float = 1.0,
+    told: float | None = None,
+) -> dict[str, float]:
     """Of tokens that the engine samples at `temperature`, whose log-probs it gives at `told`."""
     ids = sampled(engine, temperature)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -55,7 +62,9 @@ def measured(engine: PreTrainedModel, trainer: PreTrainedModel, temperature: flo
 
 
 def figures_of(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
-    return mismatch({name: float(value) for name, value in mismatch_moments(trainer, engine).items()})
+    return mismatch(
+        {name: float(value) for name, value in mismatch_moments(trainer, engine).items()}
+    )
 
 
 def test_an_engine_that_agrees_is_not_mentioned() -> None:
@@ -94,4 +103,6 @@ def test_it_is_said_once_in_so_many_steps(role: str) -> None:
         watch.observe(step, bad)
         said.append(len(notes.texts))
     assert said == [1] * EVERY + [2] * EVERY + [3]
-    assert notes.texts[0].startswith(f"{role}: the trainer's log-probs are 0.500 nats a token (KL) from the engine's")
+    assert notes.texts[0].startswith(
+        f"{role}: the trainer's log-probs are 0.500 nats a token (KL) from the engine's"
+    )

@@ -42,7 +42,9 @@ def test_each_stream_goes_on_by_itself_under_the_runs_name() -> None:
     for seed, name in enumerate("ab"):
         own = [task for task in drawn if task.name == name]
         expected = stream(seed).draw(4)
-        assert [(t.seed, t.goal, t.params, t.split) for t in own] == [(t.seed, t.goal, t.params, t.split) for t in expected]
+        assert [(t.seed, t.goal, t.params, t.split) for t in own] == [
+            (t.seed, t.goal, t.params, t.split) for t in expected
+        ]
 
 
 def test_one_stream_is_a_mixture_too() -> None:

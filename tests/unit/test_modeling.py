@@ -72,14 +72,34 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], obje
     [
         (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
         (lambda path: (path / "config.json").write_text("{"), "not a valid JSON"),
-        (lambda path: (path / "config.json").write_text('{"model_type": "t5"}'), "Unrecognized configuration class"),
+        (
+            lambda path: (path / "config.json").write_text('{"model_type": "t5"}'),
+            "Unrecognized configuration class",
+        ),
         (lambda path: (path / "model.safetensors").write_bytes(b"torn off"), "it cannot be loaded"),
-        (lambda path: rewrite_weights(path, lambda w: w.update({"model.norm.weight": torch.ones(3)})), "it cannot be loaded"),
-        (lambda path: rewrite_weights(path, lambda w: w.pop("model.norm.weight")), "lacks model.norm.weight"),
+        (
+            lambda path: rewrite_weights(
+                path, lambda w: w.update({"model.norm.weight": torch.ones(3)})
+            ),
+            "it cannot be loaded",
+        ),
+        (
+            lambda path: rewrite_weights(path, lambda w: w.pop("model.norm.weight")),
+            "lacks model.norm.weight",
+        ),
     ],
-    ids=["no weights", "no JSON", "no causal LM", "torn weights", "another shape", "a tensor missing"],
+    ids=[
+        "no weights",
+        "no JSON",
+        "no causal LM",
+        "torn weights",
+        "another shape",
+        "a tensor missing",
+    ],
 )
-def test_a_model_that_cannot_be_loaded_is_a_config_error(copied: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_config_error(
+    copied: Path, damage: Callable[[Path], object], said: str
+) -> None:
     damage(copied)
     with pytest.raises(ConfigError, match=r"actor\.model = .*model") as caught:
         load_model(copied, CPU)
@@ -104,17 +124,26 @@ def test_sliding_window_attention_is_refused(tmp_path: Path, config: PreTrainedC
     "config",
     [
         GraniteConfig(**SMALL, logits_scaling=2.0),
-        Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2, final_logit_softcapping=30.0),
+        Gemma2Config(
+            **SMALL, head_dim=8, layer_types=["full_attention"] * 2, final_logit_softcapping=30.0
+        ),
     ],
     ids=["scaled", "soft-capped"],
 )
-def test_logits_changed_after_the_head_are_refused(tmp_path: Path, config: PreTrainedConfig) -> None:
+def test_logits_changed_after_the_head_are_refused(
+    tmp_path: Path, config: PreTrainedConfig
+) -> None:
     with pytest.raises(ConfigError, match="post-processes the logits"):
         load_model(saved(config, tmp_path), CPU)
 
 
 def test_full_attention_is_accepted_under_any_of_its_names(tmp_path: Path) -> None:
-    assert load_model(saved(MistralConfig(**SMALL, sliding_window=None), tmp_path / "a"), CPU).num_parameters() > 0
+    assert (
+        load_model(
+            saved(MistralConfig(**SMALL, sliding_window=None), tmp_path / "a"), CPU
+        ).num_parameters()
+        > 0
+    )
     unused = Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=8)
     assert load_model(saved(unused, tmp_path / "b"), CPU).num_parameters() > 0
 
@@ -132,19 +161,30 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"no eos_token.*set eos_token"):
         load_tokenizer(broken("endless", eos_token=None))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"actor\.model = .*its tokenizer cannot be loaded.*put the tokenizer's files there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"actor\.model = .*its tokenizer cannot be loaded.*put the tokenizer's files there",
+    ):
         load_tokenizer(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / "tokenizer.json").unlink(), "does not encode a chat|cannot be loaded"),
+        (
+            lambda path: (path / "tokenizer.json").unlink(),
+            "does not encode a chat|cannot be loaded",
+        ),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "cannot be loaded"),
-        (lambda path: (path / "chat_template.jinja").write_text("{% for m in messages %}"), "cannot be rendered"),
+        (
+            lambda path: (path / "chat_template.jinja").write_text("{% for m in messages %}"),
+            "cannot be rendered",
+        ),
     ],
 )
-def test_a_damaged_tokenizer_is_refused_and_not_made_up(copied: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_a_damaged_tokenizer_is_refused_and_not_made_up(
+    copied: Path, damage: Callable[[Path], object], said: str
+) -> None:
     damage(copied)
     with pytest.raises(ConfigError, match=said):
         load_tokenizer(copied)
@@ -164,8 +204,12 @@ def test_cuda_is_an_error_where_there_is_none() -> None:
 # ── stop tokens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("listed", "expected"), [([2, 0], (0, 2)), (1, (1, 2)), (None, (2,)), ("no file", (2,))])
-def test_stop_ids_are_the_tokenizers_and_the_generation_configs(copied: Path, listed: object, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("listed", "expected"), [([2, 0], (0, 2)), (1, (1, 2)), (None, (2,)), ("no file", (2,))]
+)
+def test_stop_ids_are_the_tokenizers_and_the_generation_configs(
+    copied: Path, listed: object, expected: tuple[int, ...]
+) -> None:
     file = copied / "generation_config.json"
     if listed == "no file":
         file.unlink()
@@ -186,7 +230,9 @@ def test_the_bundled_model_embeds_every_id_of_its_tokenizer(tiny_actor: Path) ->
 def qwen2(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(**(SMALL | {"initializer_range": 0.2} | changes))).eval()  # pyright: ignore[reportArgumentType]
+        return Qwen2ForCausalLM(
+            Qwen2Config(**(SMALL | {"initializer_range": 0.2} | changes))
+        ).eval()  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -200,12 +246,16 @@ def test_token_logprobs_are_the_full_softmaxs(temperature: float) -> None:
     assert logp.requires_grad
     assert not entropy.requires_grad
     for row, length in enumerate([5, 3]):
-        full = (model(input_ids=ids[row : row + 1, :length]).logits[0].detach().double() / temperature).log_softmax(-1)
+        full = (
+            model(input_ids=ids[row : row + 1, :length]).logits[0].detach().double() / temperature
+        ).log_softmax(-1)
         for t in range(1, length):
             p = full[t - 1]
             if mask[row, t]:
                 assert logp[row, t].item() == pytest.approx(float(p[ids[row, t]]), abs=1e-5)
-                assert float(entropy[row, t]) == pytest.approx(-float((p.exp() * p).sum()), abs=1e-5)
+                assert float(entropy[row, t]) == pytest.approx(
+                    -float((p.exp() * p).sum()), abs=1e-5
+                )
     assert not bool(logp[~mask].any())
     assert not bool(entropy[~mask].any())
 
@@ -226,7 +276,10 @@ def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: f
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
     kl = token_logprobs(model, ids, mask, temperature, reference=reference).kl
     p, q = (
-        torch.distributions.Categorical(logits=m(input_ids=ids).logits.detach()[:, :-1].double() / temperature) for m in (model, reference)
+        torch.distributions.Categorical(
+            logits=m(input_ids=ids).logits.detach()[:, :-1].double() / temperature
+        )
+        for m in (model, reference)
     )
     expected = torch.nn.functional.pad(torch.distributions.kl_divergence(p, q), (1, 0)) * mask
     torch.testing.assert_close(kl.detach().double(), expected, rtol=1e-4, atol=1e-6)
@@ -250,7 +303,9 @@ def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:
     assert checksum({"a": a}) != base
     assert checksum({"a": a.reshape(6, 1).t(), "b": b}) != base, "the shape counts"
     matrix = a.reshape(2, 3)
-    assert checksum({"a": matrix.t().contiguous().t()}) == checksum({"a": matrix}), "values count, not strides"
+    assert checksum({"a": matrix.t().contiguous().t()}) == checksum({"a": matrix}), (
+        "values count, not strides"
+    )
 
 
 def test_the_checksum_by_hand() -> None:
@@ -259,20 +314,38 @@ def test_the_checksum_by_hand() -> None:
     def expected(header: bytes, *rows: tuple[int, int]) -> int:
         return zlib.crc32(b"".join(struct.pack("<qq", *row) for row in rows), zlib.crc32(header))
 
-    assert checksum({"a": torch.tensor([5, -7, 2], dtype=torch.int32)}) == expected(b"a torch.int32 (3,)", (0, 5 - 14 + 6))
-    halves = torch.tensor([1.0, -2.0, 1.5], dtype=torch.bfloat16)  # 0x3F80, 0xC000, 0x3FC0: the last word is half empty
+    assert checksum({"a": torch.tensor([5, -7, 2], dtype=torch.int32)}) == expected(
+        b"a torch.int32 (3,)", (0, 5 - 14 + 6)
+    )
+    halves = torch.tensor(
+        [1.0, -2.0, 1.5], dtype=torch.bfloat16
+    )  # 0x3F80, 0xC000, 0x3FC0: the last word is half empty
     first = 0xC0003F80 - 2**32
-    assert checksum({"a": halves}) == expected(b"a torch.bfloat16 (3,)", (first + 0x3FC0, first + 2 * 0x3FC0))
+    assert checksum({"a": halves}) == expected(
+        b"a torch.bfloat16 (3,)", (first + 0x3FC0, first + 2 * 0x3FC0)
+    )
     assert checksum({"a": torch.tensor(True)}) == expected(b"a torch.bool ()", (1, 1))
     assert checksum({"a": torch.zeros(0, 4)}) == expected(b"a torch.float32 (0, 4)")
     rows = torch.zeros(2, 4096, dtype=torch.int32)
     rows[0, 4095], rows[1, 1] = -(2**31), 3
-    assert checksum({"a": rows}) == expected(b"a torch.int32 (2, 4096)", (-(2**31), -(2**31) * 4096), (3, 6))
+    assert checksum({"a": rows}) == expected(
+        b"a torch.int32 (2, 4096)", (-(2**31), -(2**31) * 4096), (3, 6)
+    )
     both = {"a": torch.ones(2, dtype=torch.int32), "b": torch.ones(1, dtype=torch.int32)}
-    assert checksum(both) == checksum({"b": both["b"]}, checksum({"a": both["a"]})), "one at a time is the same"
+    assert checksum(both) == checksum({"b": both["b"]}, checksum({"a": both["a"]})), (
+        "one at a time is the same"
+    )
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+]
 
 
 @given(st.data())
@@ -285,7 +358,9 @@ def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
     base = checksum({"a": buffer.view(dtype)})
 
     shift = width * data.draw(st.integers(0, 5))
-    elsewhere = torch.cat([torch.zeros(shift, dtype=torch.uint8), buffer]).view(dtype)[shift // width :]
+    elsewhere = torch.cat([torch.zeros(shift, dtype=torch.uint8), buffer]).view(dtype)[
+        shift // width :
+    ]
     assert checksum({"a": elsewhere}) == base
     assert checksum({"a": torch.stack([elsewhere, elsewhere], 1)[:, 0]}) == base
     assert checksum({"b": elsewhere}) != base
@@ -298,7 +373,9 @@ def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
     i, j = (data.draw(st.integers(0, size - 1)) for _ in range(2))
     swapped = values.clone()
     swapped[[i, j]] = values[[j, i]]
-    assert (checksum({"a": swapped.flatten().view(dtype)}) != base) == (not torch.equal(swapped, values))
+    assert (checksum({"a": swapped.flatten().view(dtype)}) != base) == (
+        not torch.equal(swapped, values)
+    )
 
 
 def test_a_snapshot_stands_still_and_says_what_it_holds() -> None:

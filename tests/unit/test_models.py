@@ -23,7 +23,15 @@ from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec
 from crl.envs.host import ThreadHost
 from crl.envs.room import SPEC, demonstration_tasks, probe_tasks
-from crl.envs.room.lessons import LESSONS, RoomAdvisor, digest, lesson, read, stairs_direction, true_bearing
+from crl.envs.room.lessons import (
+    LESSONS,
+    RoomAdvisor,
+    digest,
+    lesson,
+    read,
+    stairs_direction,
+    true_bearing,
+)
 from crl.envs.webshop import lessons as webshop_lessons
 from crl.errors import ConfigError
 from crl.manager.ops import parse_ops
@@ -35,7 +43,16 @@ from crl.models.drills import alfworld_chores, drill, webshop_visits
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.drill import Drill, Episode
 from crl.models.drills.room import RoomLessons, answer, distil_prompt
-from crl.models.drills.room_personas import Explorer, Follower, Lingerer, Pacer, Persona, Walker, adherent, first_step
+from crl.models.drills.room_personas import (
+    Explorer,
+    Follower,
+    Lingerer,
+    Pacer,
+    Persona,
+    Walker,
+    adherent,
+    first_step,
+)
 from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
 from crl.models.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
 from crl.protocols import Hit
@@ -63,9 +80,17 @@ def episode(*texts: str, hint: str = "") -> Episode:
     """A hand-written one: what the room and the actor say in turn, the room first."""
     (task,) = demonstration_tasks(1)
     told = [Segment("user", hint, "experience")] if hint else []
-    said = [Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env") for i, text in enumerate(texts)]
+    said = [
+        Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
+        for i, text in enumerate(texts)
+    ]
     success = texts[-1] == "stairs reached."
-    return Episode(task, hinted(hint) if hint else None, (Segment("user", task.goal, "task"), *told, *said), success)
+    return Episode(
+        task,
+        hinted(hint) if hint else None,
+        (Segment("user", task.goal, "task"), *told, *said),
+        success,
+    )
 
 
 # ── the shipped models ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,17 +104,29 @@ def test_a_shipped_model_is_what_its_recipe_makes(name: str) -> None:
     assert model_profile(path) == "compact"
     assert made["shape"] == asdict(recipe.SHAPE)
     assert made["schooling"] == asdict(ours.schooling)
-    assert made["first"] == {"drills": [drill.name for drill in ours.first], "epochs": ours.first_epochs}
+    assert made["first"] == {
+        "drills": [drill.name for drill in ours.first],
+        "epochs": ours.first_epochs,
+    }
     assert made["epochs"] == ours.epochs
     assert made["drills"] == {drill.name: drill.count for drill in ours.drills}
 
 
 def test_the_shipped_models_are_small() -> None:
     assert bundled_models() == sorted(recipe.MODELS)
-    assert sum(file.stat().st_size for name in bundled_models() for file in resolve_model(name).iterdir()) < 3_000_000
+    assert (
+        sum(
+            file.stat().st_size
+            for name in bundled_models()
+            for file in resolve_model(name).iterdir()
+        )
+        < 3_000_000
+    )
 
 
-async def success(player: EpisodeRunner, tasks: Sequence[Task], advice: Callable[[Task], str | None]) -> float:
+async def success(
+    player: EpisodeRunner, tasks: Sequence[Task], advice: Callable[[Task], str | None]
+) -> float:
     """Share of the tasks that the actor solves when it is told `advice`."""
     keys = [EpisodeKey("probe", 0, i, 0) for i in range(len(tasks))]
     for key in keys:
@@ -97,7 +134,9 @@ async def success(player: EpisodeRunner, tasks: Sequence[Task], advice: Callable
     told = {task.goal: text for task in tasks if (text := advice(task))}
     listener = replace(player, retriever=Told(told))
     plans = [RolloutPlan("guided" if task.goal in told else "free") for task in tasks]
-    played = await asyncio.gather(*(listener.play(*each) for each in zip(keys, tasks, plans, strict=True)))
+    played = await asyncio.gather(
+        *(listener.play(*each) for each in zip(keys, tasks, plans, strict=True))
+    )
     assert not any(trajectory.error for trajectory in played)
     return sum(trajectory.success for trajectory in played) / len(played)
 
@@ -115,17 +154,34 @@ HOUSE = replace(SMALL_SPEC, hosting="threads", make_game=lambda rendering: Small
     ids=["room", "webshop", "alfworld"],
 )
 async def test_the_shipped_actor_follows_right_advice(
-    tiny_actor: Path, spec: EnvSpec, tasks: Sequence[Task], limits: Limits, free_bounds: tuple[float, float]
+    tiny_actor: Path,
+    spec: EnvSpec,
+    tasks: Sequence[Task],
+    limits: Limits,
+    free_bounds: tuple[float, float],
 ) -> None:
     """In places that it was not taught on; without advice there is much left to learn."""
     advisor = spec.advisor
     assert advisor is not None
-    engine = TorchEngine(load_model(tiny_actor, torch.device("cpu")), max_batch=128, max_context=1024)
+    engine = TorchEngine(
+        load_model(tiny_actor, torch.device("cpu")), max_batch=128, max_context=1024
+    )
     host = ThreadHost({spec.name: (spec, "compact")}, threads=2)
-    player = runner(engine, host, sampler=Waves(engine), context=ChatContext({spec.name: ""}), limits={spec.name: limits})
+    player = runner(
+        engine,
+        host,
+        sampler=Waves(engine),
+        context=ChatContext({spec.name: ""}),
+        limits={spec.name: limits},
+    )
     try:
-        free, right = await success(player, tasks, lambda task: None), await success(player, tasks, advisor.right)
-        wrong = await success(player, tasks, lambda task: advisor.wrong(task, random.Random(task.seed)))
+        free, right = (
+            await success(player, tasks, lambda task: None),
+            await success(player, tasks, advisor.right),
+        )
+        wrong = await success(
+            player, tasks, lambda task: advisor.wrong(task, random.Random(task.seed))
+        )
     finally:
         await engine.aclose()
         await host.aclose()
@@ -152,7 +208,9 @@ def shop_claim(text: str, episode: Episode) -> Claim:
 def house_claim(text: str, episode: Episode) -> Claim:
     chore = house_lessons.chore_of(episode.segments)
     kind, place = house_lessons.read(text, chore)
-    return kind, place == house_lessons.sights(episode.segments).get(chore.thing) if kind == "where" else None
+    return kind, place == house_lessons.sights(episode.segments).get(
+        chore.thing
+    ) if kind == "where" else None
 
 
 @pytest.mark.parametrize(
@@ -168,16 +226,26 @@ def house_claim(text: str, episode: Episode) -> Claim:
     ids=["room", "webshop", "alfworld"],
 )  # fmt: skip
 async def test_the_shipped_extractor_writes_true_lessons(
-    tiny_extractor: Path, digest: Digest, episodes: Iterator[Episode], claim: Callable[[str, Episode], Claim], taught: Iterable[str]
+    tiny_extractor: Path,
+    digest: Digest,
+    episodes: Iterator[Episode],
+    claim: Callable[[str, Episode], Claim],
+    taught: Iterable[str],
 ) -> None:
     """In places that it was not taught on: what it says can be read, and where it names something it is what the episode shows."""
     chat, finished = renderer(tiny_extractor), list(episodes)
-    engine = TorchEngine(load_model(tiny_extractor, torch.device("cpu")), max_batch=128, max_context=512)
+    engine = TorchEngine(
+        load_model(tiny_extractor, torch.device("cpu")), max_batch=128, max_context=512
+    )
 
     async def answered(number: int) -> str:
         prompt = chat.encode(chat.text(drill.distil_prompt(digest, finished[number], number)))
         completion = await engine.generate(prompt, Sampling(32, chat.stop_ids), rng=number)
-        return chat.decode(completion.ids).removesuffix("<|im_end|>") if completion.finish == "stop" else ""
+        return (
+            chat.decode(completion.ids).removesuffix("<|im_end|>")
+            if completion.finish == "stop"
+            else ""
+        )
 
     try:
         answers = await asyncio.gather(*map(answered, range(len(finished))))
@@ -186,7 +254,11 @@ async def test_the_shipped_extractor_writes_true_lessons(
     kinds, claims = Counter[str](), list[bool]()
     for written, episode in zip(answers, finished, strict=True):
         parsed = parse_ops(written, 1 if episode.hint else 0)
-        kind, true = claim(parsed.ops[0].text, episode) if parsed.ops and parsed.ops[0].kind != "return" else ("return", None)
+        kind, true = (
+            claim(parsed.ops[0].text, episode)
+            if parsed.ops and parsed.ops[0].kind != "return"
+            else ("return", None)
+        )
         kinds["malformed" if len(parsed.ops) != 1 or parsed.dropped else kind] += 1
         if true is not None:
             claims.append(true)
@@ -200,7 +272,12 @@ def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
     """Every answer that it was taught takes at most 32 tokens, the stop token included."""
     chat = renderer(tiny_extractor)
     for direction in COMPASS:
-        shown = episode("at 3 3\ndark north", direction, f"at 3 3\nstairs {direction}", hint="from the start go up.")
+        shown = episode(
+            "at 3 3\ndark north",
+            direction,
+            f"at 3 3\nstairs {direction}",
+            hint="from the start go up.",
+        )
         assert max(len(chat.encode(answer(kind, shown))) for kind in LESSONS) + 1 <= 32
 
 
@@ -230,7 +307,10 @@ def test_the_tokenizer_that_is_loaded_is_the_one_that_was_taught(tmp_path: Path)
     new_model(Shape(vocabulary=400), taught, seed=0).save_pretrained(tmp_path)
     taught.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
-    texts = [s.text for d in demonstrations for s in d] + ["<|im_start|>user\nat 2 3\n<|im_end|>", "naïve 12345  \n\t x"]
+    texts = [s.text for d in demonstrations for s in d] + [
+        "<|im_start|>user\nat 2 3\n<|im_end|>",
+        "naïve 12345  \n\t x",
+    ]
     assert [loaded.encode(text) for text in texts] == [taught.encode(text) for text in texts]
     assert len(loaded) == len(taught) == load_model(tmp_path, torch.device("cpu")).config.vocab_size
     assert loaded.decode(loaded.encode(texts[-2])) == texts[-2]
@@ -242,15 +322,26 @@ def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:
     assert max(len(chat.encode(action)) for action in COMPASS) + 1 <= 4
 
 
-@pytest.mark.parametrize("drill", [drill for recipe in recipe.MODELS.values() for drill in recipe.drills], ids=lambda drill: drill.name)
+@pytest.mark.parametrize(
+    "drill",
+    [drill for recipe in recipe.MODELS.values() for drill in recipe.drills],
+    ids=lambda drill: drill.name,
+)
 def test_drills_repeat(drill: Drill) -> None:
     first, again, other = (list(drill.make(random.Random(seed), 20)) for seed in (3, 3, 4))
     assert first == again != other
 
 
-def test_make_models_makes_loadable_models_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_models_makes_loadable_models_and_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = {
-        name: replace(ours, drills=tuple(replace(drill, count=20) for drill in ours.drills), epochs=1, first_epochs=1)
+        name: replace(
+            ours,
+            drills=tuple(replace(drill, count=20) for drill in ours.drills),
+            epochs=1,
+            first_epochs=1,
+        )
         for name, ours in recipe.MODELS.items()
     }
     monkeypatch.setattr(recipe, "MODELS", few)
@@ -258,13 +349,17 @@ def test_make_models_makes_loadable_models_and_repeats(tmp_path: Path, monkeypat
     recipe.make(tmp_path / "b", seed=1)
     for name in few:
         made, again = tmp_path / "a" / name, tmp_path / "b" / name
-        assert {f.name: f.read_bytes() for f in made.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
+        assert {f.name: f.read_bytes() for f in made.iterdir()} == {
+            f.name: f.read_bytes() for f in again.iterdir()
+        }
         assert str(tmp_path) not in (made / "recipe.json").read_text("utf-8")
         assert renderer(made).stop_ids == (load_tokenizer(made).eos_token_id,)
         assert load_model(made, torch.device("cpu")).num_parameters() < 220_000
 
 
-def test_make_models_looks_at_every_directory_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_models_looks_at_every_directory_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tiny-extractor").mkdir()
     with pytest.raises(ConfigError, match=r"tiny-extractor.* exists already"):
         recipe.make(tmp_path, seed=1)
@@ -280,7 +375,9 @@ def test_personas_differ_as_they_should() -> None:
 
     def wins(persona: Callable[[], Persona]) -> int:
         walks = RoomWalks(((persona, 1.0),), slip=0.0)
-        return sum(walk.success for walk in walks.episodes(random.Random(0), demonstration_tasks(60)))
+        return sum(
+            walk.success for walk in walks.episodes(random.Random(0), demonstration_tasks(60))
+        )
 
     explored, walked, paced = wins(Explorer), wins(Walker), wins(Pacer)
     assert explored >= 27  # a scripted explorer wins 57 % in 4 turns
@@ -303,14 +400,19 @@ class Open:
         for _ in range(turns):
             taken.append(persona.act(self, random.Random(len(taken))))  # pyright: ignore[reportArgumentType]
             dx, dy = COMPASS[taken[-1]]
-            self.position = (min(max(self.position[0] + dx, 0), 4), min(max(self.position[1] + dy, 0), 4))
+            self.position = (
+                min(max(self.position[0] + dx, 0), 4),
+                min(max(self.position[1] + dy, 0), 4),
+            )
         return taken
 
 
 def test_a_follower_goes_as_told_and_to_stairs_that_it_sees() -> None:
     to_the_wall = Open((0, 1)).walk(Follower("east"), 6)
     assert to_the_wall[:4] == ["east"] * 4
-    assert COMPASS[to_the_wall[4]] == tuple(-step for step in COMPASS[to_the_wall[5]]), "at the wall it paces"
+    assert COMPASS[to_the_wall[4]] == tuple(-step for step in COMPASS[to_the_wall[5]]), (
+        "at the wall it paces"
+    )
     assert Open((0, 4), stairs=(2, 2)).walk(Follower("east"), 2) == ["northeast", "northeast"]
 
 
@@ -382,16 +484,29 @@ def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
 def test_directions_are_followed(walks: list[Episode]) -> None:
     """From the first step, but for stairs in sight, walls and slips; and right ones help."""
     free = [walk for walk in walks if walk.hint is None]
-    right = [walk for walk in walks if walk.hint and walk.hint.text == RoomAdvisor().right(walk.task)]
+    right = [
+        walk for walk in walks if walk.hint and walk.hint.text == RoomAdvisor().right(walk.task)
+    ]
     unseen = [walk for walk in right if "stairs" not in walk.segments[2].text]
-    followed = [lesson("exit", actions(walk.segments)[0]) == walk.segments[1].text for walk in unseen]
+    followed = [
+        lesson("exit", actions(walk.segments)[0]) == walk.segments[1].text for walk in unseen
+    ]
     assert sum(followed) >= 0.93 * len(followed)
-    assert sum(walk.success for walk in right) / len(right) >= sum(walk.success for walk in free) / len(free) + 0.4
+    assert (
+        sum(walk.success for walk in right) / len(right)
+        >= sum(walk.success for walk in free) / len(free) + 0.4
+    )
 
 
 # ── the extractor's drills ──────────────────────────────────────────────────────────────────────────────────────────
 
-SEEN = ("at 3 3\ndark north", "north", "at 2 3\nstairs west\njackal east", "east", "at 2 3\nstairs west")  # from (2, 2): in (1, 1)
+SEEN = (
+    "at 3 3\ndark north",
+    "north",
+    "at 2 3\nstairs west\njackal east",
+    "east",
+    "at 2 3\nstairs west",
+)  # from (2, 2): in (1, 1)
 UNSEEN = ("at 3 3\ndark north", "north", "at 2 3\ndark west", "southeast", "at 3 4\ndark west")
 
 
@@ -400,18 +515,40 @@ UNSEEN = ("at 3 3\ndark north", "north", "at 2 3\ndark west", "southeast", "at 3
     [
         ("exit", "", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
         ("exit", "be careful.", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
-        ("exit", "walk north until the wall.", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
-        ("exit", "from the start go northwest.", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
-        ("exit", "from the start go north.", SEEN, '[{"op":"update","target":1,"text":"from the start go northwest."}]'),
+        (
+            "exit",
+            "walk north until the wall.",
+            SEEN,
+            '[{"op":"add","text":"from the start go northwest."}]',
+        ),
+        (
+            "exit",
+            "from the start go northwest.",
+            SEEN,
+            '[{"op":"add","text":"from the start go northwest."}]',
+        ),
+        (
+            "exit",
+            "from the start go north.",
+            SEEN,
+            '[{"op":"update","target":1,"text":"from the start go northwest."}]',
+        ),
         ("exit", "", UNSEEN, '[{"op":"return"}]'),
         ("exit", "from the start go north.", UNSEEN, '[{"op":"return"}]'),
         ("walk", "", SEEN, '[{"op":"add","text":"walk east until the wall."}]'),
-        ("walk", "from the start go north.", UNSEEN, '[{"op":"add","text":"walk southeast until the wall."}]'),
+        (
+            "walk",
+            "from the start go north.",
+            UNSEEN,
+            '[{"op":"add","text":"walk southeast until the wall."}]',
+        ),
         ("careful", "from the start go north.", SEEN, '[{"op":"add","text":"be careful."}]'),
         ("explore", "", UNSEEN, '[{"op":"add","text":"look at dark cells first."}]'),
     ],
 )
-def test_what_an_episode_teaches(kind: str, hint: str, texts: tuple[str, ...], written: str) -> None:
+def test_what_an_episode_teaches(
+    kind: str, hint: str, texts: tuple[str, ...], written: str
+) -> None:
     assert answer(kind, episode(*texts, hint=hint)) == written
     parsed = parse_ops(written, shown=1 if hint else 0)
     assert (len(parsed.ops), parsed.dropped, parsed.malformed) == (1, {}, False)
@@ -435,5 +572,7 @@ def test_lessons_are_of_every_kind_equally() -> None:
         assert (op.kind == "return") <= ("stairs not seen" in prompt.text)
         if read(op.text)[0] == "exit":
             assert f"\nstairs {read(op.text)[1]} of the start\n" in prompt.text
-    assert {kind: count / 800 for kind, count in kinds.items()} == pytest.approx(dict.fromkeys(LESSONS, 1 / 8), abs=0.04)
+    assert {kind: count / 800 for kind, count in kinds.items()} == pytest.approx(
+        dict.fromkeys(LESSONS, 1 / 8), abs=0.04
+    )
     assert hints / 800 == pytest.approx(0.5, abs=0.06)

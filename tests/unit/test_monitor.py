@@ -43,7 +43,9 @@ def test_a_run_never_overwrites_another(tmp_path: Path):
     run = RunDir.create(tmp_path / "a" / "b")
     assert RunDir.create(run.path) == run, "an empty directory is free"
     run.config.write_text("{}")
-    with pytest.raises(ConfigError, match=r"run_dir = .*: it exists and is not empty\. Choose another --run-dir"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir = .*: it exists and is not empty\. Choose another --run-dir"
+    ):
         RunDir.create(run.path)
     with pytest.raises(ConfigError, match="it exists and is no directory"):
         RunDir.create(run.config)
@@ -67,9 +69,19 @@ def test_who_lives_where(run: RunDir):
 
 def test_metrics_are_flat_and_there_as_soon_as_logged(run: RunDir):
     monitor = FileMonitor(run)
-    monitor.log(3, "train", {"actor/loss": 0.25, "rollout/errors": 2, "note": "x", "actor/kl": None})
+    monitor.log(
+        3, "train", {"actor/loss": 0.25, "rollout/errors": 2, "note": "x", "actor/kl": None}
+    )
     (line,) = lines(run.metrics)
-    assert list(line) == ["step", "kind", "time", "actor/loss", "rollout/errors", "note", "actor/kl"]
+    assert list(line) == [
+        "step",
+        "kind",
+        "time",
+        "actor/loss",
+        "rollout/errors",
+        "note",
+        "actor/kl",
+    ]
     assert line | {"time": 0} == {
         "step": 3,
         "kind": "train",
@@ -87,7 +99,13 @@ def test_metrics_are_flat_and_there_as_soon_as_logged(run: RunDir):
 
 def test_what_json_does_not_have_becomes_null(run: RunDir):
     monitor = FileMonitor(run)
-    figures = {"a": float("nan"), "b": float("inf"), "c": np.float32(0.5), "d": np.int64(3), "e": np.float64("nan")}
+    figures = {
+        "a": float("nan"),
+        "b": float("inf"),
+        "c": np.float32(0.5),
+        "d": np.int64(3),
+        "e": np.float64("nan"),
+    }
     monitor.log(0, "train", figures)  # pyright: ignore[reportArgumentType]
     text = run.metrics.read_text()
     line = json.loads(text, parse_constant=refuse)
@@ -105,7 +123,15 @@ def test_a_figure_may_not_hide_a_field(run: RunDir):
 
 
 def trajectory(*traces: TokenTrace, **fields) -> Trajectory:
-    return Trajectory(TASK, step=2, group=5, member=1, condition=fields.pop("condition", "free"), traces=traces, **fields)
+    return Trajectory(
+        TASK,
+        step=2,
+        group=5,
+        member=1,
+        condition=fields.pop("condition", "free"),
+        traces=traces,
+        **fields,
+    )
 
 
 def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
@@ -142,7 +168,9 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
             "mask": [0, 0, 1],
             "logprobs": [0.0, 0.0, -0.5],
             "versions": [-1, -1, 4],
-            "used": [{"uid": "e1", "version": 2, "generation": "g9", "how": "start", "verdict": None}],
+            "used": [
+                {"uid": "e1", "version": 2, "generation": "g9", "how": "start", "verdict": None}
+            ],
             "rejected": [],
             "truncated": False,
             "error": None,
@@ -151,7 +179,10 @@ def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
 
 
 def test_several_samples_are_lists_of_lists_and_none_is_empty(run: RunDir):
-    first, second = TokenTrace((1, 2), (0, 1), (0.0, -1.0), (-1, 0)), TokenTrace((3,), (1,), (-2.0,), (0,))
+    first, second = (
+        TokenTrace((1, 2), (0, 1), (0.0, -1.0), (-1, 0)),
+        TokenTrace((3,), (1,), (-2.0,), (0,)),
+    )
     FileMonitor(run).trajectories([trajectory(first, second), trajectory(error="env: it died")])
     several, none = lines(run.trajectories)
     assert [several[name] for name in ("ids", "mask", "logprobs", "versions")] == [
@@ -190,7 +221,10 @@ def test_a_train_line():
         "rollout/turns": 3.2,
     }
     line = render_line(7, "train", figures, steps=80)
-    assert line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  stale 0.88  3.9 s"
+    assert (
+        line
+        == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  stale 0.88  3.9 s"
+    )
     assert render_line(7, "train", {"rollout/success": 0.5}) == "train 7  success 0.500"
 
 
@@ -225,14 +259,22 @@ def test_an_eval_of_several_tasks_is_a_table():
         "  shop         –                     0.070                 –",
         "  overall      –                     0.244 [0.200, 0.300]  –",
     ]
-    long = {name.replace("shop", "a-shop-of-1000-products"): value for name, value in SEVERAL.items()}
+    long = {
+        name.replace("shop", "a-shop-of-1000-products"): value for name, value in SEVERAL.items()
+    }
     head, *_, shop, _ = render_line(0, "eval", long).splitlines()
     assert head.startswith("eval  0                    known  ")
     assert shop == "  a-shop-of-1000-products  –                     0.070                 –"
 
 
 def test_a_probe_line():
-    room = {"none": 0.3125, "right": 0.859375, "wrong": None, "right_minus_none": 0.5469, "right_minus_none/half_width": 0.09441}
+    room = {
+        "none": 0.3125,
+        "right": 0.859375,
+        "wrong": None,
+        "right_minus_none": 0.5469,
+        "right_minus_none/half_width": 0.09441,
+    }
     figures = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
     line = "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  room/right − none +0.547 ± 0.094  4.2 s"
     assert render_line(0, "probe", figures, steps=100) == line
@@ -261,7 +303,12 @@ def test_a_train_line_tells_guided_from_free_where_there_are_both():
 
 
 def test_a_train_line_tells_of_critiques_that_could_not_be_read():
-    shares = {"critic/accept": 1.0, "critic/refine": 0.0, "critic/reject": 0.0, "critic/malformed": 0.25}
+    shares = {
+        "critic/accept": 1.0,
+        "critic/refine": 0.0,
+        "critic/reject": 0.0,
+        "critic/malformed": 0.25,
+    }
     accepted = "train 1  accepted 1.00  refined 0.00  rejected 0.00"
     assert render_line(1, "train", shares) == f"{accepted}  malformed 0.25"
     assert render_line(1, "train", {**shares, "critic/malformed": 0.0}) == accepted
@@ -276,8 +323,18 @@ def test_lines_about_experience_are_short():
         "time/train": 1,
         "time/sync": 0.5,
     }
-    assert render_line(7, "extractor", update, steps=80) == "extractor  7/80  reward +0.250  loss –  updates 4  1.5 s"
-    bank = {"bank/size": 12, "bank/size/room": 12, "ops/add": 3.0, "queue/pending": 2, "queue/dead": 0, "perf/search_p95_ms": 1.234}
+    assert (
+        render_line(7, "extractor", update, steps=80)
+        == "extractor  7/80  reward +0.250  loss –  updates 4  1.5 s"
+    )
+    bank = {
+        "bank/size": 12,
+        "bank/size/room": 12,
+        "ops/add": 3.0,
+        "queue/pending": 2,
+        "queue/dead": 0,
+        "perf/search_p95_ms": 1.234,
+    }
     assert render_line(7, "bank", bank) == "bank  7  size 12  add 3  pending 2  dead 0  p95 ms 1.2"
 
 
@@ -328,7 +385,17 @@ def test_the_fan_out_reaches_everybody_and_closes_all():
     both.note("x")
     with pytest.raises(OSError, match="disk full"):
         both.close()
-    assert one.calls == two.calls == [(1, "train", {"a": 1}), ("trajectories", 1), ("experiences", 0), ("note", "x"), ("close",)]
+    assert (
+        one.calls
+        == two.calls
+        == [
+            (1, "train", {"a": 1}),
+            ("trajectories", 1),
+            ("experiences", 0),
+            ("note", "x"),
+            ("close",),
+        ]
+    )
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path):
@@ -342,13 +409,20 @@ def test_tensorboard_gets_the_figures(tmp_path: Path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Tags()["scalars"] == ["actor/loss"]
-    assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
 
 
 def test_wandb_gets_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list = []
-    run = SimpleNamespace(define_metric=lambda *a, **k: None, log=seen.append, finish=lambda: seen.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: seen.append(kwargs) or run))
+    run = SimpleNamespace(
+        define_metric=lambda *a, **k: None, log=seen.append, finish=lambda: seen.append("finished")
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: seen.append(kwargs) or run)
+    )
     monitor = WandbMonitor("mine", tmp_path / "one", {"seed": 0})
     monitor.log(1, "train", {"a": 0.5})
     monitor.close()

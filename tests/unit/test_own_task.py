@@ -67,7 +67,11 @@ def test_the_example_is_a_task_like_any_other():
 
 
 def test_the_readme_shows_the_example_as_it_is():
-    code = (EXAMPLES / "doors" / "doors.py").read_text("utf-8").partition("from crl.types import StepResult\n\n")[2]
+    code = (
+        (EXAMPLES / "doors" / "doors.py")
+        .read_text("utf-8")
+        .partition("from crl.types import StepResult\n\n")[2]
+    )
     shown = indent(code.strip().replace("\n\n\n", "\n\n"), "    ")
     assert f"\n\n{shown}\n\n" in (EXAMPLES.parent / "README.md").read_text("utf-8")
     game = code[code.index("class Doors") : code.index("def digest")]
@@ -75,7 +79,9 @@ def test_the_readme_shows_the_example_as_it_is():
     assert len([line for line in game.splitlines() if line]) <= 12
 
 
-def test_its_file_is_found_from_any_directory_and_saved_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_its_file_is_found_from_any_directory_and_saved_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     own_task(tmp_path)
     monkeypatch.chdir(tmp_path)
     config = load(["own.toml"])
@@ -94,7 +100,9 @@ def test_its_file_may_be_in_ones_home(tmp_path: Path, monkeypatch: pytest.Monkey
     for path, sets in (("~/mine.py", ()), ("gone.py", ("tasks.own.env=~/mine.py:SPEC",))):
         (tmp_path / "tasks" / "own.toml").write_text(TASK.format("SPEC").replace("own.py", path))
         assert specs(load([own], sets=sets))["own"].name == "own"
-    assert "~stranger/mine.py:SPEC': there is no such file." in refusal(own, sets=["tasks.own.env=~stranger/mine.py:SPEC"])
+    assert "~stranger/mine.py:SPEC': there is no such file." in refusal(
+        own, sets=["tasks.own.env=~stranger/mine.py:SPEC"]
+    )
 
 
 def test_two_files_of_one_name_are_two_environments(tmp_path: Path):
@@ -110,28 +118,52 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     assert "'NOBODY' of" in refusal(own)
     assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
     text = refusal(own_task(tmp_path, "WORKERS"))
-    assert "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package" in text
-    assert "its module cannot be imported (ZeroDivisionError: " in refusal(own_task(tmp_path / "b", source="1 / 0"))
-    assert "its module cannot be imported (SystemExit: no key)" in refusal(own_task(tmp_path / "c", source="exit('no key')"))
+    assert (
+        "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package"
+        in text
+    )
+    assert "its module cannot be imported (ZeroDivisionError: " in refusal(
+        own_task(tmp_path / "b", source="1 / 0")
+    )
+    assert "its module cannot be imported (SystemExit: no key)" in refusal(
+        own_task(tmp_path / "c", source="exit('no key')")
+    )
     (tmp_path / "b" / "own.py").unlink()
     text = refusal(str(tmp_path / "b" / "own.toml"))
-    assert f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file" in text
+    assert (
+        f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("actions=['up', 'down']", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not ['up', 'down']"),
-        ("actions='up'", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not 'up'"),
-        ("actions=(1, 2)", "ValueError: own: actions must be a tuple of texts, empty when they are free text, not (1, 2)"),
+        (
+            "actions=['up', 'down']",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not ['up', 'down']",
+        ),
+        (
+            "actions='up'",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not 'up'",
+        ),
+        (
+            "actions=(1, 2)",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not (1, 2)",
+        ),
         ("hosting='fork'", "ValueError: own: hosting must be threads or processes, not 'fork'"),
-        ("hosting=['threads']", "ValueError: own: hosting must be threads or processes, not ['threads']"),
+        (
+            "hosting=['threads']",
+            "ValueError: own: hosting must be threads or processes, not ['threads']",
+        ),
         ("turns=0", "ValueError: own: turns must be at least 1, not 0"),
     ],
 )
 def test_what_an_environment_cannot_declare(tmp_path: Path, change: str, words: str):
     source = f"{OWN}from dataclasses import replace\nSPEC = replace(SPEC, {change})\n"
-    assert f"its module cannot be imported ({words}). " in refusal(own_task(tmp_path, source=source))
+    assert f"its module cannot be imported ({words}). " in refusal(
+        own_task(tmp_path, source=source)
+    )
 
 
 def test_environments_are_told_apart_whatever_they_hold():
@@ -148,9 +180,16 @@ SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
 
 @pytest.mark.parametrize(
     ("function", "key", "n"),
-    [("eval_tasks", "known", 9), ("eval_tasks", "new", 8), ("eval_tasks", "online", 7), ("probe_tasks", "probe", 6)],
+    [
+        ("eval_tasks", "known", 9),
+        ("eval_tasks", "new", 8),
+        ("eval_tasks", "online", 7),
+        ("probe_tasks", "probe", 6),
+    ],
 )
-def test_an_environment_that_gives_another_number_of_tasks(tmp_path: Path, function: str, key: str, n: int):
+def test_an_environment_that_gives_another_number_of_tasks(
+    tmp_path: Path, function: str, key: str, n: int
+):
     own = own_task(tmp_path, source=MISCOUNTING.format(function, function))
     sizes = dict.fromkeys(("known", "new", "online", "probe"), 0) | {key: n}
     with pytest.raises(ConfigError) as caught:
@@ -167,8 +206,17 @@ def test_a_file_that_failed_is_read_again_once_it_is_mended(tmp_path: Path):
 
 
 def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
-    text = refusal(own_task(tmp_path, source=OWN + "from dataclasses import replace\nSPEC = replace(SPEC, extra='no_such_extra')\n"))
-    assert "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'." in text
+    text = refusal(
+        own_task(
+            tmp_path,
+            source=OWN
+            + "from dataclasses import replace\nSPEC = replace(SPEC, extra='no_such_extra')\n",
+        )
+    )
+    assert (
+        "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'."
+        in text
+    )
 
 
 # ── mixtures ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,21 +232,40 @@ def mixture(folder: Path, text: str, *tasks: str) -> str:
 def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
     text = 'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n[cave]\nturns = 8\n[cave.compact]\nturns = 3\n'
     config = load([mixture(tmp_path, text, "hall", "cave")])
-    assert {name: task.turns for name, task in config.tasks.items()} == {"room": 4, "hall": 4, "cave": 3}
-    assert "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead; 5 or 6 groups of each task" in plan(config).splitlines()
+    assert {name: task.turns for name, task in config.tasks.items()} == {
+        "room": 4,
+        "hall": 4,
+        "cave": 3,
+    }
+    assert (
+        "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead; 5 or 6 groups of each task"
+        in plan(config).splitlines()
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('tasks = ["room", "chess"]', "tasks = 'chess': is in mixed.toml, but is not a task that crl knows."),
-        ('tasks = ["room", "gone.toml"]', "tasks = 'gone.toml': is in mixed.toml, but there is no such file."),
-        ('tasks = ["mixed.toml"]', "tasks = 'mixed.toml': is in mixed.toml, but is a mixture itself."),
+        (
+            'tasks = ["room", "chess"]',
+            "tasks = 'chess': is in mixed.toml, but is not a task that crl knows.",
+        ),
+        (
+            'tasks = ["room", "gone.toml"]',
+            "tasks = 'gone.toml': is in mixed.toml, but there is no such file.",
+        ),
+        (
+            'tasks = ["mixed.toml"]',
+            "tasks = 'mixed.toml': is in mixed.toml, but is a mixture itself.",
+        ),
         ('tasks = ["room", "room"]', "room is there twice"),
         ("tasks = []", "tasks = []: is not a list of tasks"),
         ("tasks = [3]", "tasks = [3]: is not a list of tasks"),
         ('tasks = ["room"]\nturns = 3', "tasks.turns = 3: is not a table for one of the tasks"),
-        ('tasks = ["room"]\n[hall]\nturns = 3', "tasks.hall = {'turns': 3}: is not a table for one of the tasks"),
+        (
+            'tasks = ["room"]\n[hall]\nturns = 3',
+            "tasks.hall = {'turns': 3}: is not a table for one of the tasks",
+        ),
         ('tasks = ["room"]\n[room]\nturnz = 3', "tasks.room.turnz = 3: is not a setting"),
     ],
 )

@@ -26,7 +26,13 @@ from transformers import (
 
 import crl.modeling
 from crl.errors import ConfigError
-from crl.modeling import TokenFigures, checkpoint_activations, precision, require_packing, token_logprobs
+from crl.modeling import (
+    TokenFigures,
+    checkpoint_activations,
+    precision,
+    require_packing,
+    token_logprobs,
+)
 from crl.packing import PADDING, Packing, pack_sequences, reads_packed
 
 SMALL = {
@@ -34,10 +40,16 @@ SMALL = {
     "intermediate_size": 48, "initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
 
 
-def made(family: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def made(
+    family: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     config, model = FAMILIES[family]
     extra = {"head_dim": 8} if family == "qwen3" else {}
     with torch.random.fork_rng(devices=[]):
@@ -45,11 +57,15 @@ def made(family: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float3
         return model(config(**(SMALL | extra | changes))).to(dtype).eval()
 
 
-def batch(lengths: list[int], seed: int = 0, vocabulary: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    lengths: list[int], seed: int = 0, vocabulary: int = 48
+) -> tuple[torch.Tensor, torch.Tensor]:
     """ids [b, t] padded with a token that occurs, and a mask with stretches of trained tokens, some rows ending in context."""
     draw = random.Random(seed)
     width = max(lengths)
-    ids = torch.tensor([[draw.randrange(vocabulary) for _ in range(n)] + [7] * (width - n) for n in lengths])
+    ids = torch.tensor(
+        [[draw.randrange(vocabulary) for _ in range(n)] + [7] * (width - n) for n in lengths]
+    )
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     for row, n in enumerate(lengths):
         for t in range(1, n):
@@ -61,7 +77,9 @@ def batch(lengths: list[int], seed: int = 0, vocabulary: int = 48) -> tuple[torc
 def pull(figures: TokenFigures, seed: int = 1) -> torch.Tensor:
     """A scalar that every log-prob and every KL has a share in of its own."""
     draw = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(figures.logp.shape, generator=draw).to(figures.logp.device) for _ in range(2))
+    a, b = (
+        torch.randn(figures.logp.shape, generator=draw).to(figures.logp.device) for _ in range(2)
+    )
     return (a * figures.logp).sum() + (b * figures.kl).sum()
 
 
@@ -73,20 +91,28 @@ def gradients(model: PreTrainedModel, value: torch.Tensor) -> dict[str, torch.Te
 
 def assert_equal_figures(ours: TokenFigures, theirs: TokenFigures, tolerance: float = 1e-5) -> None:
     for name, a, b in zip(TokenFigures._fields, ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-def assert_equal_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_equal_gradients(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     assert ours.keys() == theirs.keys()
     for name, theirs_ in theirs.items():
-        assert float((ours[name] - theirs_).norm()) <= tolerance * max(float(theirs_.norm()), 1e-3), name
+        assert float((ours[name] - theirs_).norm()) <= tolerance * max(
+            float(theirs_.norm()), 1e-3
+        ), name
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [[9], [6, 6, 6], [33, 31, 30, 12, 11, 5, 2], [2, 40, 3, 17]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[9], [6, 6, 6], [33, 31, 30, 12, 11, 5, 2], [2, 40, 3, 17]], ids=str
+)
 def test_packed_sequences_are_read_like_padded_rows(family: str, lengths: list[int]) -> None:
     ids, mask = batch(lengths)
     plain, packed, other = made(family), made(family), made(family, seed=1)
@@ -104,10 +130,14 @@ def test_packed_sequences_are_read_like_padded_rows(family: str, lengths: list[i
 def test_no_padding_is_read_nor_what_stands_behind_the_last_trained_token() -> None:
     model, read = made(), []
     pack_sequences(model)
-    model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape))
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: read.append(inputs[0].shape)
+    )
     ids = torch.randint(48, (3, 50))
     mask = torch.zeros(3, 50, dtype=torch.bool)
-    mask[0, [3, 49]] = mask[1, 7] = True  # the third row has no trained token, and still counts as one
+    mask[0, [3, 49]] = mask[1, 7] = (
+        True  # the third row has no trained token, and still counts as one
+    )
     figures = token_logprobs(model, ids, mask)
     assert read == [(1, 49 + 7 + 1)]
     assert (figures.logp != 0).equal(mask)
@@ -143,7 +173,9 @@ def test_runs_are_the_whole_row_and_hardly_padded(lengths: list[int]) -> None:
     begin = 0
     for run in packing.runs:
         assert run.tokens == slice(begin, begin + sum(run.lengths))
-        assert len(run.lengths) == 1 or max(run.lengths) * len(run.lengths) <= PADDING * sum(run.lengths)
+        assert len(run.lengths) == 1 or max(run.lengths) * len(run.lengths) <= PADDING * sum(
+            run.lengths
+        )
         begin = run.tokens.stop
     assert packing.offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packing.rows.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
@@ -153,7 +185,9 @@ def test_runs_are_the_whole_row_and_hardly_padded(lengths: list[int]) -> None:
 def test_a_model_whose_attention_cannot_be_replaced_goes_on_reading_padded_rows() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = BloomForCausalLM(BloomConfig(vocab_size=48, hidden_size=16, n_layer=1, n_head=2)).eval()
+        model = BloomForCausalLM(
+            BloomConfig(vocab_size=48, hidden_size=16, n_layer=1, n_head=2)
+        ).eval()
     ids, mask = batch([9, 5])
     before = token_logprobs(model, ids, mask).logp
     require_packing(model, Path("bloom"))
@@ -164,8 +198,12 @@ def test_a_model_whose_attention_cannot_be_replaced_goes_on_reading_padded_rows(
 def test_a_model_that_mixes_packed_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_packing(made(), Path("sound"))
 
-    def mixing(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def mixing(
+        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         return out.transpose(1, 2), None
 
     monkeypatch.setattr("crl.packing.attend", mixing)
@@ -177,7 +215,10 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
     model = made()
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     attention.sliding_window = 4
-    with pytest.raises(ConfigError, match=r"cannot be trained \(packed sequences are not attended to with sliding_window\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be trained \(packed sequences are not attended to with sliding_window\)",
+    ):
         require_packing(model, Path("sliding"))
 
 
@@ -185,7 +226,11 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def whole(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float, reference: PreTrainedModel | None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    temperature: float,
+    reference: PreTrainedModel | None,
 ) -> TokenFigures:
     """By autograd through the softmax of all positions."""
     p = (model(input_ids=ids).logits[:, :-1].float() / temperature).log_softmax(-1)
@@ -204,14 +249,21 @@ def whole(
 @pytest.mark.parametrize("tokens_at_a_time", [1, 5, 1000])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 def test_logprobs_in_parts_are_those_of_the_whole_softmax(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, with_reference: bool, tokens_at_a_time: int, changes: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    with_reference: bool,
+    tokens_at_a_time: int,
+    changes: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(crl.modeling, "LOGITS", 48 * tokens_at_a_time)
     ids, mask = batch([14, 9, 9, 3])
     assert int(mask.sum()) > 10
     model, same = made(**changes), made(**changes)
     reference = made(seed=1) if with_reference else None
-    found, expected = token_logprobs(model, ids, mask, temperature, reference=reference), whole(same, ids, mask, temperature, reference)
+    found, expected = (
+        token_logprobs(model, ids, mask, temperature, reference=reference),
+        whole(same, ids, mask, temperature, reference),
+    )
     assert_equal_figures(found, expected)
     assert not found.entropy.requires_grad
     assert_equal_gradients(gradients(model, pull(found)), gradients(same, pull(expected)))
@@ -231,7 +283,9 @@ def test_a_head_with_a_bias_and_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -
     assert_equal_gradients(ours, gradients(models[1], pull(expected)))
     models[0].get_submodule("lm_head").requires_grad_(False)
     frozen = gradients(models[0], pull(token_logprobs(models[0], ids, mask)))
-    assert_equal_gradients(frozen, {name: g for name, g in ours.items() if not name.startswith("lm_head")})
+    assert_equal_gradients(
+        frozen, {name: g for name, g in ours.items() if not name.startswith("lm_head")}
+    )
 
 
 def test_the_head_is_called_once_and_as_a_module() -> None:
@@ -254,16 +308,22 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(
+                    self.elements, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """[b, t, V] would have 24 million elements, the selected tokens' logits 18 million; no tensor has more than LOGITS or the weights."""
     vocabulary, hidden = 151_936, 8
     monkeypatch.setattr(crl.modeling, "LOGITS", 16 * vocabulary)
@@ -308,7 +368,9 @@ def test_precision_by_setting_checkpoint_and_device(
     tmp_path: Path, name: str, stored: str | None, device: str, expected: torch.dtype
 ) -> None:
     for field in ("dtype", "torch_dtype"):
-        (tmp_path / "config.json").write_text("{}" if stored is None else f'{{"{field}": "{stored}"}}')
+        (tmp_path / "config.json").write_text(
+            "{}" if stored is None else f'{{"{field}": "{stored}"}}'
+        )
         assert precision(name, tmp_path, torch.device(device)) == expected
 
 
@@ -325,7 +387,9 @@ def test_activations_computed_again_give_the_same_gradient() -> None:
     grads = []
     for model in models:
         calls = []
-        model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
         figures = token_logprobs(model, ids, mask)
         grads.append(gradients(model, pull(figures)))
         counts.append(len(calls))
@@ -334,5 +398,8 @@ def test_activations_computed_again_give_the_same_gradient() -> None:
 
 
 def test_checkpointing_needs_layers_that_can_and_no_dropout() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.activation_checkpointing.*attention_dropout is 0\.1.*set attention_dropout to 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.activation_checkpointing.*attention_dropout is 0\.1.*set attention_dropout to 0",
+    ):
         checkpoint_activations(made(attention_dropout=0.1))

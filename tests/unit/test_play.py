@@ -36,7 +36,10 @@ def test_every_shipped_task_and_mixture_is_listed():
     (three,) = (line for line in lines if line.startswith("three "))
     assert three.endswith("mixes room, webshop, alfworld")
     listed = json.loads(crl("tasks", "--json").output)
-    assert sorted([*(task["name"] for task in listed["tasks"]), *listed["mixtures"]]) == catalog.tasks()
+    assert (
+        sorted([*(task["name"] for task in listed["tasks"]), *listed["mixtures"]])
+        == catalog.tasks()
+    )
     assert {
         "name": "room",
         "environment": "room",
@@ -54,7 +57,9 @@ def line_of(task: str) -> str:
 def test_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch):
     spec = replace(registry.get_spec("room"), extra="no_such_extra")
     monkeypatch.setattr(installed, "get_spec", lambda name: spec)
-    assert line_of("room").endswith("it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'")
+    assert line_of("room").endswith(
+        "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'"
+    )
 
 
 def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -71,13 +76,21 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for split in ("train", "valid_seen", "valid_unseen"):
         trial = games / "json_2.1.1" / split / "pick_and_place_simple-Mug-None-Desk-308" / "trial_1"
         trial.mkdir(parents=True)
-        assert f"ALFWORLD_DATA = {str(games)!r}: holds no game in json_2.1.1/{split} that can be played" in line_of("alfworld")
+        assert (
+            f"ALFWORLD_DATA = {str(games)!r}: holds no game in json_2.1.1/{split} that can be played"
+            in line_of("alfworld")
+        )
         (trial / "game.tw-pddl").write_text('{"solvable": true}')
-    assert line_of("alfworld").endswith(f"the official games in {games}"), "where alfworld-download puts them"
+    assert line_of("alfworld").endswith(f"the official games in {games}"), (
+        "where alfworld-download puts them"
+    )
     monkeypatch.setenv("WEBSHOP_DATA", str(WEBSHOP))
     assert line_of("webshop").endswith(f"the official data in {WEBSHOP}")
     monkeypatch.setenv("WEBSHOP_DATA", str(games))
-    assert f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project" in line_of("webshop")
+    assert (
+        f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project"
+        in line_of("webshop")
+    )
     (games / "items_shuffle_1000.json").touch()
     assert "holds no items_ins_v2_1000.json. See" in line_of("webshop")
 
@@ -87,7 +100,9 @@ def test_listing_imports_no_library_of_an_environment():
         "import sys\nfrom crl.cli.main import main\ntry: main()\n"
         "finally: print(sorted({'torch', 'transformers', 'nle', 'minihack', 'textworld', 'gem', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, "tasks"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "tasks"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -107,7 +122,9 @@ def test_a_person_sees_what_an_actor_sees():
 
     with pytest.raises(EOFError):
         list(table.episodes("new", 1, 0, Person(read), shown.append))
-    assert shown[0].startswith("You play a text game, one action a turn, until the goal is reached or 30 turns are over.")
+    assert shown[0].startswith(
+        "You play a text game, one action a turn, until the goal is reached or 30 turns are over."
+    )
     assert shown[1] == "Room: the amber arch. Reach the stairs down (>)."
     assert shown[2].startswith("Map:")
     assert "not an action" not in shown[3], "what is thought is not the game's to read"
@@ -116,10 +133,19 @@ def test_a_person_sees_what_an_actor_sees():
 
 
 def test_playing_through_a_pipe():
-    result = crl("play", DOORS, "--rendering", "compact", "--episodes", "2", stdin="north\nup\nsouth\n")
+    result = crl(
+        "play", DOORS, "--rendering", "compact", "--episodes", "2", stdin="north\nup\nsouth\n"
+    )
     assert result.exit_code == 0
     lines = [line for line in result.output.splitlines() if line]
-    assert lines[:6] == [lines[0], "eight doors, all shut.", "> north", "locked.", "> up", "unknown door."]
+    assert lines[:6] == [
+        lines[0],
+        "eight doors, all shut.",
+        "> north",
+        "locked.",
+        "> up",
+        "unknown door.",
+    ]
     assert lines[0].startswith("Doors: the ")
     assert lines[6] == "the turns are over: lost in 2 turns, reward 0"
     assert lines[-2:] == ["left", "won 0 of 1 episodes"]
@@ -140,17 +166,33 @@ def test_seed_and_split_choose_the_tasks():
         return crl("play", "room", "--rendering", "compact", *options).output.splitlines()[0]
 
     assert goal() == goal("--seed", "0", "--split", "train") != goal("--seed", "1")
-    assert goal("--split", "new") == goal("--split", "new", "--seed", "1") == "Room: the amber arch. Reach the stairs down (>)."
+    assert (
+        goal("--split", "new")
+        == goal("--split", "new", "--seed", "1")
+        == "Room: the amber arch. Reach the stairs down (>)."
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("three",), "task = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld."),
+        (
+            ("three",),
+            "task = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld.",
+        ),
         (("rom",), "Did you mean room?"),
-        (("room", "--split", "new", "--episodes", "200000"), "episodes = 200000: there are 100,000 places, not 200,000."),
-        (("webshop", "--split", "known", "--episodes", "200000"), "split = 'known': without permanent places there is no `known` eval"),
-        ((DOORS, "--scripted"), "task = 'doors': has no scripted player. Play it yourself, without --scripted."),
+        (
+            ("room", "--split", "new", "--episodes", "200000"),
+            "episodes = 200000: there are 100,000 places, not 200,000.",
+        ),
+        (
+            ("webshop", "--split", "known", "--episodes", "200000"),
+            "split = 'known': without permanent places there is no `known` eval",
+        ),
+        (
+            (DOORS, "--scripted"),
+            "task = 'doors': has no scripted player. Play it yourself, without --scripted.",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
@@ -177,28 +219,52 @@ class Game:
 TASKS = SeededTasks("unruly", "Try.")
 SPEC = EnvSpec("unruly", "threads", 2, (0.0, 1.0), (), "any text", False, lambda rendering: Game(), TASKS.source, TASKS.eval_tasks)
 """
-WINNING = {"reset": "'say something.'", "step": "StepResult('won.', 1.0, True, True)", "close": "pass"}
+WINNING = {
+    "reset": "'say something.'",
+    "step": "StepResult('won.', 1.0, True, True)",
+    "close": "pass",
+}
 
 
 def play_unruly(folder: Path, **parts: str):
     folder.mkdir(exist_ok=True)
     (folder / "unruly.py").write_text(UNRULY.format(**WINNING | parts))
-    (folder / "unruly.toml").write_text('env = "unruly.py:SPEC"\nrendering = "full"\nturns = 2\nmax_response_tokens = 4\n')
+    (folder / "unruly.toml").write_text(
+        'env = "unruly.py:SPEC"\nrendering = "full"\nturns = 2\nmax_response_tokens = 4\n'
+    )
     return crl("play", str(folder / "unruly.toml"), stdin="go\n")
 
 
 @pytest.mark.parametrize(
     ("part", "code", "says"),
     [
-        ("reset", "None", "reset: TypeError: reset must return the observation's text, not NoneType"),
+        (
+            "reset",
+            "None",
+            "reset: TypeError: reset must return the observation's text, not NoneType",
+        ),
         ("step", "{'text': 'won.'}", "step: TypeError: step must return a StepResult, not dict"),
-        ("step", "StepResult('won.', float('nan'), True)", "step: ValueError: a reward must be finite, not nan"),
-        ("step", "StepResult('won.', 5.0, True, True)", "step: ValueError: an episode's reward must be in [0, 1], not 5"),
-        ("step", "int('one\\ntwo')", "step: ValueError: invalid literal for int() with base 10: 'one\\ntwo'"),
+        (
+            "step",
+            "StepResult('won.', float('nan'), True)",
+            "step: ValueError: a reward must be finite, not nan",
+        ),
+        (
+            "step",
+            "StepResult('won.', 5.0, True, True)",
+            "step: ValueError: an episode's reward must be in [0, 1], not 5",
+        ),
+        (
+            "step",
+            "int('one\\ntwo')",
+            "step: ValueError: invalid literal for int() with base 10: 'one\\ntwo'",
+        ),
         ("step", "exit('enough')", "step: SystemExit: enough"),
     ],
 )
-def test_what_a_run_would_not_go_on_with_is_one_line(tmp_path: Path, part: str, code: str, says: str):
+def test_what_a_run_would_not_go_on_with_is_one_line(
+    tmp_path: Path, part: str, code: str, says: str
+):
     result = play_unruly(tmp_path, **{part: code})
     assert (result.exit_code, result.stderr) == (1, f"error: env: unruly: {says}\n")
     assert "won in" not in result.output
@@ -212,16 +278,24 @@ def test_what_goes_wrong_at_the_end_is_told_and_hides_nothing(tmp_path: Path):
         "env: unruly: close: RuntimeError: no end",
     ]
     result = play_unruly(tmp_path / "lost", step="1 / 0", close="raise RuntimeError('no end')")
-    assert (result.exit_code, result.stderr) == (1, "error: env: unruly: step: ZeroDivisionError: division by zero\n")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "error: env: unruly: step: ZeroDivisionError: division by zero\n",
+    )
     assert "env: unruly: close: RuntimeError: no end" in result.output
 
 
 def test_a_stream_that_cannot_be_is_one_line(tmp_path: Path):
-    (tmp_path / "hall.toml").write_text(catalog.task_file("room").read_text().replace("permanent = 8 ", "permanent = 33 "))
+    (tmp_path / "hall.toml").write_text(
+        catalog.task_file("room").read_text().replace("permanent = 8 ", "permanent = 33 ")
+    )
     result = crl("play", str(tmp_path / "hall.toml"), "--scripted")
     assert result.exit_code == 2
     said = "needs places >= 1 and 0 <= permanent <= places, not 32 and 33. Choose another value."
-    assert result.stderr == f"error: tasks.hall.stream = {{'places': 32, 'permanent': 33, 'visits': 5}}: {said}\n"
+    assert (
+        result.stderr
+        == f"error: tasks.hall.stream = {{'places': 32, 'permanent': 33, 'visits': 5}}: {said}\n"
+    )
 
 
 def test_ctrl_c_at_the_prompt_ends_it_politely(monkeypatch: pytest.MonkeyPatch):

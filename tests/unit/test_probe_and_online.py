@@ -24,14 +24,30 @@ from crl.envs.base import StreamSettings
 from crl.envs.host import ThreadHost
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.lessons import lesson, true_bearing
-from crl.manager import Distilled, DistilSettings, ExperienceManager, ManagerSettings, Prompts, RetrievalSettings
+from crl.manager import (
+    Distilled,
+    DistilSettings,
+    ExperienceManager,
+    ManagerSettings,
+    Prompts,
+    RetrievalSettings,
+)
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
 from crl.run.experience import Uncounted
-from crl.run.online import MARK, MEMBERS, VISITS, OnlineBank, OnlineResult, OnlineTask, Tally, take_in
+from crl.run.online import (
+    MARK,
+    MEMBERS,
+    VISITS,
+    OnlineBank,
+    OnlineResult,
+    OnlineTask,
+    Tally,
+    take_in,
+)
 from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
@@ -59,7 +75,10 @@ async def rooms(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     try:
         yield runner(
-            ScriptedEngine(renderer(), actor), host, context=ChatContext({"room": ""}), limits={"room": Limits(TURNS, 8, overtime=4)}
+            ScriptedEngine(renderer(), actor),
+            host,
+            context=ChatContext({"room": ""}),
+            limits={"room": Limits(TURNS, 8, overtime=4)},
         )
     finally:
         await host.aclose()
@@ -82,14 +101,19 @@ async def test_who_listens_gains_by_right_advice() -> None:
     figures = await probed(follows)
     assert figures["probe/room/right"] > figures["probe/room/none"]
     assert figures["probe/room/right"] > figures["probe/room/wrong"]
-    assert figures["probe/room/right_minus_none"] == pytest.approx(figures["probe/room/right"] - figures["probe/room/none"])
+    assert figures["probe/room/right_minus_none"] == pytest.approx(
+        figures["probe/room/right"] - figures["probe/room/none"]
+    )
     assert 0 < figures["probe/room/right_minus_none/half_width"] < 0.6
 
 
 async def test_who_does_not_listen_gains_nothing() -> None:
     figures = await probed(ignores)
     assert figures["probe/room/right"] == figures["probe/room/none"] == figures["probe/room/wrong"]
-    assert (figures["probe/room/right_minus_none"], figures["probe/room/right_minus_none/half_width"]) == (0.0, 0.0)
+    assert (
+        figures["probe/room/right_minus_none"],
+        figures["probe/room/right_minus_none/half_width"],
+    ) == (0.0, 0.0)
 
 
 async def test_the_advice_is_probed_with_the_same_draws() -> None:
@@ -112,9 +136,14 @@ async def test_the_probe_tells_each_place_its_own() -> None:
         prompts = [renderer().decode(ids) for _, ids in run.sampler._engine.requests]  # pyright: ignore[reportAttributeAccessIssue]
     task = ProbeTask(PROBED[:4], ADVISOR)
     for place in PROBED[:4]:
-        opening = {prompt for prompt in prompts if place.goal in prompt and prompt.count("assistant") == 1}
+        opening = {
+            prompt for prompt in prompts if place.goal in prompt and prompt.count("assistant") == 1
+        }
         told = {match[0] if (match := ADVISED.search(prompt)) else None for prompt in opening}
-        right, wrong = advice_texts(task, "right")[place.goal], advice_texts(task, "wrong")[place.goal]
+        right, wrong = (
+            advice_texts(task, "right")[place.goal],
+            advice_texts(task, "wrong")[place.goal],
+        )
         assert told == {None, right, wrong}
         assert right == lesson("exit", true_bearing(int(place.params["lgen"])) or "")
         assert wrong != right
@@ -137,7 +166,11 @@ def foolish(prompt: str) -> str:
     return add(lesson("careful"))
 
 
-async def open_bank(path: Path, extractor: Callable[[str], str], on_distilled: Callable[[Distilled], None] | None = None):
+async def open_bank(
+    path: Path,
+    extractor: Callable[[str], str],
+    on_distilled: Callable[[Distilled], None] | None = None,
+):
     settings = replace(SETTINGS, distil=DistilSettings(key_text_weight=0.1))
     return await ExperienceManager.open(
         path, answering(extractor), WordEmbedder(), renderer(), Prompts(PROMPT, write_merge), settings, seed=0, on_distilled=on_distilled
@@ -147,13 +180,17 @@ async def open_bank(path: Path, extractor: Callable[[str], str], on_distilled: C
 class Banks:
     """The run's bank, and scratch banks as the assembled run makes them."""
 
-    def __init__(self, folder: Path, bank: ExperienceManager, extractor: Callable[[str], str]) -> None:
+    def __init__(
+        self, folder: Path, bank: ExperienceManager, extractor: Callable[[str], str]
+    ) -> None:
         self.folder, self.bank, self.extractor = folder, bank, extractor
         self.opened = 0
         self.sizes: list[int] = []
 
     @asynccontextmanager
-    async def _open(self, extractor, on_distilled, *, copy: bool) -> AsyncIterator[ExperienceManager]:
+    async def _open(
+        self, extractor, on_distilled, *, copy: bool
+    ) -> AsyncIterator[ExperienceManager]:
         self.opened += 1
         path = self.folder / f"scratch{self.opened}.sqlite"
         if copy:
@@ -172,7 +209,9 @@ class Banks:
 
 
 @asynccontextmanager
-async def online(folder: Path, actor, extractor) -> AsyncIterator[tuple[OnlineBank, Banks, EpisodeRunner]]:
+async def online(
+    folder: Path, actor, extractor
+) -> AsyncIterator[tuple[OnlineBank, Banks, EpisodeRunner]]:
     bank = await open_bank(folder / "bank.sqlite", extractor)
     banks = Banks(folder, bank, extractor)
     assert SPEC.revisit
@@ -200,13 +239,18 @@ async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path)
     nobody_reads = [*result.visits[-1], *(t for visit in result.alone for t in visit)]
     assert not any(t.overtime_turns for t in nobody_reads)
     guides = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
-    assert len(guides) == len({goal for goal, _ in guides}), "the members of a visit share what they are told"
+    assert len(guides) == len({goal for goal, _ in guides}), (
+        "the members of a visit share what they are told"
+    )
     right, answers = result.lessons or (0, 0)
     assert answers == len(PLACES) * MEMBERS
     assert 0 < right <= answers
     assert result.untrained_lessons is None
     assert len(result.lift) == len(PLACES)
-    helped = [sum(t.success for visit in visits for t in visit) for visits in (result.settled, result.alone)]
+    helped = [
+        sum(t.success for visit in visits for t in visit)
+        for visits in (result.settled, result.alone)
+    ]
     assert sum(result.lift) * MEMBERS * len(result.alone) == pytest.approx(helped[0] - helped[1])
     assert helped[0] > helped[1], "who listens to right advice does better than alone"
 
@@ -215,19 +259,34 @@ def test_lift_by_hand() -> None:
     """Two places, three counted visits of one member: with the bank 3 and 1 successes, without it 1 and 1: (2/3, 0)."""
 
     def visit(*won: bool) -> list[Trajectory]:
-        return [Trajectory(Task("room", 1, "new", f"place {i}"), 0, i, 0, "free", success=one) for i, one in enumerate(won)]
+        return [
+            Trajectory(Task("room", 1, "new", f"place {i}"), 0, i, 0, "free", success=one)
+            for i, one in enumerate(won)
+        ]
 
-    guided = [visit(False, False), visit(False, False), visit(True, True), visit(True, False), visit(True, False)]
+    guided = [
+        visit(False, False),
+        visit(False, False),
+        visit(True, True),
+        visit(True, False),
+        visit(True, False),
+    ]
     result = OnlineResult(guided, [visit(True, False), visit(False, True), visit(False, False)])
     assert result.lift == pytest.approx([2 / 3, 0])
 
 
-async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(tmp_path: Path) -> None:
+async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(
+    tmp_path: Path,
+) -> None:
     async with online(tmp_path, follows, wise) as (evaluation, _, _run):
         first = (await evaluation.evaluate(compare_lessons=False))["room"]
         assert (await evaluation.evaluate(compare_lessons=False))["room"] == first
     tasks = [t.task for visit in first.visits for t in visit]
-    assert len({(task.goal, task.params["core"]) for task in tasks}) == len(tasks) == len(PLACES) * MEMBERS * VISITS
+    assert (
+        len({(task.goal, task.params["core"]) for task in tasks})
+        == len(tasks)
+        == len(PLACES) * MEMBERS * VISITS
+    )
     assert {task.goal for task in tasks} == {place.goal for place in PLACES}
     assert {task.params["lgen"] for task in tasks} == {place.params["lgen"] for place in PLACES}
 
@@ -267,14 +326,27 @@ async def test_the_untrained_extractor_is_asked_about_the_same_episodes(tmp_path
         assert banks.opened == 2
     assert result.lessons is not None
     assert result.lessons[0] > 0
-    assert result.untrained_lessons == (0, len(PLACES) * MEMBERS), "it says be careful, which is never right"
+    assert result.untrained_lessons == (0, len(PLACES) * MEMBERS), (
+        "it says be careful, which is never right"
+    )
 
 
 def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
-    room = Task("room", 1, "new", "Room: the jade attic.", {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"})
+    room = Task(
+        "room",
+        1,
+        "new",
+        "Room: the jade attic.",
+        {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"},
+    )
     right = distilled(lesson("exit", true_bearing(int(PLACES[0].params["lgen"])) or ""))
     tally = Tally(ADVISOR)
-    for run, answer in ((MARK, right), ("run", right), (MARK, distilled("be careful.")), ("run12345678", distilled())):
+    for run, answer in (
+        (MARK, right),
+        ("run", right),
+        (MARK, distilled("be careful.")),
+        ("run12345678", distilled()),
+    ):
         tally(replace(answer, request=replace(answer.request, run=run, task=room)))
     assert tally.count == (1, 2)
     without = Tally(None)
@@ -284,17 +356,27 @@ def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
 
 async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
     bank = await open_bank(tmp_path / "bank.sqlite", foolish)
-    good = [Trajectory(task(), 0, 0, member, "guided", segments=request().segments) for member in range(2)]
+    good = [
+        Trajectory(task(), 0, 0, member, "guided", segments=request().segments)
+        for member in range(2)
+    ]
     await take_in(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
     figures = await bank.stats()
-    assert (figures["queue/done"], figures["queue/pending"], figures["queue/dead"], bank.step) == (2, 0, 0, 1)
+    assert (figures["queue/done"], figures["queue/pending"], figures["queue/dead"], bank.step) == (
+        2,
+        0,
+        0,
+        1,
+    )
     await bank.aclose()
 
 
 # ── evaluations leave no trace ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(tmp_path: Path) -> None:
+async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(
+    tmp_path: Path,
+) -> None:
     """A bank with several experiences of each place, searched by the run before and after an evaluation, or without one."""
     picks: list[list[str | None]] = []
     known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
@@ -317,7 +399,9 @@ async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pic
                 result = await evaluator(run, bank, known, building).evaluate(compare_lessons=True)
                 assert result.rates["room", "known", "guided"].episodes == 6
                 assert {split for _, split, _ in result.rates} == {"known", "new"}
-                assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (VISITS - 2)
+                assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (
+                    VISITS - 2
+                )
                 assert bank.latest(999) == counters
                 await bank.flush()
                 assert dump(folder / "bank.sqlite") == before
@@ -328,11 +412,15 @@ async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pic
 
 
 async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str | None]:
-    hits = await bank.search([SearchRequest(place.goal, place, i, 0) for i, place in enumerate(places)])
+    hits = await bank.search(
+        [SearchRequest(place.goal, place, i, 0) for i, place in enumerate(places)]
+    )
     return [hit and hit.use.uid for hit in hits]
 
 
-def evaluator(run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None) -> Evaluator:
+def evaluator(
+    run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None
+) -> Evaluator:
     sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
     return Evaluator(run, sets, EpisodeScheduler(4), bank=Uncounted(bank), online=building)
 
@@ -353,5 +441,7 @@ async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
             await banks.bank.drain()
         full = await evaluator(run, banks.bank, known, None).evaluate()
         assert full.rates["room", "known", "free"] == empty.rates["room", "known", "free"]
-        assert full.rates["room", "known", "guided"].value > full.rates["room", "known", "free"].value
+        assert (
+            full.rates["room", "known", "guided"].value > full.rates["room", "known", "free"].value
+        )
         assert isinstance(full.rates["room", "known", "guided"], Rate)

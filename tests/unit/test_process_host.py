@@ -30,7 +30,9 @@ TASK = Task("toy", seed=3, split="train", goal="Guess.")
 
 
 @asynccontextmanager
-async def hosting(spec: EnvSpec = SPEC, processes: int = 2, deadline: float = 60.0) -> AsyncIterator[ProcessHost]:
+async def hosting(
+    spec: EnvSpec = SPEC, processes: int = 2, deadline: float = 60.0
+) -> AsyncIterator[ProcessHost]:
     host = ProcessHost({"toy": (spec, "full")}, processes=processes, deadline=deadline)
     try:
         yield host
@@ -51,7 +53,10 @@ async def process_of(environment: ProcessEnvironment) -> int:
 def is_running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second when it ends between opening and reading
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the second when it ends between opening and reading
         return False
 
 
@@ -70,7 +75,9 @@ async def test_plays_an_episode_and_keeps_the_game() -> None:
     async with hosting() as host:
         environment = await host.acquire(TASK)
         assert (await environment.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
-        assert await environment.step("maybe") == StepResult("Answer with one number from 0 to 7.", valid=False)
+        assert await environment.step("maybe") == StepResult(
+            "Answer with one number from 0 to 7.", valid=False
+        )
         results = [await environment.step(number) for number in NUMBERS]
         assert [result.success for result in results].count(True) == 1
         place = (environment.worker, environment.game)
@@ -92,11 +99,15 @@ async def test_games_are_spread_over_workers_and_stay_where_they_are() -> None:
         assert sorted(Counter(homes).values()) == [2, 2, 3]
         assert os.getpid() not in homes
         assert [await process_of(environment) for environment in environments] == homes
-        games = {environment.game: home for environment, home in zip(environments, homes, strict=True)}
+        games = {
+            environment.game: home for environment, home in zip(environments, homes, strict=True)
+        }
         for environment in environments:
             await host.release(environment)
         again = [await begun(host) for _ in range(7)]
-        assert {environment.game: await process_of(environment) for environment in again} == games, "none was made anew"
+        assert {
+            environment.game: await process_of(environment) for environment in again
+        } == games, "none was made anew"
 
 
 async def test_with_affinity_a_task_is_played_where_it_was_until_that_worker_is_too_busy() -> None:
@@ -132,7 +143,9 @@ async def test_games_in_one_worker_do_not_mix() -> None:
                 text = (await environment.step("0")).text
             return text
 
-        texts = await asyncio.gather(*(play(environment, turns) for turns, environment in enumerate(environments, start=1)))
+        texts = await asyncio.gather(
+            *(play(environment, turns) for turns, environment in enumerate(environments, start=1))
+        )
         assert [text.split()[-1] for text in texts] == ["1.", "2.", "3.", "4.", "5."]
 
 
@@ -171,7 +184,9 @@ async def test_a_raising_game_costs_its_episode_alone(misdeed: str, words: str) 
         ("hang", r"its worker overran the deadline of 0.5 s$"),
     ],
 )
-async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: str, words: str) -> None:
+async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(
+    misdeed: str, words: str
+) -> None:
     async with hosting(processes=2) as host:
         environments = [await begun(host) for _ in range(4)]
         homes = [await process_of(environment) for environment in environments]
@@ -182,7 +197,9 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: s
         fatal = asyncio.create_task(lost[0].step(misdeed))
         await asyncio.sleep(0)  # it is under way, with that deadline
         host.deadline = 60.0
-        first, second, third = await asyncio.gather(fatal, lost[1].step("1"), kept[0].step("hm"), return_exceptions=True)
+        first, second, third = await asyncio.gather(
+            fatal, lost[1].step("1"), kept[0].step("hm"), return_exceptions=True
+        )
         for error in (first, second):
             assert isinstance(error, RolloutError)
         with pytest.raises(RolloutError, match=words):
@@ -198,12 +215,16 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(misdeed: s
 
 
 @pytest.mark.parametrize("kind", ["fork", "daemon"])
-async def test_a_worker_whose_game_has_forked_is_missed_at_once_and_its_children_end_too(kind: str) -> None:
+async def test_a_worker_whose_game_has_forked_is_missed_at_once_and_its_children_end_too(
+    kind: str,
+) -> None:
     async with hosting(processes=1) as host:
         environment = await begun(host)
         child = int((await environment.step(kind)).text)
         try:
-            with pytest.raises(RolloutError, match=r"its worker was killed by SIGKILL$"):  # which is not what a missed deadline says
+            with pytest.raises(
+                RolloutError, match=r"its worker was killed by SIGKILL$"
+            ):  # which is not what a missed deadline says
                 await environment.step("die")
             await host.release(environment)
             assert (await (await begun(host)).step("hm")).valid is False
@@ -325,7 +346,9 @@ def test_what_a_process_host_refuses() -> None:
         ProcessHost({"toy": (replace(SPEC, hosting="threads"), "full")})
     with pytest.raises(ValueError, match="at least one process"):
         ProcessHost({}, processes=0)
-    with pytest.raises(ValueError, match="toy: make_game must be a function that workers can import"):
+    with pytest.raises(
+        ValueError, match="toy: make_game must be a function that workers can import"
+    ):
         ProcessHost({"toy": (replace(SPEC, make_game=lambda rendering: toy_games.Guess()), "full")})
 
 
@@ -347,11 +370,15 @@ asyncio.run(main())
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(how: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
         assert parent.stdout is not None
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
-        assert all(os.getsid(worker) == worker for worker in workers), "Ctrl-C reaches the parent alone"
+        assert all(os.getsid(worker) == worker for worker in workers), (
+            "Ctrl-C reaches the parent alone"
+        )
         parent.send_signal(how)
         parent.wait(120)
     assert all(wait_for_end(worker) for worker in workers)
@@ -359,10 +386,16 @@ def test_no_worker_outlives_its_parent(how: signal.Signals) -> None:
 
 @settings(max_examples=8)
 @given(
-    scripts=st.lists(st.lists(st.sampled_from(["0", "7", "hm", "raise", "die", "quit"]), min_size=1, max_size=5), min_size=1, max_size=8),
+    scripts=st.lists(
+        st.lists(st.sampled_from(["0", "7", "hm", "raise", "die", "quit"]), min_size=1, max_size=5),
+        min_size=1,
+        max_size=8,
+    ),
     processes=st.integers(1, 3),
 )
-def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(scripts: list[list[str]], processes: int) -> None:
+def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(
+    scripts: list[list[str]], processes: int
+) -> None:
     async def episode(host: ProcessHost, script: list[str]) -> None:
         environment = None
         try:
@@ -379,7 +412,9 @@ def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(scripts: li
         async with hosting(processes=processes) as host:
             await asyncio.gather(*(episode(host, script) for script in scripts))
             assert host.failures <= len(scripts)
-            assert bool(host.replaced) == any({"die", "quit"} & set(script) and works(script) for script in scripts)
+            assert bool(host.replaced) == any(
+                {"die", "quit"} & set(script) and works(script) for script in scripts
+            )
             for _ in range(processes + 1):
                 assert (await (await begun(host)).step("hm")).valid is False
 
@@ -388,12 +423,17 @@ def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(scripts: li
 
 def works(script: list[str]) -> bool:
     """Whether the game plays up to the word that ends its worker."""
-    return "raise" not in script[: next(i for i, word in enumerate(script) if word in ("die", "quit"))]
+    return (
+        "raise" not in script[: next(i for i, word in enumerate(script) if word in ("die", "quit"))]
+    )
 
 
 async def test_hosts_lend_each_task_from_its_own_host() -> None:
     tasks = {"near": replace(TASK, name="near"), "far": replace(TASK, name="far")}
-    near, far = ThreadHost({"near": (replace(SPEC, hosting="threads"), "full")}), ProcessHost({"far": (SPEC, "full")}, processes=1)
+    near, far = (
+        ThreadHost({"near": (replace(SPEC, hosting="threads"), "full")}),
+        ProcessHost({"far": (SPEC, "full")}, processes=1),
+    )
     hosts = Hosts({"near": near, "far": far})
     homes = {}
     for name, task in tasks.items():

@@ -34,7 +34,10 @@ def test_every_bundled_prompt_is_known_and_has_its_slots():
 
 
 def test_filling_takes_known_slots_alone_and_all_at_once():
-    assert fill("{a} {{a}} {b}{a} {} {A} {1} {'a': 1}", a="{b}", b="{a}{") == "{b} {a} {a}{{b} {} {A} {1} {'a': 1}"
+    assert (
+        fill("{a} {{a}} {b}{a} {} {A} {1} {'a': 1}", a="{b}", b="{a}{")
+        == "{b} {a} {a}{{b} {} {A} {1} {'a': 1}"
+    )
     with pytest.raises(KeyError):
         fill("{c}", a=1)
 
@@ -43,10 +46,15 @@ def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
     mine = tmp_path / "mine.txt"
     mine.write_text("Advice:\n{experience}\n{{experience}} {\n")
     overrides = {"experience": mine}
-    assert fill(prompt("experience", overrides), experience="Go west.") == "Advice:\nGo west.\n{experience} {"
+    assert (
+        fill(prompt("experience", overrides), experience="Go west.")
+        == "Advice:\nGo west.\n{experience} {"
+    )
     assert prompt("actor", overrides) == prompt("actor")
     used, bundled = hashes(overrides), hashes()
-    assert used["experience"] == hashlib.sha256(mine.read_bytes()).hexdigest() != bundled["experience"]
+    assert (
+        used["experience"] == hashlib.sha256(mine.read_bytes()).hexdigest() != bundled["experience"]
+    )
     assert {name for name in SLOTS if used[name] != bundled[name]} == {"experience"}
 
 
@@ -61,7 +69,9 @@ def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
         (b"", "has no {actions}, {example}, {turns}"),
     ],
 )  # fmt: skip
-def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(tmp_path: Path, content: bytes | None, said: str):
+def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(
+    tmp_path: Path, content: bytes | None, said: str
+):
     path = tmp_path / "mine.txt"
     if content is not None:
         path.write_bytes(content)
@@ -94,9 +104,16 @@ async def test_guided_and_free_prompts_of_language_models_differ_by_the_experien
 
 def test_without_an_introduction_the_experience_stands_alone():
     guide = hit("run/0/0/0#0", text="Go {experience}.")
-    for context in (ChatContext({"doors": ""}), ChatContext({"doors": ""}, {"doors": "{experience}"})):
+    for context in (
+        ChatContext({"doors": ""}),
+        ChatContext({"doors": ""}, {"doors": "{experience}"}),
+    ):
         opening = context.opening(TASK, Observation("A door."), guide)
-        assert [(s.text, s.origin) for s in opening] == [(TASK.goal, "task"), (guide.text, "experience"), ("A door.", "env")]
+        assert [(s.text, s.origin) for s in opening] == [
+            (TASK.goal, "task"),
+            (guide.text, "experience"),
+            ("A door.", "env"),
+        ]
 
 
 # ── what an extractor is told ───────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +168,9 @@ def test_outcome_and_advice_are_told():
         assert between(told(**changes), "=== Outcome ===", "===") == said
     assert between(told(), advice, "===") == "None: there is nothing to update."
     shown = (hit("a#0", text="Go west."), hit("b#0", text="Look.\n3.\nThen go."))
-    assert between(told(shown=shown), advice, "===") == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
+    assert (
+        between(told(shown=shown), advice, "===") == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
+    )
 
 
 def test_votes_are_asked_for_where_there_is_something_to_vote_on():
@@ -167,14 +186,21 @@ def test_votes_are_asked_for_where_there_is_something_to_vote_on():
 
 
 def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
-    west, look, wait = hit("a#0", text="Go west."), hit("b#0", text="Look."), hit("c#0", text="Wait.")
+    west, look, wait = (
+        hit("a#0", text="Go west."),
+        hit("b#0", text="Look."),
+        hit("c#0", text="Wait."),
+    )
     answer = replace(look, use=replace(look.use, how="ask"))
     refined = replace(wait, use=replace(wait.use, verdict="refine"))
     one = replace(request(), segments=EPISODE, shown=(west, answer, refined))
     writer = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
     (message,) = writer(one)
     advice = "=== Advice that the agent was given before the episode ==="
-    assert between(message.text, advice, "===") == "1.\n  Go west.\n2. (reworded)\n  Look.\n3. (reworded)\n  Wait."
+    assert (
+        between(message.text, advice, "===")
+        == "1.\n  Go west.\n2. (reworded)\n  Look.\n3. (reworded)\n  Wait."
+    )
     assert message.text.endswith(prompt("vote"))
     assert "marked as reworded" in prompt("vote")
     accepted = replace(west, use=replace(west.use, how="ask_unrefined", verdict="accept"))
@@ -194,32 +220,55 @@ HOSTILE = st.sampled_from(
 @given(st.lists(HOSTILE | st.text(max_size=9), max_size=9).map("".join))
 def test_no_text_of_an_episode_breaks_the_prompt_or_passes_for_a_part_of_it(text):
     def of(text: str) -> str:
-        episode = [replace(segment, text=text) if segment.origin in ("env", "policy") else segment for segment in EPISODE]
-        return told(segments=tuple(episode), task=replace(request().task, goal=text), shown=(hit("a#0", text=text),))
+        episode = [
+            replace(segment, text=text) if segment.origin in ("env", "policy") else segment
+            for segment in EPISODE
+        ]
+        return told(
+            segments=tuple(episode),
+            task=replace(request().task, goal=text),
+            shown=(hit("a#0", text=text),),
+        )
 
     assert structure(of(text)) == structure(of("harmless"))
 
 
 @pytest.mark.parametrize("max_tokens", [1900, 2500, 6000])
 def test_a_long_episode_loses_the_middle_of_its_transcript(max_tokens):
-    turns = [Segment("user", f"room {i}: " + "the walls are 中 " * (i % 7) + "{x}", "env") for i in range(400)]
+    turns = [
+        Segment("user", f"room {i}: " + "the walls are 中 " * (i % 7) + "{x}", "env")
+        for i in range(400)
+    ]
     text = told(max_tokens, segments=tuple(turns))
     tokens = len(renderer().encode(renderer().text([Segment("user", text, "task")])))
     assert 0.8 * max_tokens < tokens <= max_tokens
     assert "  room 0: {x}" in text
     assert "  room 399: " in text
     assert "room 200: " not in text
-    (gap,) = [line for line in structure(text) if re.fullmatch(r"\[… \d+ characters are left out …\]", line)]
-    left = [line for line in structure(text) if line != gap and not "[turn 0, environment]".startswith(line)]
+    (gap,) = [
+        line
+        for line in structure(text)
+        if re.fullmatch(r"\[… \d+ characters are left out …\]", line)
+    ]
+    left = [
+        line
+        for line in structure(text)
+        if line != gap and not "[turn 0, environment]".startswith(line)
+    ]
     assert left == [line for line in structure(told(max_tokens, segments=())) if line]
     assert text.endswith('[{"op": "return"}]')
 
 
 def test_an_extractor_is_asked_for_as_many_operations_as_are_read():
-    assert f"a JSON list of one to {['zero', 'one', 'two', 'three'][OpLimits().max_ops]} operations" in prompt("distil")
+    assert (
+        f"a JSON list of one to {['zero', 'one', 'two', 'three'][OpLimits().max_ops]} operations"
+        in prompt("distil")
+    )
 
 
 @pytest.mark.parametrize("segments", [(), (Segment("user", "x" * 5000, "env"),)])
 def test_a_prompt_without_room_for_any_transcript_is_an_error_of_that_episode(segments):
-    with pytest.raises(RolloutError, match=r"prompt: \d+ tokens without a transcript leave no room for one in 50"):
+    with pytest.raises(
+        RolloutError, match=r"prompt: \d+ tokens without a transcript leave no room for one in 50"
+    ):
         told(50, segments=segments)

@@ -79,7 +79,9 @@ async def test_members_of_a_group_play_the_same_episode_at_the_same_time() -> No
     assert host.failures == 0
 
 
-def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(games: dict[Rendering, RoomGame]) -> None:
+def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(
+    games: dict[Rendering, RoomGame],
+) -> None:
     game, starts, texts = games["full"], set(), set()
     for core in range(12):
         task = Task("room", core, "train", "", {"lgen": 100_003, "core": core, "place": "x"})
@@ -93,7 +95,9 @@ def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(games: dict[Rende
 
 
 def test_the_first_full_text(games: dict[Rendering, RoomGame]) -> None:
-    assert games["full"].reset(NEW[3]) == ("Map:\n~~~~~\n~~~~~\n~~~~~\n~~~..\n~~~.@\nLegend: @ you; . floor; ~ not seen yet\nHP 12/12")
+    assert games["full"].reset(NEW[3]) == (
+        "Map:\n~~~~~\n~~~~~\n~~~~~\n~~~..\n~~~.@\nLegend: @ you; . floor; ~ not seen yet\nHP 12/12"
+    )
     assert NEW[3].goal == "Room: the black camp. Reach the stairs down (>)."
 
 
@@ -124,7 +128,9 @@ def test_what_was_seen_stays_on_the_map(games: dict[Rendering, RoomGame]) -> Non
     game, rng = games["full"], random.Random(0)
     for task in NEW[:20]:
         rows, _ = map_of(game.reset(task))
-        assert sum(row.count("~") for row in rows) >= 16, "the room is dark: no more than the neighbours are seen"
+        assert sum(row.count("~") for row in rows) >= 16, (
+            "the room is dark: no more than the neighbours are seen"
+        )
         seen = {(x, y) for y in range(5) for x in range(5) if rows[y][x] != "~"}
         for _ in range(12):
             result = game.step(rng.choice(ACTIONS))
@@ -151,7 +157,16 @@ def test_the_legend_names_exactly_what_is_on_the_map(games: dict[Rendering, Room
             if result.done:
                 break
             text = result.text
-    assert {"you", "floor", "not seen yet", "staircase down", "staircase up", "teleportation trap", "jackal", "newt corpse"} <= names
+    assert {
+        "you",
+        "floor",
+        "not seen yet",
+        "staircase down",
+        "staircase up",
+        "teleportation trap",
+        "jackal",
+        "newt corpse",
+    } <= names
 
 
 def test_hit_points_are_the_players(games: dict[Rendering, RoomGame]) -> None:
@@ -167,7 +182,9 @@ def test_hit_points_are_the_players(games: dict[Rendering, RoomGame]) -> None:
             assert now <= most
             if now < before:
                 lost += 1
-                assert re.search(r"bites|hits|hit by|stings|touches|zapped|kicks|claws|butts", result.text), result.text
+                assert re.search(
+                    r"bites|hits|hit by|stings|touches|zapped|kicks|claws|butts", result.text
+                ), result.text
             before = now
     assert lost > 10
 
@@ -217,7 +234,12 @@ def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame
     game, checked = games["full"], 0
     for i, task in enumerate(NEW[:40]):
         played = play(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
-        seen = [(x, y) for y, row in enumerate(game.grid) for x, symbol in enumerate(row) if symbol == ">"]
+        seen = [
+            (x, y)
+            for y, row in enumerate(game.grid)
+            for x, symbol in enumerate(row)
+            if symbol == ">"
+        ]
         if played.success and seen:
             assert seen == [true_exit(int(task.params["lgen"]))]
             checked += 1
@@ -249,14 +271,21 @@ class RandomPlayer:
         return self._rng.choice(ACTIONS)
 
 
-@pytest.mark.parametrize("tasks", [NEW, PLACES.eval_tasks("known", 256, 0, SETTINGS)], ids=["new", "known"])
-def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(games: dict[Rendering, RoomGame], tasks: Sequence[Task]) -> None:
+@pytest.mark.parametrize(
+    "tasks", [NEW, PLACES.eval_tasks("known", 256, 0, SETTINGS)], ids=["new", "known"]
+)
+def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(
+    games: dict[Rendering, RoomGame], tasks: Sequence[Task]
+) -> None:
     """Monsters stand in the way of the others. Who explores finds them about every second time, who walks at random at most one time in
     ten; 256 episodes leave room for two standard errors."""
     turns = task_settings(task_file("room"), "compact")["turns"]
 
     def wins(player: Callable[[Task, random.Random], ScriptedPlayer]) -> float:
-        played = (play(games["compact"], task, player(task, random.Random(i)), turns) for i, task in enumerate(tasks))
+        played = (
+            play(games["compact"], task, player(task, random.Random(i)), turns)
+            for i, task in enumerate(tasks)
+        )
         return sum(episode.success for episode in played) / len(tasks)
 
     assert wins(lambda task, rng: Told(rng, true_exit(int(task.params["lgen"])))) >= 0.9
@@ -280,15 +309,29 @@ def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() ->
     tasks = PLACES.stream(0, settings).draw(32 * 40)
     rounds = [tasks[i : i + 32] for i in range(0, len(tasks), 32)]
     assert all(len({task.params["place"] for task in visits}) == 32 for visits in rounds)
-    assert [task.params["place"] for task in rounds[0]] != [task.params["place"] for task in rounds[1]]
-    visits: dict[tuple[str, int], int] = Counter((str(task.params["place"]), int(task.params["lgen"])) for task in tasks)
-    assert len({name for name, _ in visits}) == len({lgen for _, lgen in visits}) == len(visits), "a new layout has a new name"
-    known = {(str(task.params["place"]), int(task.params["lgen"])) for task in PLACES.eval_tasks("known", 8, 0, settings)}
+    assert [task.params["place"] for task in rounds[0]] != [
+        task.params["place"] for task in rounds[1]
+    ]
+    visits: dict[tuple[str, int], int] = Counter(
+        (str(task.params["place"]), int(task.params["lgen"])) for task in tasks
+    )
+    assert len({name for name, _ in visits}) == len({lgen for _, lgen in visits}) == len(visits), (
+        "a new layout has a new name"
+    )
+    known = {
+        (str(task.params["place"]), int(task.params["lgen"]))
+        for task in PLACES.eval_tasks("known", 8, 0, settings)
+    }
     assert len(known) == 8
     assert all(visits[place] == 40 for place in known)
-    at_the_ends = {(str(task.params["place"]), int(task.params["lgen"])) for task in [*tasks[:32], *tasks[-32:]]}
+    at_the_ends = {
+        (str(task.params["place"]), int(task.params["lgen"]))
+        for task in [*tasks[:32], *tasks[-32:]]
+    }
     assert all(count == 5 for place, count in visits.items() if place not in at_the_ends)
-    assert {visits[place] for place in at_the_ends - known} == {1, 2, 3, 4, 5}, "they are not all replaced at once"
+    assert {visits[place] for place in at_the_ends - known} == {1, 2, 3, 4, 5}, (
+        "they are not all replaced at once"
+    )
     assert len({task.params["core"] for task in tasks}) == len(tasks)
 
 
@@ -315,7 +358,11 @@ def test_evals_are_fixed_and_apart_from_training() -> None:
     assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
     assert all(task.params["core"] in places.HELD_OUT_DYNAMICS for task in (*known, *NEW))
     assert all(task.params["core"] in places.TRAIN_DYNAMICS for task in train)
-    assert {task.split for task in train} | {task.split for task in known} | {NEW[0].split} == {"train", "known", "new"}
+    assert {task.split for task in train} | {task.split for task in known} | {NEW[0].split} == {
+        "train",
+        "known",
+        "new",
+    }
     with pytest.raises(ValueError, match="known or new"):
         PLACES.eval_tasks("train", 1, 0, SETTINGS)
     with pytest.raises(ValueError, match="permanent"):
@@ -323,11 +370,21 @@ def test_evals_are_fixed_and_apart_from_training() -> None:
 
 
 def test_layout_and_dynamics_ranges_are_disjoint() -> None:
-    layouts = [places.NEW_LAYOUTS, places.DEMONSTRATION_LAYOUTS, places.PROBE_LAYOUTS, places.TRAIN_LAYOUTS]
+    layouts = [
+        places.NEW_LAYOUTS,
+        places.DEMONSTRATION_LAYOUTS,
+        places.PROBE_LAYOUTS,
+        places.TRAIN_LAYOUTS,
+    ]
     for ranges in (layouts, [places.TRAIN_DYNAMICS, places.HELD_OUT_DYNAMICS]):
         ordered = sorted(ranges, key=lambda values: values.start)
         assert all(low.stop <= high.start for low, high in pairwise(ordered))
-    uses = [demonstration_tasks(50), probe_tasks(50), NEW, tuple(PLACES.stream(0, SETTINGS).draw(320))]
+    uses = [
+        demonstration_tasks(50),
+        probe_tasks(50),
+        NEW,
+        tuple(PLACES.stream(0, SETTINGS).draw(320)),
+    ]
     seen = [{task.params["lgen"] for task in tasks} for tasks in uses]
     assert sum(map(len, seen)) == len(set().union(*seen))
 

@@ -15,7 +15,16 @@ from crl.envs.base import Verdict
 from crl.envs.places import PROBE_LAYOUTS
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.game import RoomGame
-from crl.envs.room.lessons import LESSONS, RoomAdvisor, bearing, digest, lesson, read, stairs_direction, true_bearing
+from crl.envs.room.lessons import (
+    LESSONS,
+    RoomAdvisor,
+    bearing,
+    digest,
+    lesson,
+    read,
+    stairs_direction,
+    true_bearing,
+)
 from crl.envs.room.player import RoomPlayer
 from crl.types import Segment
 
@@ -31,8 +40,14 @@ def game() -> Iterator[RoomGame]:
 
 def conversation(*texts: str, hint: str = "") -> list[Segment]:
     """A goal, perhaps a hint, and then what the room and the agent say in turn, the room first."""
-    told = [Segment("user", "Room: the jade attic.", "task"), *([Segment("user", hint, "experience")] if hint else [])]
-    return told + [Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env") for i, text in enumerate(texts)]
+    told = [
+        Segment("user", "Room: the jade attic.", "task"),
+        *([Segment("user", hint, "experience")] if hint else []),
+    ]
+    return told + [
+        Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
+        for i, text in enumerate(texts)
+    ]
 
 
 # ── wording ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +77,10 @@ def test_nowhere_has_no_bearing() -> None:
 @pytest.mark.parametrize("kind", LESSONS)
 @pytest.mark.parametrize("direction", COMPASS)
 def test_a_lesson_is_read_as_what_it_is(kind: str, direction: str) -> None:
-    assert read(lesson(kind, direction)) == (kind, direction if "{direction}" in LESSONS[kind] else None)
+    assert read(lesson(kind, direction)) == (
+        kind,
+        direction if "{direction}" in LESSONS[kind] else None,
+    )
 
 
 def test_the_wording_of_the_exit() -> None:
@@ -110,17 +128,29 @@ def test_what_is_no_lesson(text: str) -> None:
         ((), None),
     ],
 )  # fmt: skip
-def test_where_the_texts_say_that_the_stairs_are(texts: tuple[str, ...], direction: str | None) -> None:
+def test_where_the_texts_say_that_the_stairs_are(
+    texts: tuple[str, ...], direction: str | None
+) -> None:
     assert stairs_direction(conversation(*texts)) == direction
     assert ADVISOR.informative(conversation(*texts)) == (direction is not None)
 
 
 def test_a_hint_is_no_observation() -> None:
-    assert stairs_direction(conversation("at 3 3\ndark north", "north", hint="at 1 1\nstairs south")) is None
+    assert (
+        stairs_direction(conversation("at 3 3\ndark north", "north", hint="at 1 1\nstairs south"))
+        is None
+    )
 
 
 def test_the_digest_by_hand() -> None:
-    won = conversation("at 3 3\ndark south", "east", "at 3 4\nstairs south", "south", "stairs reached.", hint="be careful.")
+    won = conversation(
+        "at 3 3\ndark south",
+        "east",
+        "at 3 4\nstairs south",
+        "south",
+        "stairs reached.",
+        hint="be careful.",
+    )
     assert digest(won) == "moves east south\nstairs southeast of the start"
     assert digest(won[:3]) == "moves \nstairs not seen"
     assert SPEC.digest is digest
@@ -140,12 +170,16 @@ def test_judgements() -> None:
     (task,) = probe_tasks(1)
     assert ADVISOR.judge(task, "be careful.") == Verdict("careful", False)
     assert ADVISOR.judge(task, "go on.") == Verdict("other", False)
-    assert {ADVISOR.wrong(task, rng) for _ in range(200)} == {lesson("exit", d) for d in COMPASS} - {ADVISOR.right(task)}
+    assert {ADVISOR.wrong(task, rng) for _ in range(200)} == {
+        lesson("exit", d) for d in COMPASS
+    } - {ADVISOR.right(task)}
 
 
 @given(st.sampled_from(PROBE_LAYOUTS), st.integers(0, 2**32))
 @settings(max_examples=150)
-def test_who_reaches_the_stairs_has_seen_where_they_are(game: RoomGame, lgen: int, seed: int) -> None:
+def test_who_reaches_the_stairs_has_seen_where_they_are(
+    game: RoomGame, lgen: int, seed: int
+) -> None:
     """Whatever happened on the way; the walk is a good one with random steps in between. A teleporter leaves them unseen."""
     rng = random.Random(seed)
     task = replace(probe_tasks(1)[0], params={"lgen": lgen, "core": seed})

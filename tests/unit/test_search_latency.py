@@ -30,8 +30,12 @@ def rows(benchmark):
 
 
 def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
-    kinds = [(load, what) for load in get_args(benchmark.Load) for what in ("asyncio", "numpy", "known")] + [("idle", "encoder")]
-    assert {(row["waiting"], row["load"], row["what"]) for row in rows} == {(waiting, *kind) for waiting in (1, 20) for kind in kinds}
+    kinds = [
+        (load, what) for load in get_args(benchmark.Load) for what in ("asyncio", "numpy", "known")
+    ] + [("idle", "encoder")]
+    assert {(row["waiting"], row["load"], row["what"]) for row in rows} == {
+        (waiting, *kind) for waiting in (1, 20) for kind in kinds
+    }
     assert len(rows) == 2 * len(kinds)
     for row in rows:
         assert row["bank"] == 50
@@ -40,15 +44,22 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
         assert ("ratio" in row) == (row["what"] == "known")
 
 
-async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_stays_as_large(benchmark, tmp_path):
+async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_stays_as_large(
+    benchmark, tmp_path
+):
     """In the second round, too, of entries that the first one updated, merged and added: all that there are."""
     embeddings = benchmark.Embeddings(HashEmbedder())
-    keys, episodes = await benchmark.fill(tmp_path / "bank.sqlite", 20, embeddings), benchmark.Episodes(20)
+    keys, episodes = (
+        await benchmark.fill(tmp_path / "bank.sqlite", 20, embeddings),
+        benchmark.Episodes(20),
+    )
     await embeddings.learn([benchmark.goal(0), benchmark.goal(1)])
     async with benchmark.opened(tmp_path / "bank.sqlite", embeddings) as manager:
         for waiting, load in itertools.product((1, 20), ("writes", "merge")):
             kind, before = benchmark.COUNTED[load], await manager.stats()
-            measured = await benchmark.measure(manager, embeddings, keys, episodes, waiting, load, 0.3)
+            measured = await benchmark.measure(
+                manager, embeddings, keys, episodes, waiting, load, 0.3
+            )
             assert measured["known"][f"{kind}s/s"] >= 0
             assert (await manager.stats())[f"ops/{kind}"] > before.get(f"ops/{kind}", 0)
             assert 16 <= len(manager._bank.entries) <= 22

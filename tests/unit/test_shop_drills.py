@@ -111,7 +111,11 @@ def test_other_lessons_are_followed_mostly(kind: str, share: float) -> None:
     if kind == "read":
         assert won(advised) >= share
         return
-    spared = [f"click[ {read(visit.hint.text)[1]}]" not in actions(visit) for visit in advised if visit.hint]
+    spared = [
+        f"click[ {read(visit.hint.text)[1]}]" not in actions(visit)
+        for visit in advised
+        if visit.hint
+    ]
     assert sum(spared) / len(spared) >= share - 0.15
 
 
@@ -146,7 +150,11 @@ def test_personas() -> None:
 def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
     asked = 0
     for visit in ASKING_VISITS.episodes(random.Random(4), 200):
-        spoken = [segment for segment in visit.segments if segment.origin in ("policy", "tool_call", "tool_result")]
+        spoken = [
+            segment
+            for segment in visit.segments
+            if segment.origin in ("policy", "tool_call", "tool_result")
+        ]
         asked += spoken[0].origin == "tool_call"
         if spoken[0].origin == "tool_call":
             assert spoken[0].text == COMPACT_CALL
@@ -167,7 +175,9 @@ def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
         assert buy.text == (lesson("buy", right) if right else "")
         assert skip.text == (lesson("skip", wrong[0]) if wrong else "")
         kind, name = read(visit.hint.text) if visit.hint else ("", None)
-        assert buy.kind == ("return" if not right else "update" if kind == "buy" and name != right else "add")
+        assert buy.kind == (
+            "return" if not right else "update" if kind == "buy" and name != right else "add"
+        )
         assert answer("careful", visit) == '[{"op":"add","text":"be careful."}]'
 
 
@@ -184,7 +194,10 @@ def test_lessons_are_of_every_kind_equally() -> None:
 def test_what_the_extractor_is_asked(visits: list[Episode]) -> None:
     visit = next(visit for visit in visits if visit.hint and visit.success)
     (prompt,) = distil_prompt(digest, visit)
-    assert prompt.text == f"{visit.task.goal}\nhint 1 {visit.hint.text}\n{digest(visit.segments)}\nsuccess"  # pyright: ignore[reportOptionalMemberAccess]
+    assert (
+        prompt.text
+        == f"{visit.task.goal}\nhint 1 {visit.hint.text}\n{digest(visit.segments)}\nsuccess"
+    )  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
@@ -199,9 +212,12 @@ def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
 def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
     """A conversation of the whole visit is 300 tokens on average and less than the context; nothing that is said is cut."""
     drilled: dict[str, list[Demonstration]] = {
-        drill.name: list(drill.make(random.Random(6), 150)) for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)
+        drill.name: list(drill.make(random.Random(6), 150))
+        for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)
     }
-    tokenizer = train_tokenizer([x for demonstrations in drilled.values() for x in demonstrations], 512)
+    tokenizer = train_tokenizer(
+        [x for demonstrations in drilled.values() for x in demonstrations], 512
+    )
     chat = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
     limits = {
         "shop visits": COMPACT["max_response_tokens"],
@@ -212,5 +228,10 @@ def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
         lengths = [len(demonstrated_trace(x, chat).ids) for x in demonstrations]
         assert max(lengths) <= 900
         assert sum(lengths) / len(lengths) <= 300
-        answers = [len(chat.encode(segment.text)) + 1 for x in demonstrations for segment in x if segment.origin == "policy"]
+        answers = [
+            len(chat.encode(segment.text)) + 1
+            for x in demonstrations
+            for segment in x
+            if segment.origin == "policy"
+        ]
         assert max(answers) <= limits.get(name, 40)

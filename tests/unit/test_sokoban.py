@@ -14,7 +14,16 @@ from crl.envs.search import shortest_path
 from crl.envs.sokoban import SPEC
 from crl.envs.sokoban.game import SokobanGame
 from crl.envs.sokoban.player import read_puzzle
-from crl.envs.sokoban.puzzle import BOXES, MOVES, STEPS, Position, Room, move, moves_to_solve, puzzle
+from crl.envs.sokoban.puzzle import (
+    BOXES,
+    MOVES,
+    STEPS,
+    Position,
+    Room,
+    move,
+    moves_to_solve,
+    puzzle,
+)
 
 CORRIDOR, START = read_puzzle("Map:\nWWWWWW\nW@.A.W\nWWWWCW\nWWWW.W\nWWWWWW\nWWWWWW\nLegend: @ you")
 """A corridor that bends to the south: its one box cannot be solved, for it is never pushed around the corner."""
@@ -28,10 +37,16 @@ def test_a_step_a_push_and_what_blocks_them() -> None:
     room = Room(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
     assert move(room, position((1, 1), (3, 1)), "east") == position((2, 1), (3, 1))
     assert move(room, position((2, 1), (3, 1)), "east") == position((3, 1), (4, 1))
-    assert move(room, position((3, 1), (4, 1)), "east") == position((3, 1), (4, 1)), "a wall behind the box"
-    assert move(room, position((2, 1), (3, 1), (4, 1)), "east") == position((2, 1), (3, 1), (4, 1)), "a box behind the box"
+    assert move(room, position((3, 1), (4, 1)), "east") == position((3, 1), (4, 1)), (
+        "a wall behind the box"
+    )
+    assert move(room, position((2, 1), (3, 1), (4, 1)), "east") == position(
+        (2, 1), (3, 1), (4, 1)
+    ), "a box behind the box"
     assert move(room, position((2, 1), (3, 1)), "north") == position((2, 1), (3, 1)), "a wall"
-    assert move(room, position((2, 1), (3, 1)), "west") == position((1, 1), (3, 1)), "boxes are never pulled"
+    assert move(room, position((2, 1), (3, 1)), "west") == position((1, 1), (3, 1)), (
+        "boxes are never pulled"
+    )
 
 
 def test_the_solver_on_a_room_worked_by_hand() -> None:
@@ -57,7 +72,9 @@ def test_backwards_and_forwards_agree(seed: int) -> None:
         return ((name, move(made.room, at, name)) for name in STEPS)
 
     for start, needed in made.moves.items():
-        path = shortest_path(Position(start, made.boxes), lambda at: at.boxes == made.room.targets, moves)
+        path = shortest_path(
+            Position(start, made.boxes), lambda at: at.boxes == made.room.targets, moves
+        )
         assert path is not None
         assert len(path) == needed
         assert needed in MOVES
@@ -81,13 +98,18 @@ def test_a_puzzle_depends_on_its_seed_alone() -> None:
 def test_the_texts() -> None:
     (task,) = SPEC.eval_tasks("new", 2, 0, StreamSettings())[1:]
     full, compact = SokobanGame("full"), SokobanGame("compact")
-    assert full.reset(task) == ("Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\nLegend: @ you; A box; C target; . floor; W wall")
+    assert full.reset(task) == (
+        "Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\nLegend: @ you; A box; C target; . floor; W wall"
+    )
     assert compact.reset(task) == "@ . W C\n. A C .\nW . . A\n. . . ."
     solution = ("south", "east", "south", "east", "south", "east", "north", "north")
     results = [(full.step(action), compact.step(action)) for action in solution]
     assert [both.success for both, _ in results] == [False] * 7 + [True]
     assert [both.reward for _, both in results] == [0.0] * 7 + [1.0]
-    assert (results[1][0].text.splitlines()[3], results[1][1].text.splitlines()[1]) == ("W.@*.W", ". @ * .")
+    assert (results[1][0].text.splitlines()[3], results[1][1].text.splitlines()[1]) == (
+        "W.@*.W",
+        ". @ * .",
+    )
     assert (results[-1][0].text, results[-1][1].text) == ("Every box is on a target.", "solved.")
 
 

@@ -13,7 +13,13 @@ import pytest
 from crl.intervals import Mean
 from crl.run.evaluate import Evaluation, Rate, Setting
 from crl.run.figures import GroupGap
-from crl.run.summary import ExperienceReport, Summary, best_of_each_task, experience_report, success_lines
+from crl.run.summary import (
+    ExperienceReport,
+    Summary,
+    best_of_each_task,
+    experience_report,
+    success_lines,
+)
 from crl.run.totals import Totals
 from crl.types import Experience, Lift
 
@@ -59,8 +65,14 @@ def test_a_whole_run() -> None:
 
 
 def test_figures_of_generated_data_are_told_apart_from_published_ones() -> None:
-    rows, note = TEXT.split("+0.551\n"), "played on a generated maze: figures compare with no published ones"
-    assert replace(SUMMARY, generated={"maze": note}).text() == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
+    rows, note = (
+        TEXT.split("+0.551\n"),
+        "played on a generated maze: figures compare with no published ones",
+    )
+    assert (
+        replace(SUMMARY, generated={"maze": note}).text()
+        == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
+    )
 
 
 def test_a_run_that_was_stopped_has_no_after() -> None:
@@ -77,7 +89,9 @@ def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
 
 
 def test_what_went_wrong_is_said() -> None:
-    text = replace(SUMMARY, skipped_updates=2, before=replace(BEFORE, errors=1), after=replace(AFTER, errors=4)).text()
+    text = replace(
+        SUMMARY, skipped_updates=2, before=replace(BEFORE, errors=1), after=replace(AFTER, errors=4)
+    ).text()
     assert "  5 eval episodes could not be played and count as failures\n" in text
     assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
 
@@ -88,18 +102,51 @@ def test_an_evaluation_alone() -> None:
         "  room known  without experience         256 episodes   0.750 [0.694, 0.799]",
         "  room new    without experience         256 episodes   0.551 [0.490, 0.611]",
     ]
-    assert success_lines(0.7, AFTER)[0].startswith("success on fixed eval sets, sampled at temperature 0.7 [")
+    assert success_lines(0.7, AFTER)[0].startswith(
+        "success on fixed eval sets, sampled at temperature 0.7 ["
+    )
 
 
 # ── a run with experience ───────────────────────────────────────────────────────────────────────────────────────────
 
 REPORT = ExperienceReport(
     bank=Path("runs/one/bank.sqlite"),
-    stats={"bank/size": 31, "total/sampled_tokens/extractor": 4_321, "queue/done": 640, "queue/dead": 2, "ops/add": 40, "ops/update": 5},
+    stats={
+        "bank/size": 31,
+        "total/sampled_tokens/extractor": 4_321,
+        "queue/done": 640,
+        "queue/dead": 2,
+        "ops/add": 40,
+        "ops/update": 5,
+    },
     best=[
-        Experience("e1", 1, "go east.", "room", "g1", (0, 1), "Room: the dusty hut.", credited=12, credit=8.0, lift=Lift(3, 0.25, 0.125)),
-        Experience("e2", 1, "go on.", "room", "g1", (0, 1), "Room: the wet hut.", credited=4, credit=4.0, lift=Lift(1, 0.0)),
-        Experience("e3", 1, "go west.", "room", "g1", (0, 1), "Room: the red hut.", credited=4, credit=4.0),
+        Experience(
+            "e1",
+            1,
+            "go east.",
+            "room",
+            "g1",
+            (0, 1),
+            "Room: the dusty hut.",
+            credited=12,
+            credit=8.0,
+            lift=Lift(3, 0.25, 0.125),
+        ),
+        Experience(
+            "e2",
+            1,
+            "go on.",
+            "room",
+            "g1",
+            (0, 1),
+            "Room: the wet hut.",
+            credited=4,
+            credit=4.0,
+            lift=Lift(1, 0.0),
+        ),
+        Experience(
+            "e3", 1, "go west.", "room", "g1", (0, 1), "Room: the red hut.", credited=4, credit=4.0
+        ),
     ],
     gaps=[
         GroupGap(("room", "hut"), 0.5),
@@ -137,7 +184,12 @@ def test_rows_stand_together_by_task_and_in_line() -> None:
     maze: Setting = ("maze", "new", "free")
     rates = {NEW: Rate(1, 2), maze: Rate(1, 2), ("room", "new", "online"): Rate(1, 2)}
     rows = success_lines(1.0, Evaluation(rates, {}, 0))[1:]
-    assert [row[:14] for row in rows] == ["  room    new ", "  room    new ", "  maze    new ", "  overall new "]
+    assert [row[:14] for row in rows] == [
+        "  room    new ",
+        "  room    new ",
+        "  maze    new ",
+        "  overall new ",
+    ]
 
 
 def test_what_experience_came_to() -> None:
@@ -168,14 +220,22 @@ def test_groups_of_one_place_count_as_one() -> None:
     V = 3/2 · 0.315 / 25 = 0.0189; half = 4.302653 · √0.0189 = 0.591515, and 0.440 over groups as if independent.
     """
     values = {"hut": (0.75, -0.25), "cell": (0.0, -0.25), "yard": (0.25,)}
-    gaps = [GroupGap(("room", place), gap) for place, all_of_it in values.items() for gap in all_of_it]
+    gaps = [
+        GroupGap(("room", place), gap) for place, all_of_it in values.items() for gap in all_of_it
+    ]
     line = replace(REPORT, gaps=gaps).lines()[2]
-    assert line == "  guided − free in the same groups, second half of the run: +0.100 ± 0.592 over 5 groups in 3 places"
+    assert (
+        line
+        == "  guided − free in the same groups, second half of the run: +0.100 ± 0.592 over 5 groups in 3 places"
+    )
 
 
 def experiences(*tasks: str) -> list[Experience]:
     """The best first."""
-    return [Experience(f"e{i}", 1, "go east.", task, "g1", (0, 1), credited=9, credit=9.0 - i) for i, task in enumerate(tasks)]
+    return [
+        Experience(f"e{i}", 1, "go east.", task, "g1", (0, 1), credited=9, credit=9.0 - i)
+        for i, task in enumerate(tasks)
+    ]
 
 
 def test_the_best_experiences_of_every_task_are_shown() -> None:
@@ -184,13 +244,21 @@ def test_the_best_experiences_of_every_task_are_shown() -> None:
 
     assert shown() == []
     assert shown(*["room"] * 7) == ["e0", "e1", "e2", "e3", "e4"]
-    assert shown(*["room"] * 7, "shop", "room", "house", "shop", "shop") == ["e0", "e1", "e7", "e10", "e9"]
+    assert shown(*["room"] * 7, "shop", "room", "house", "shop", "shop") == [
+        "e0",
+        "e1",
+        "e7",
+        "e10",
+        "e9",
+    ]
     assert shown("a", "a", "b", "b", "c", "d", "e", "f") == ["e0", "e2", "e4", "e5", "e6", "e7"]
 
 
 async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = _loop(0, [], {})
-    monkeypatch.setattr(loop.experience.manager, "best", lambda n: experiences("room", "room", "shop")[:n])
+    monkeypatch.setattr(
+        loop.experience.manager, "best", lambda n: experiences("room", "room", "shop")[:n]
+    )
     report = await experience_report(loop, Path("bank.sqlite"))
     assert report is not None
     assert [experience.task for experience in report.best] == ["room", "room", "shop"]
@@ -198,19 +266,38 @@ async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.Monke
 
 def test_what_is_not_known_is_not_said() -> None:
     stats = {"bank/size": 0}
-    bare = ExperienceReport(Path("bank.sqlite"), stats, best=[], gaps=[], gains={}, lift={}, lessons={}, untrained_lessons={}, trained=None)
+    bare = ExperienceReport(
+        Path("bank.sqlite"),
+        stats,
+        best=[],
+        gaps=[],
+        gains={},
+        lift={},
+        lessons={},
+        untrained_lessons={},
+        trained=None,
+    )
     assert bare.lines()[2:] == [
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes could not be distilled",
         "  the bank, 0 experiences: bank.sqlite",
     ]
     one = replace(bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": Rate(1, 2)}).lines()
-    assert one[2] == "  guided − free in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
+    assert (
+        one[2]
+        == "  guided − free in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
+    )
     assert one[3] == "  room: right lessons among the extractor's 2 answers: 0.500 [0.095, 0.905]"
 
 
 def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "80" / "extractor").mkdir(parents=True)
-    text = replace(SUMMARY, run=tmp_path, checkpoint=tmp_path / "checkpoints" / "80", command="crl train", experience=REPORT).text()
+    text = replace(
+        SUMMARY,
+        run=tmp_path,
+        checkpoint=tmp_path / "checkpoints" / "80",
+        command="crl train",
+        experience=REPORT,
+    ).text()
     further = next(line for line in text.splitlines() if "train further:" in line)
     at = tmp_path / "checkpoints" / "80"
     assert further.split() == [
@@ -221,7 +308,9 @@ def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: P
 
 
 def test_what_a_run_started_from_is_not_what_it_is_trained_further_from() -> None:
-    start = "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
+    start = (
+        "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
+    )
     text = replace(SUMMARY, command=start, experience=REPORT).text()
     further = next(line for line in text.splitlines() if "train further:" in line)
     assert further.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
@@ -233,12 +322,18 @@ def test_suggested_commands_can_be_pasted() -> None:
     odd = Path("my runs/one")
     text = replace(SUMMARY, run=odd, checkpoint=odd / "checkpoints/80", command="crl train").text()
     assert "  repeat the eval:   crl eval 'my runs/one'\n" in text
-    assert "  train further:     crl train --set 'actor.model=my runs/one/checkpoints/80/actor'\n" in text
+    assert (
+        "  train further:     crl train --set 'actor.model=my runs/one/checkpoints/80/actor'\n"
+        in text
+    )
 
 
 def test_a_static_extractor_is_trained_further_with_its_bank() -> None:
     text = replace(SUMMARY, command="crl train", experience=replace(REPORT, trained=None)).text()
-    assert "--set actor.model=runs/one/checkpoints/80/actor --set bank.init=runs/one/bank.sqlite\n" in text
+    assert (
+        "--set actor.model=runs/one/checkpoints/80/actor --set bank.init=runs/one/bank.sqlite\n"
+        in text
+    )
 
 
 class _Bank:
@@ -257,14 +352,18 @@ def _loop(completed: int, gaps: list[list[float]], probes: dict[int, dict[str, f
 async def test_the_gap_is_that_of_the_second_half_and_gains_are_first_and_last() -> None:
     name = "probe/room/right_minus_none"
     probes = {step: {name: step / 10, f"{name}/half_width": 0.01} for step in (0, 2, 4)}
-    report = await experience_report(_loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite"))
+    report = await experience_report(
+        _loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite")
+    )
     assert report is not None
     assert list(report.gaps) == [0.25, 0.5, 0.75]
     assert report.gains == {"room": ((0.0, 0.01), (0.4, 0.01))}
 
 
 async def test_a_run_that_was_stopped_before_its_first_step_gained_nothing() -> None:
-    probes = {0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}}
+    probes = {
+        0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}
+    }
     report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"))
     assert report is not None
     assert report.gains == {}

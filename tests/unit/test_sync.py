@@ -97,7 +97,9 @@ async def test_a_file_that_is_not_as_announced_ends_the_engine(tmp_path: Path) -
     await engine.aclose()
 
 
-def test_shared_memory_is_used_where_the_weights_fit_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_used_where_the_weights_fit_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the folder of this process, which whoever comes after it removes where it was killed."""
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path)
     path = weights_path(1000)

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from engines import NEVER, Passes, V, greedy, prompts, qwen2, reference, serving, settled, true_logprobs
+from engines import (
+    NEVER,
+    Passes,
+    V,
+    greedy,
+    prompts,
+    qwen2,
+    reference,
+    serving,
+    settled,
+    true_logprobs,
+)
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
@@ -27,16 +38,24 @@ from crl.types import Completion, Sampling
 
 @pytest.fixture(params=["qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return qwen2() if request.param == "qwen2" else load_model(request.getfixturevalue("random_qwen3"), torch.device("cpu"))
+    return (
+        qwen2()
+        if request.param == "qwen2"
+        else load_model(request.getfixturevalue("random_qwen3"), torch.device("cpu"))
+    )
 
 
 async def test_greedy_equals_generate_for_a_ragged_batch(model: PreTrainedModel) -> None:
     asked = prompts(1, 2, 3, 17, 40, 9, 25)
     async with serving(model) as engine:
-        done = await asyncio.gather(*(engine.generate(p, greedy(12 + 3 * i)) for i, p in enumerate(asked)))
+        done = await asyncio.gather(
+            *(engine.generate(p, greedy(12 + 3 * i)) for i, p in enumerate(asked))
+        )
     for i, (prompt, completion) in enumerate(zip(asked, done, strict=True)):
         assert completion.ids == reference(model, prompt, 12 + 3 * i)
-        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+        assert completion.logprobs == pytest.approx(
+            true_logprobs(model, prompt, completion.ids), abs=1e-4
+        )
         assert completion.versions == (0,) * len(completion.ids)
         assert completion.finish == "length"
 
@@ -52,22 +71,38 @@ async def test_requests_that_join_and_leave_while_others_decode(model: PreTraine
         for i, wave in enumerate(waves):
             if i:
                 await passes.held()
-            tasks += [asyncio.create_task(engine.generate(p, greedy(lengths[asked.index(p)]))) for p in wave]
+            tasks += [
+                asyncio.create_task(engine.generate(p, greedy(lengths[asked.index(p)])))
+                for p in wave
+            ]
             await settled()
             passes.go() if i else None
         done = await asyncio.gather(*tasks)
     assert max(map(len, passes.read)) > 2, "they did share passes"
-    assert [c.ids for c in done] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
+    assert [c.ids for c in done] == [
+        reference(model, p, n) for p, n in zip(asked, lengths, strict=True)
+    ]
 
 
 async def test_the_cache_grows_with_a_sequence_and_for_a_long_prompt() -> None:
     model = qwen2()
-    asked, lengths = prompts(100, 10, 200, 300), [60, 280, 80, 20]  # past 128; past 128 and 256; past 256; at once past 256
+    asked, lengths = (
+        prompts(100, 10, 200, 300),
+        [60, 280, 80, 20],
+    )  # past 128; past 128 and 256; past 256; at once past 256
     async with serving(model) as engine:
-        first = [asyncio.create_task(engine.generate(p, greedy(n))) for p, n in zip(asked[:2], lengths[:2], strict=True)]
+        first = [
+            asyncio.create_task(engine.generate(p, greedy(n)))
+            for p, n in zip(asked[:2], lengths[:2], strict=True)
+        ]
         one = await first[0]
-        rest = await asyncio.gather(first[1], *(engine.generate(p, greedy(n)) for p, n in zip(asked[2:], lengths[2:], strict=True)))
-    assert [c.ids for c in (one, *rest)] == [reference(model, p, n) for p, n in zip(asked, lengths, strict=True)]
+        rest = await asyncio.gather(
+            first[1],
+            *(engine.generate(p, greedy(n)) for p, n in zip(asked[2:], lengths[2:], strict=True)),
+        )
+    assert [c.ids for c in (one, *rest)] == [
+        reference(model, p, n) for p, n in zip(asked, lengths, strict=True)
+    ]
 
 
 async def test_more_requests_than_rows() -> None:
@@ -102,7 +137,9 @@ async def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     model = qwen2()
     (prompt,) = prompts(12)
     path = reference(model, prompt, 30)
-    new = [i for i, token in enumerate(path) if token not in path[:i]]  # where a token appears for the first time
+    new = [
+        i for i, token in enumerate(path) if token not in path[:i]
+    ]  # where a token appears for the first time
     early, late = new[2], new[4]
     async with serving(model) as engine:
         at_early = await engine.generate(prompt, greedy(30, [path[late], path[early]]))
@@ -122,7 +159,9 @@ async def test_score_is_the_log_softmax_of_what_follows() -> None:
     model = qwen2()
     (ids,) = prompts(20)
     async with serving(model) as engine:
-        scores, one, _ = await asyncio.gather(engine.score(ids), engine.score(ids[:1]), engine.generate(ids, greedy(5)))
+        scores, one, _ = await asyncio.gather(
+            engine.score(ids), engine.score(ids[:1]), engine.generate(ids, greedy(5))
+        )
     assert scores == pytest.approx(true_logprobs(model, ids[:1], ids[1:]), abs=1e-5)
     assert list(one) == []
 
@@ -135,15 +174,24 @@ async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTraine
     async with serving(model) as engine:
         passes = Passes(model)
         asked = [shared, shared, other, shared]
-        turns = [engine.generate(p, Sampling(8 + i, NEVER), session=str(i), rng=i) for i, p in enumerate(asked)]
+        turns = [
+            engine.generate(p, Sampling(8 + i, NEVER), session=str(i), rng=i)
+            for i, p in enumerate(asked)
+        ]
         done = await asyncio.gather(*turns)
         assert passes.read[:2] == [(12, 30), (1, 1, 1, 1)]
         later = [(*p, *c.ids, 5) for p, c in zip(asked, done, strict=True)]
-        again = await asyncio.gather(*(engine.generate(p, greedy(4), session=str(i)) for i, p in enumerate(later)))
-        alone = [await engine.generate(p, Sampling(8 + i, NEVER), rng=i) for i, p in enumerate(asked)]
+        again = await asyncio.gather(
+            *(engine.generate(p, greedy(4), session=str(i)) for i, p in enumerate(later))
+        )
+        alone = [
+            await engine.generate(p, Sampling(8 + i, NEVER), rng=i) for i, p in enumerate(asked)
+        ]
     for prompt, completion, single in zip(asked, done, alone, strict=True):
         assert completion.ids == single.ids
-        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+        assert completion.logprobs == pytest.approx(
+            true_logprobs(model, prompt, completion.ids), abs=1e-4
+        )
     assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
 
 
@@ -156,15 +204,25 @@ async def test_equal_prompts_count_once_in_what_one_pass_reads() -> None:
     assert passes.read == [(len(shared),), (1, 1, 1, 1)]
 
 
-@pytest.mark.parametrize(("width", "mask"), [(SHORT, (1, 1, 2 * SHORT, SHORT)), (SHORT + 1, (1, 1, SHORT + 1, SHORT + 1))])
-def test_masks_of_long_prompts_are_not_repeated_for_queries_that_share_a_key(width: int, mask: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("width", "mask"),
+    [(SHORT, (1, 1, 2 * SHORT, SHORT)), (SHORT + 1, (1, 1, SHORT + 1, SHORT + 1))],
+)
+def test_masks_of_long_prompts_are_not_repeated_for_queries_that_share_a_key(
+    width: int, mask: tuple[int, ...]
+) -> None:
     draw = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(shape, generator=draw) for shape in ((width, 4, 8), (1, 2, 64, 8), (1, 2, 64, 8)))
+    query, keys, values = (
+        torch.randn(shape, generator=draw)
+        for shape in ((width, 4, 8), (1, 2, 64, 8), (1, 2, 64, 8))
+    )
     (block,) = Pass([[1] * width], [0], 0, torch.device("cpu")).blocks
     out = block.attend(query, keys, values, None)
     assert [tuple(m.shape) for m in block._masks.values()] == [mask]
     k, v = (x[0, :, :width].repeat_interleave(2, 0) for x in (keys, values))
-    whole = scaled_dot_product_attention(query.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+    whole = scaled_dot_product_attention(query.transpose(0, 1), k, v, is_causal=True).transpose(
+        0, 1
+    )
     torch.testing.assert_close(out, whole)
 
 
@@ -184,16 +242,23 @@ async def test_prompts_are_read_while_others_decode() -> None:
     assert [c.ids for c in done] == [reference(model, first, 5), reference(model, late, 3)]
 
 
-async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The compute thread never comes back by itself here: it has to look between passes."""
     monkeypatch.setattr("crl.engines.torch.SLICE", math.inf)
     model, new = qwen2(), qwen2(seed=1)
     (prompt,) = prompts(5)
     async with serving(model, max_batch=2) as engine:
-        endless = [asyncio.create_task(engine.generate(prompt, Sampling(4000, NEVER), rng=i)) for i in range(2)]
+        endless = [
+            asyncio.create_task(engine.generate(prompt, Sampling(4000, NEVER), rng=i))
+            for i in range(2)
+        ]
         await settled()
         endless[0].cancel()
-        assert (await engine.generate(prompt, greedy(6))).ids == reference(qwen2(), prompt, 6), "the freed row is given away"
+        assert (await engine.generate(prompt, greedy(6))).ids == reference(qwen2(), prompt, 6), (
+            "the freed row is given away"
+        )
         swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
         await settled()
         endless[1].cancel()
@@ -215,23 +280,43 @@ async def test_scoring_does_not_wait_until_nothing_decodes() -> None:
 async def test_a_model_whose_attention_cannot_be_replaced_is_served_in_padded_blocks() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = GPTJConfig(vocab_size=V, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=256, initializer_range=0.25)
+        config = GPTJConfig(
+            vocab_size=V,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=4,
+            n_positions=256,
+            initializer_range=0.25,
+        )
         model = GPTJForCausalLM(config).eval()
     assert not model._can_set_attn_implementation()
     asked = prompts(1, 17, 40, 9)
     async with serving(model) as engine:
         passes = Passes(model)
         passes.hold(2)
-        first = [asyncio.create_task(engine.generate(p, Sampling(12, NEVER), session=str(p), rng=3)) for p in asked[:3]]
+        first = [
+            asyncio.create_task(engine.generate(p, Sampling(12, NEVER), session=str(p), rng=3))
+            for p in asked[:3]
+        ]
         await passes.held()
-        late = asyncio.create_task(engine.generate(asked[3], Sampling(12, NEVER), session=str(asked[3]), rng=3))
+        late = asyncio.create_task(
+            engine.generate(asked[3], Sampling(12, NEVER), session=str(asked[3]), rng=3)
+        )
         await settled()
         passes.go()
         done = await asyncio.gather(*first, late)
         later = [(*p, *c.ids, 1, 2) for p, c in zip(asked, done, strict=True)]
-        again = await asyncio.gather(*(engine.generate(q, greedy(4), session=str(p)) for p, q in zip(asked, later, strict=True)))
+        again = await asyncio.gather(
+            *(
+                engine.generate(q, greedy(4), session=str(p))
+                for p, q in zip(asked, later, strict=True)
+            )
+        )
     for prompt, completion in zip(asked, done, strict=True):
-        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids), abs=1e-4)
+        assert completion.logprobs == pytest.approx(
+            true_logprobs(model, prompt, completion.ids), abs=1e-4
+        )
     assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
 
 
@@ -243,10 +328,15 @@ async def test_logprobs_are_the_models_at_the_requests_temperature(model: PreTra
     temperatures = [0.7, 1.3, 0.7, 0.0]
     async with serving(model) as engine:
         done = await asyncio.gather(
-            *(engine.generate(p, Sampling(20, NEVER, t), rng=i) for i, (p, t) in enumerate(zip(asked, temperatures, strict=True)))
+            *(
+                engine.generate(p, Sampling(20, NEVER, t), rng=i)
+                for i, (p, t) in enumerate(zip(asked, temperatures, strict=True))
+            )
         )
     for prompt, temperature, completion in zip(asked, temperatures, done, strict=True):
-        assert completion.logprobs == pytest.approx(true_logprobs(model, prompt, completion.ids, temperature or 1.0), abs=1e-4)
+        assert completion.logprobs == pytest.approx(
+            true_logprobs(model, prompt, completion.ids, temperature or 1.0), abs=1e-4
+        )
     assert done[3].ids == reference(model, asked[3], 20), "greedy beside sampled rows"
 
 
@@ -256,9 +346,14 @@ async def test_a_seed_decides_whoever_shares_the_batch() -> None:
     sampling = Sampling(24, NEVER)
     async with serving(model, max_batch=4) as engine:
         alone = await engine.generate(one, sampling, rng=7)
-        crowd = [asyncio.create_task(engine.generate(p, replace(sampling, temperature=0.5), rng=i)) for i, p in enumerate(others)]
+        crowd = [
+            asyncio.create_task(engine.generate(p, replace(sampling, temperature=0.5), rng=i))
+            for i, p in enumerate(others)
+        ]
         await settled()
-        shared, again, different = await asyncio.gather(*(engine.generate(one, sampling, rng=seed) for seed in (7, 7, 8)))
+        shared, again, different = await asyncio.gather(
+            *(engine.generate(one, sampling, rng=seed) for seed in (7, 7, 8))
+        )
         await asyncio.gather(*crowd)
     assert shared.ids == again.ids == alone.ids
     assert shared.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
@@ -270,12 +365,20 @@ async def test_frequencies_are_the_softmaxs(temperature: float) -> None:
     model, n = qwen2(vocab_size=8, initializer_range=0.15), 4000
     prompt = (1, 5, 2)
     with torch.no_grad():
-        p = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).tolist()
+        p = (
+            (model(input_ids=torch.tensor([prompt])).logits[0, -1] / temperature)
+            .softmax(-1)
+            .tolist()
+        )
     async with serving(model, max_batch=400) as engine:
-        done = await asyncio.gather(*(engine.generate(prompt, Sampling(1, (), temperature), rng=seed) for seed in range(n)))
+        done = await asyncio.gather(
+            *(engine.generate(prompt, Sampling(1, (), temperature), rng=seed) for seed in range(n))
+        )
     counts = [sum(c.ids == (token,) for c in done) for token in range(8)]
     assert min(p) * n > 5, "chi-square needs every cell"
-    assert sum((count - n * q) ** 2 / (n * q) for count, q in zip(counts, p, strict=True)) < 24.3, "0.1 % of chi-square(7)"
+    assert sum((count - n * q) ** 2 / (n * q) for count, q in zip(counts, p, strict=True)) < 24.3, (
+        "0.1 % of chi-square(7)"
+    )
 
 
 class Fixed(random.Random):
@@ -288,10 +391,32 @@ class Fixed(random.Random):
 
 
 @pytest.mark.parametrize(
-    ("draw", "token"), [(0.0, 1), (0.0999, 1), (0.1001, 2), (0.2999, 2), (0.3001, 4), (0.5999, 4), (0.6001, 5), (1 - 2**-53, 5)]
+    ("draw", "token"),
+    [
+        (0.0, 1),
+        (0.0999, 1),
+        (0.1001, 2),
+        (0.2999, 2),
+        (0.3001, 4),
+        (0.5999, 4),
+        (0.6001, 5),
+        (1 - 2**-53, 5),
+    ],
 )
 def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: int) -> None:
-    logits = torch.tensor([[-math.inf, math.log(0.1), math.log(0.2), -math.inf, math.log(0.3), math.log(0.4), -math.inf]])
+    logits = torch.tensor(
+        [
+            [
+                -math.inf,
+                math.log(0.1),
+                math.log(0.2),
+                -math.inf,
+                math.log(0.3),
+                math.log(0.4),
+                -math.inf,
+            ]
+        ]
+    )
     request = Request((1,), Sampling(1, ()), Fixed(draw), future=None)  # pyright: ignore[reportArgumentType]
     tokens, logprobs = sample(logits, [request])
     assert tokens == [token]
@@ -340,7 +465,9 @@ async def test_a_swap_waits_for_all_and_starves_nobody() -> None:
     async with serving(model) as engine:
         passes = Passes(model)
         passes.hold(2)
-        tasks = [asyncio.create_task(engine.generate(p, greedy(4 + 6 * i))) for i, p in enumerate(asked)]
+        tasks = [
+            asyncio.create_task(engine.generate(p, greedy(4 + 6 * i))) for i, p in enumerate(asked)
+        ]
         await passes.held()
         swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
         await settled()
@@ -350,7 +477,9 @@ async def test_a_swap_waits_for_all_and_starves_nobody() -> None:
         await swap
         fresh = await asyncio.gather(*newcomers)
     assert [set(c.versions) for c in done] == [{0}] * 3
-    assert [c.ids for c in done] == [reference(qwen2(seed=0), p, 4 + 6 * i) for i, p in enumerate(asked)]
+    assert [c.ids for c in done] == [
+        reference(qwen2(seed=0), p, 4 + 6 * i) for i, p in enumerate(asked)
+    ]
     assert [c.ids for c in fresh] == [reference(new, p, 5) for p in asked]
     assert [c.versions for c in fresh] == [(1,) * 5] * 3
 
@@ -379,7 +508,9 @@ def garbled(good: InProcessWeights) -> InProcessWeights:
 
 
 def misshapen(good: InProcessWeights) -> InProcessWeights:
-    return replace(good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()})  # would broadcast
+    return replace(
+        good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()}
+    )  # would broadcast
 
 
 def oversized(good: InProcessWeights) -> InProcessWeights:
@@ -405,7 +536,9 @@ async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
         passes.hold(3)
         first = asyncio.create_task(engine.generate(running, greedy(8)))
         await passes.held()
-        swap = asyncio.create_task(engine.update_weights(damage(InProcessWeights.snapshot(qwen2(seed=1), version=1))))
+        swap = asyncio.create_task(
+            engine.update_weights(damage(InProcessWeights.snapshot(qwen2(seed=1), version=1)))
+        )
         await settled()
         second = asyncio.create_task(engine.generate(queued, greedy(8)))
         await settled()
@@ -414,7 +547,12 @@ async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
         for waiting in (swap, second):
             with pytest.raises(EngineError, match=said):
                 await waiting
-        for call in (engine.health(), engine.generate(queued, greedy(1)), engine.score(queued), engine.update_weights(Foreign())):
+        for call in (
+            engine.health(),
+            engine.generate(queued, greedy(1)),
+            engine.score(queued),
+            engine.update_weights(Foreign()),
+        ):
             with pytest.raises(EngineError, match=said):
                 await call
         assert engine.version == 0
@@ -450,7 +588,9 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
     async with serving(model, max_batch=3) as engine:
         passes = Passes(model)
         passes.hold(4)
-        tasks = [asyncio.create_task(engine.generate(p, greedy(30))) for p in asked]  # the last one finds no row
+        tasks = [
+            asyncio.create_task(engine.generate(p, greedy(30))) for p in asked
+        ]  # the last one finds no row
         await passes.held()
         tasks[0].cancel()
         await settled()
@@ -458,7 +598,13 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
         done = await asyncio.gather(*tasks[1:])
     assert tasks[0].cancelled()
     # The freed row is given to the one that waited: three rows in every pass, and five more for the last one's 30 tokens.
-    assert passes.read == [(10, 15, 20), *[(1, 1, 1)] * 4, (1, 1, 7), *[(1, 1, 1)] * 24, *[(1,)] * 5]
+    assert passes.read == [
+        (10, 15, 20),
+        *[(1, 1, 1)] * 4,
+        (1, 1, 7),
+        *[(1, 1, 1)] * 24,
+        *[(1,)] * 5,
+    ]
     assert [c.ids for c in done] == [reference(model, p, 30) for p in asked[1:]]
 
 
@@ -486,7 +632,9 @@ async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
         passes.hold(2)
         running = asyncio.create_task(engine.generate(prompt, greedy(4000)))
         await passes.held()
-        swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(qwen2(seed=1), version=1)))
+        swap = asyncio.create_task(
+            engine.update_weights(InProcessWeights.snapshot(qwen2(seed=1), version=1))
+        )
         await settled()
         running.cancel()
         await settled()
@@ -507,7 +655,9 @@ async def test_a_failed_pass_ends_the_engine_for_all() -> None:
         passes.at(4, fail)
         tasks = [asyncio.create_task(engine.generate(running, greedy(50)))]
         await passes.held()
-        tasks += [asyncio.create_task(engine.generate(ids, greedy(5))) for ids in (queued, queued, queued)]
+        tasks += [
+            asyncio.create_task(engine.generate(ids, greedy(5))) for ids in (queued, queued, queued)
+        ]
         await settled()
         passes.go()
         for task in tasks:
@@ -578,9 +728,13 @@ async def test_closing_fails_who_runs_and_who_waits() -> None:
     async with serving(model, max_batch=1) as engine:
         passes = Passes(model)
         passes.hold(2)
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(p, greedy(500))) for p in asked]
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(engine.generate(p, greedy(500))) for p in asked
+        ]
         await passes.held()
-        tasks.append(asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(model, version=1))))
+        tasks.append(
+            asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(model, version=1)))
+        )
         await settled()
         passes.go()
         await engine.aclose()

@@ -9,7 +9,17 @@ TASK = Task("room", 0, "train", "goal")
 
 
 def played(turns: int, overtime: int, tokens: int, error: str | None = None) -> Trajectory:
-    return Trajectory(TASK, 0, 0, 0, "free", turns=turns, overtime_turns=overtime, sampled_tokens=tokens, error=error)
+    return Trajectory(
+        TASK,
+        0,
+        0,
+        0,
+        "free",
+        turns=turns,
+        overtime_turns=overtime,
+        sampled_tokens=tokens,
+        error=error,
+    )
 
 
 def test_overtime_and_failed_episodes_count():

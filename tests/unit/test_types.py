@@ -32,7 +32,9 @@ from crl.types import (
 
 TASK = Task("room", seed=1, split="train", goal="leave")
 USE = ExperienceUse("e1", version=1, generation="g1", how="start")
-EXPERIENCE = Experience("e1", version=1, text="look first", task="room", generation="g1", span=(3, 9))
+EXPERIENCE = Experience(
+    "e1", version=1, text="look first", task="room", generation="g1", span=(3, 9)
+)
 TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), versions=(-1, 2, 2))
 
 
@@ -48,7 +50,11 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (Lift(2, 0.5, 0.1), {"mean": float("nan")}, "a lift needs a group"),
         (Lift(2, 0.5, 0.1), {"m2": -0.1}, "a lift needs a group"),
         (Sampling(8, (2,)), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        (Sampling(8, (2,)), {"temperature": -0.1}, "temperature must be finite and not negative, not -0.1"),
+        (
+            Sampling(8, (2,)),
+            {"temperature": -0.1},
+            "temperature must be finite and not negative, not -0.1",
+        ),
         (Sampling(8, (2,)), {"temperature": float("nan")}, "not nan"),
         (Sampling(8, (2,)), {"temperature": float("inf")}, "not inf"),
         (Completion((5,), (-1.0,), (0,), "stop"), {"finish": "eos"}, "finish must be one of"),
@@ -69,9 +75,21 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (Trajectory(TASK, 0, 0, 0, "guided"), {"condition": "half"}, "condition must be one of"),
         (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("nan")}, "reward must be finite"),
         (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("-inf")}, "reward must be finite"),
-        (Trajectory(TASK, 0, 0, 0, "free"), {"used": (USE,), "shown": ("look first",)}, "must not have seen an experience"),
-        (Trajectory(TASK, 0, 0, 0, "guided"), {"used": (USE,)}, r"columns differ in length: .*'shown': 0"),
-        (Trajectory(TASK, 0, 0, 0, "free"), {"segments": (Segment("user", "x", "experience"),)}, "must not have seen an experience"),
+        (
+            Trajectory(TASK, 0, 0, 0, "free"),
+            {"used": (USE,), "shown": ("look first",)},
+            "must not have seen an experience",
+        ),
+        (
+            Trajectory(TASK, 0, 0, 0, "guided"),
+            {"used": (USE,)},
+            r"columns differ in length: .*'shown': 0",
+        ),
+        (
+            Trajectory(TASK, 0, 0, 0, "free"),
+            {"segments": (Segment("user", "x", "experience"),)},
+            "must not have seen an experience",
+        ),
     ],
 )
 def test_a_bad_record_is_refused(record: Any, change: dict[str, Any], said: str) -> None:
@@ -80,7 +98,16 @@ def test_a_bad_record_is_refused(record: Any, change: dict[str, Any], said: str)
 
 
 def test_a_guided_trajectory_may_have_seen_an_experience() -> None:
-    seen = Trajectory(TASK, 0, 0, 0, "guided", segments=(Segment("user", "x", "experience"),), used=(USE,), shown=("x",))
+    seen = Trajectory(
+        TASK,
+        0,
+        0,
+        0,
+        "guided",
+        segments=(Segment("user", "x", "experience"),),
+        used=(USE,),
+        shown=("x",),
+    )
     assert seen.used == (USE,)
 
 
@@ -99,7 +126,9 @@ def test_records_are_frozen_and_do_not_share_their_callers_dicts() -> None:
 
 
 def test_a_trajectorys_reward_is_the_sum_of_its_channels() -> None:
-    shaped = Trajectory(TASK, 0, 0, 0, "free", reward=9.0).with_rewards({"outcome": 1.0, "format": -0.25})
+    shaped = Trajectory(TASK, 0, 0, 0, "free", reward=9.0).with_rewards(
+        {"outcome": 1.0, "format": -0.25}
+    )
     assert shaped.reward == 0.75
     assert shaped.rewards == {"outcome": 1.0, "format": -0.25}
     with pytest.raises(ValueError, match="reward must be finite"):
@@ -145,7 +174,9 @@ def test_the_lift_of_one_group_has_a_wide_interval() -> None:
     assert Lift(1, 0.75).low == -1.0, "no lift is lower"
 
 
-@pytest.mark.parametrize("lift", [Lift(1, 0.75), Lift(2, 1.0), Lift(3, 0.25, 0.375), Lift(8, 0.0, 8.0)])
+@pytest.mark.parametrize(
+    "lift", [Lift(1, 0.75), Lift(2, 1.0), Lift(3, 0.25, 0.375), Lift(8, 0.0, 8.0)]
+)
 def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(lift: Lift) -> None:
     """Sum over the variance v of a difference: prior v^(−3/2) · e^(−1 / 2v) times the likelihood.
 
@@ -153,7 +184,14 @@ def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(li
     Given v, the mean is normal with variance v / n.
     """
     v = np.geomspace(1e-4, 1e14, 100_001)
-    mass = v**-1.5 * np.exp(-1 / (2 * v)) * v ** (-lift.groups / 2) * np.exp(-lift.m2 / (2 * v)) * np.sqrt(v) * v
+    mass = (
+        v**-1.5
+        * np.exp(-1 / (2 * v))
+        * v ** (-lift.groups / 2)
+        * np.exp(-lift.m2 / (2 * v))
+        * np.sqrt(v)
+        * v
+    )
     inside = erf(lift.half * np.sqrt(lift.groups / (2 * v)))
     assert (mass * inside).sum() / mass.sum() == pytest.approx(0.95, abs=1e-5)
 
@@ -162,8 +200,14 @@ differences = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_
 
 
 @given(differences, st.integers(1, 29))
-def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(values: list[float], cut: int) -> None:
-    one, *more = [reduce(add, [Lift(1, value) for value in part]) for part in (values[:cut], values[cut:]) if part]
+def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(
+    values: list[float], cut: int
+) -> None:
+    one, *more = [
+        reduce(add, [Lift(1, value) for value in part])
+        for part in (values[:cut], values[cut:])
+        if part
+    ]
     lift = reduce(add, more, one)
     assert (lift.groups, lift.mean) == (len(values), pytest.approx(fmean(values), abs=1e-9))
     assert lift.m2 == pytest.approx(variance(values) * (len(values) - 1), abs=1e-9)
@@ -181,7 +225,14 @@ def test_the_order_of_lifts() -> None:
     2.262157 · √1.005 / 9 = 0.252, from −0.002; 2.262157 · √2.1 / 9 = 0.364, from −0.114;
     2.570582 / 5 = 0.514, from −0.514; 12.706 and 4.302653 · √1.1 / 2 = 2.256, both from −1.
     """
-    best = [Lift(9, 0.25, 0.005), Lift(9, 0.25, 1.1), Lift(5, 0.0), Lift(1, 1.0), Lift(2, 0.75, 0.1), None]
+    best = [
+        Lift(9, 0.25, 0.005),
+        Lift(9, 0.25, 1.1),
+        Lift(5, 0.0),
+        Lift(1, 1.0),
+        Lift(2, 0.75, 0.1),
+        None,
+    ]
     assert sorted(reversed(best), key=lift_order) == best
 
 
@@ -194,5 +245,8 @@ def test_two_equal_groups_rank_below_many_that_differ_little() -> None:
     lucky = Lift(1, 1.0) + Lift(1, 1.0)
     proven = reduce(add, [Lift(1, value) for value in (0.5, 0.7) * 20])
     assert (lucky.half, lucky.low) == (pytest.approx(2.151326, abs=1e-6), -1.0)
-    assert (proven.half, proven.low) == (pytest.approx(0.059784, abs=1e-6), pytest.approx(0.540216, abs=1e-6))
+    assert (proven.half, proven.low) == (
+        pytest.approx(0.059784, abs=1e-6),
+        pytest.approx(0.540216, abs=1e-6),
+    )
     assert sorted([None, lucky, proven], key=lift_order) == [proven, lucky, None]

@@ -18,15 +18,26 @@ def test_wider_heads_compute_the_same(tiny_actor: Path, tmp_path: Path, wide: in
     heads = WiderHeads.of(AutoConfig.from_pretrained(tiny_actor), wide)
     assert heads is not None
     heads.write_config(tiny_actor, tmp_path)
-    save_file(heads.widened(load_file(tiny_actor / "model.safetensors")), tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        heads.widened(load_file(tiny_actor / "model.safetensors")),
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     small = load_model(tiny_actor, torch.device("cpu"))
     large = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert large.config.head_dim == wide
-    ids = torch.randint(0, small.config.vocab_size, (2, 700), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, small.config.vocab_size, (2, 700), generator=torch.Generator().manual_seed(0)
+    )
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     with torch.no_grad():
-        torch.testing.assert_close(token_logprobs(large, ids, mask).logp, token_logprobs(small, ids, mask).logp, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logprobs(large, ids, mask).logp,
+            token_logprobs(small, ids, mask).logp,
+            atol=1e-4,
+            rtol=0,
+        )
 
 
 def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
@@ -46,7 +57,11 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
     heads = WiderHeads.of(AutoConfig.from_pretrained(source), 32)
     assert heads is not None
     heads.write_config(source, target)
-    save_file(heads.widened(load_file(source / "model.safetensors")), target / "model.safetensors", {"format": "pt"})
+    save_file(
+        heads.widened(load_file(source / "model.safetensors")),
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
     ids = torch.arange(40)[None]
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)(ids).logits
@@ -55,5 +70,11 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
 
 def test_only_models_that_are_built_so_are_widened() -> None:
     assert WiderHeads.of(Qwen2Config(use_sliding_window=True), 32) is None
-    assert WiderHeads.of(Qwen2Config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), 32) is None
+    assert (
+        WiderHeads.of(
+            Qwen2Config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            32,
+        )
+        is None
+    )
     assert WiderHeads.of(Qwen2Config(), 32) is not None

@@ -23,14 +23,27 @@ class Recorder(ScriptedEngine):
     """Writes down who asked in which order. Its answers take `delays` rounds of the loop, one after the other; with `hold`
     there are none."""
 
-    def __init__(self, *, delays: Sequence[int] = (), errors: Mapping[str, Exception] | None = None, hold: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        delays: Sequence[int] = (),
+        errors: Mapping[str, Exception] | None = None,
+        hold: bool = False,
+    ) -> None:
         super().__init__(renderer(), lambda prompt: "")
         self.delays, self.errors, self.hold = list(delays), errors or {}, hold
         self.asked: list[str] = []
         self.seeds: list[int | None] = []
         self.cancelled: list[str] = []
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None, rng: int | None = None) -> Completion:
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
         assert session is not None
         self.asked.append(session)
         self.seeds.append(rng)
@@ -86,11 +99,18 @@ async def play(delays: Sequence[Sequence[int]], engine: Recorder) -> None:
     delays=st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=5),
     answers=st.lists(st.integers(0, 5), max_size=20),
 )
-def test_waves_are_the_same_whatever_the_arrival_order(delays: list[list[int]], answers: list[int]) -> None:
+def test_waves_are_the_same_whatever_the_arrival_order(
+    delays: list[list[int]], answers: list[int]
+) -> None:
     engine = Recorder(delays=answers)
     asyncio.run(play(delays, engine))
     longest = max(map(len, delays))
-    expected = [(f"e{i}", turn) for turn in range(longest) for i in range(len(delays)) if turn < len(delays[i])]
+    expected = [
+        (f"e{i}", turn)
+        for turn in range(longest)
+        for i in range(len(delays))
+        if turn < len(delays[i])
+    ]
     assert list(zip(engine.asked, engine.seeds, strict=True)) == expected
 
 
@@ -129,7 +149,9 @@ async def test_an_error_reaches_the_one_that_asked() -> None:
     for session in "abc":
         waves.join(session)
     async with asyncio.timeout(60):
-        outcomes = await asyncio.gather(*(ask(waves, session) for session in "cba"), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(ask(waves, session) for session in "cba"), return_exceptions=True
+        )
     assert outcomes == [ANSWER, engine.errors["b"], engine.errors["a"]]
 
 
@@ -176,13 +198,17 @@ async def test_direct_passes_requests_on_as_they_come() -> None:
 # ── searches ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def searching(waves: Waves, session: str, delay: int, order: list[str], *, searches: bool) -> None:
+async def searching(
+    waves: Waves, session: str, delay: int, order: list[str], *, searches: bool
+) -> None:
     """An episode that searches (or does not), and then asks twice."""
     try:
         await passes(delay)
         if searches:
             await waves.turn(session)
-            order.append(session)  # at once: what a search does to counters must not wait for anything
+            order.append(
+                session
+            )  # at once: what a search does to counters must not wait for anything
         await episode(waves, session, [delay, 0])
     finally:
         waves.leave(session)
@@ -193,7 +219,9 @@ async def searching(waves: Waves, session: str, delay: int, order: list[str], *,
     searches=st.lists(st.booleans(), min_size=6, max_size=6),
     shuffled=st.randoms(use_true_random=False),
 )
-def test_searches_happen_in_the_order_of_the_names(delays: list[int], searches: list[bool], shuffled) -> None:
+def test_searches_happen_in_the_order_of_the_names(
+    delays: list[int], searches: list[bool], shuffled
+) -> None:
     async def run() -> tuple[list[str], Recorder]:
         order: list[str] = []
         engine = Recorder()
@@ -224,5 +252,9 @@ async def test_a_cancelled_search_does_not_hold_up_the_rest() -> None:
     await settled()
     first.cancel()
     async with asyncio.timeout(60):
-        await asyncio.gather(first, *(searching(waves, s, 0, order, searches=True) for s in "bc"), return_exceptions=True)
+        await asyncio.gather(
+            first,
+            *(searching(waves, s, 0, order, searches=True) for s in "bc"),
+            return_exceptions=True,
+        )
     assert order == ["b", "c"]

@@ -50,8 +50,21 @@ def transcript(game: WebShopGame, task: Task, turns: int = 15) -> list[str]:
 def any_action(rng: random.Random, page: str, task: Task) -> str:
     """A search or a click, of which some can be done; a purchase is rare."""
     words = re.findall(r"[\w<>]+", page) + task.goal.split()
-    buttons = ["Back to Search", "< Prev", "Next >", "Features", "description", *(["Buy Now"] if rng.random() < 0.2 else [])]
-    return rng.choice([f"search[{rng.choice(words)}]", f"click[{rng.choice(words)}]", f"click[{rng.choice(buttons)}]"])
+    buttons = [
+        "Back to Search",
+        "< Prev",
+        "Next >",
+        "Features",
+        "description",
+        *(["Buy Now"] if rng.random() < 0.2 else []),
+    ]
+    return rng.choice(
+        [
+            f"search[{rng.choice(words)}]",
+            f"click[{rng.choice(words)}]",
+            f"click[{rng.choice(buttons)}]",
+        ]
+    )
 
 
 def steps(game: WebShopGame, *actions: str) -> list[StepResult]:
@@ -62,8 +75,14 @@ def steps(game: WebShopGame, *actions: str) -> list[StepResult]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(history=st.lists(st.integers(0, 149), max_size=4), number=st.integers(0, 149), rendering=st.sampled_from(RENDERINGS))
-def test_the_same_task_is_the_same_visit_after_any_history(history: list[int], number: int, rendering: Rendering) -> None:
+@given(
+    history=st.lists(st.integers(0, 149), max_size=4),
+    number=st.integers(0, 149),
+    rendering=st.sampled_from(RENDERINGS),
+)
+def test_the_same_task_is_the_same_visit_after_any_history(
+    history: list[int], number: int, rendering: Rendering
+) -> None:
     expected = transcript(WebShopGame(rendering), NEW[number])
     game = WebShopGame(rendering)
     for before in history:
@@ -77,7 +96,9 @@ def test_the_same_task_is_the_same_visit_in_another_process() -> None:
         "game = WebShopGame('full'); print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [transcript(WebShopGame("full"), task) for task in reversed(NEW[:8])]
+    assert json.loads(done.stdout) == [
+        transcript(WebShopGame("full"), task) for task in reversed(NEW[:8])
+    ]
     assert done.stderr == "", "games speak through their texts only"
 
 
@@ -198,20 +219,34 @@ def buy(task: Task, *actions: str, rendering: Rendering = "full") -> StepResult:
 
 
 def test_a_perfect_purchase_is_a_success(original: Task) -> None:
-    bought = buy(original, "search[jumpsuit]", "click[b000000001]", "click[small]", "click[navy blue]")
+    bought = buy(
+        original, "search[jumpsuit]", "click[b000000001]", "click[small]", "click[navy blue]"
+    )
     assert (bought.reward, bought.success, bought.score, bought.done) == (1.0, True, 1.0, True)
-    assert bought.text == "Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] 1"
+    assert (
+        bought.text == "Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] 1"
+    )
 
 
 def test_the_score_tells_how_near_another_purchase_was(original: Task) -> None:
-    last_click_counts = ("click[x-large]", "click[black | white]", "click[small]", "click[navy blue]")
+    last_click_counts = (
+        "click[x-large]",
+        "click[black | white]",
+        "click[small]",
+        "click[navy blue]",
+    )
     assert buy(original, "search[jumpsuit]", "click[b000000001]", *last_click_counts).success
     unchosen = buy(original, "search[jumpsuit]", "click[b000000001]", "click[small]")
     assert (unchosen.reward, unchosen.success, unchosen.score) == (0.0, False, 0.8)
     assert unchosen.text.endswith("0.8")
-    assert buy(original, "search[jumpsuit]", "click[acme]", rendering="compact").text == "bought. score 60"
+    assert (
+        buy(original, "search[jumpsuit]", "click[acme]", rendering="compact").text
+        == "bought. score 60"
+    )
     open_it = ("search[jumpsuit]", "click[b000000001]")
-    forgotten = buy(original, *open_it, "click[small]", "click[< prev]", open_it[1], "click[navy blue]")
+    forgotten = buy(
+        original, *open_it, "click[small]", "click[< prev]", open_it[1], "click[navy blue]"
+    )
     assert forgotten.score == 0.8, "who leaves an item chooses anew"
 
 
@@ -232,10 +267,27 @@ def test_an_action_that_the_page_does_not_offer_changes_nothing_and_is_told(orig
     game = WebShopGame("full")
     first = game.reset(original)
     refused = game.step("click[buy now]")
-    assert (refused.valid, refused.reward, refused.score, refused.done, game.moves) == (False, 0.0, 0.0, False, 0)
-    assert refused.text == f"That is no action on this page, and nothing happened. The actions are: search[keywords].\n{first}"
+    assert (refused.valid, refused.reward, refused.score, refused.done, game.moves) == (
+        False,
+        0.0,
+        0.0,
+        False,
+        0,
+    )
+    assert (
+        refused.text
+        == f"That is no action on this page, and nothing happened. The actions are: search[keywords].\n{first}"
+    )
     opened = steps(game, "search[jumpsuit]", "click[b000000001]")[-1].text
-    for action in ("click[b000000002]", "click[next >]", "click[yellow]", "search[]", "buy now", "click[buy now] now", "Small"):
+    for action in (
+        "click[b000000002]",
+        "click[next >]",
+        "click[yellow]",
+        "search[]",
+        "buy now",
+        "click[buy now] now",
+        "Small",
+    ):
         refused = game.step(action)
         assert not refused.valid
         assert refused.text.endswith(f"click[reviews], click[buy now].\n{opened}")
@@ -291,7 +343,9 @@ def check_junk(rendering: Rendering, actions: int) -> None:
 
 def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
     game, (_, turns) = WebShopGame(rendering), as_set("webshop", rendering)
-    return sum(play(game, task, SPEC.scripted_player(random.Random(0)), turns).success for task in tasks) / len(tasks)
+    return sum(
+        play(game, task, SPEC.scripted_player(random.Random(0)), turns).success for task in tasks
+    ) / len(tasks)
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
@@ -307,8 +361,15 @@ def test_the_scripted_player_wins_every_eval_set(rendering: Rendering) -> None:
 
 
 def test_the_scripted_player_says_which_goals_it_cannot_read() -> None:
-    with pytest.raises(ConfigError, match=r"task = 'i want a jumpsuit.': is in a person's words.*Play it yourself"):
-        play(WebShopGame("full"), replace(NEW[0], goal="i want a jumpsuit."), SPEC.scripted_player(random.Random(0)), 1)
+    with pytest.raises(
+        ConfigError, match=r"task = 'i want a jumpsuit.': is in a person's words.*Play it yourself"
+    ):
+        play(
+            WebShopGame("full"),
+            replace(NEW[0], goal="i want a jumpsuit."),
+            SPEC.scripted_player(random.Random(0)),
+            1,
+        )
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
@@ -320,7 +381,9 @@ def test_random_play_does_not_win(rendering: Rendering) -> None:
         for _ in range(turns):
             assert game._session is not None
             clicks = [f"click[{target}]" for target in game._session.clickable]
-            result = game.step(rng.choice([*clicks, f"search[{' '.join(rng.sample(task.goal.split(), 2))}]"]))
+            result = game.step(
+                rng.choice([*clicks, f"search[{' '.join(rng.sample(task.goal.split(), 2))}]"])
+            )
             won += result.success
             if result.done:
                 break

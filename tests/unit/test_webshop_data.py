@@ -18,7 +18,15 @@ from thefuzz import fuzz
 from crl.envs.base import StreamSettings
 from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS, TRAIN_LAYOUTS
 from crl.envs.webshop import WebShopStream
-from crl.envs.webshop.catalogue import HUMAN, INSTRUCTIONS, ITEMS, NO_PRICE, price_tag, products, read_files
+from crl.envs.webshop.catalogue import (
+    HUMAN,
+    INSTRUCTIONS,
+    ITEMS,
+    NO_PRICE,
+    price_tag,
+    products,
+    read_files,
+)
 from crl.envs.webshop.generate import generate
 from crl.envs.webshop.goals import NO_LIMIT, Need, needs
 from crl.envs.webshop.reward import get_reward, matched_options
@@ -44,7 +52,10 @@ def test_an_item_of_the_original() -> None:
     jumpsuit = ORIGINAL["B000000001"]
     assert jumpsuit["Title"] == jumpsuit["name"] == "Acme Women's Jumpsuit, Slim Fit Summer Romper"
     assert (jumpsuit["query"], jumpsuit["category"]) == ("women's jumpsuits", "fashion")
-    assert jumpsuit["options"] == {"color": ["navy blue", "black | white"], "size": ["small", "x-large"]}
+    assert jumpsuit["options"] == {
+        "color": ["navy blue", "black | white"],
+        "size": ["small", "x-large"],
+    }
     assert jumpsuit["pricing"] == [25.0, 35.0]
     assert 25.0 <= jumpsuit["price"] <= 35.0
     assert price_tag(jumpsuit) == "$25.0 to $35.0"
@@ -55,7 +66,11 @@ def test_an_item_of_the_original() -> None:
 def test_what_may_be_missing_of_an_item() -> None:
     assert ORIGINAL["B000000002"]["options"] == {"color": ["red"]}
     tea = ORIGINAL["B000000003"]
-    assert (tea["BulletPoints"], tea["price"], tea["options"]) == (["One long point, not a list"], NO_PRICE, {})
+    assert (tea["BulletPoints"], tea["price"], tea["options"]) == (
+        ["One long point, not a list"],
+        NO_PRICE,
+        {},
+    )
     assert ORIGINAL["B000000004"]["Description"] == ""
     assert ORIGINAL["B000000004"]["price"] == 1035.5
     assert ORIGINAL["B000000007"]["instruction_text"] is None
@@ -63,7 +78,11 @@ def test_what_may_be_missing_of_an_item() -> None:
 
 def test_empty_values_are_no_options_and_a_truncated_escape_is_replaced(tmp_path: Path) -> None:
     items = read_files(FILES)["items"]
-    items[0]["customization_options"] = {"Color": [{"value": " "}, {"value": "Red \ud83d"}], "Size": [{"value": ""}], "Fit": []}
+    items[0]["customization_options"] = {
+        "Color": [{"value": " "}, {"value": "Red \ud83d"}],
+        "Size": [{"value": ""}],
+        "Fit": [],
+    }
     for name in (ITEMS, INSTRUCTIONS):
         shutil.copy(FILES / name, tmp_path)
     (tmp_path / ITEMS).write_text(json.dumps(items))
@@ -71,7 +90,9 @@ def test_empty_values_are_no_options_and_a_truncated_escape_is_replaced(tmp_path
 
 
 def test_what_cannot_be_sold() -> None:
-    assert list(ORIGINAL) == [f"B00000000{i}" for i in range(1, 8)], "a second of one ASIN, one without, and one that is too long"
+    assert list(ORIGINAL) == [f"B00000000{i}" for i in range(1, 8)], (
+        "a second of one ASIN, one without, and one that is too long"
+    )
 
 
 def test_synthetic_goals_are_all_combinations_of_options() -> None:
@@ -82,7 +103,10 @@ def test_synthetic_goals_are_all_combinations_of_options() -> None:
         {"color": "black | white", "size": "small"}, {"color": "black | white", "size": "x-large"},
     ]  # fmt: skip
     text, limit = need.goals[0]["instruction_text"], need.goals[0]["price_upper"]
-    assert text == f"{need.text} with color: navy blue, and size: small, and price lower than {limit:.2f} dollars"
+    assert (
+        text
+        == f"{need.text} with color: navy blue, and size: small, and price lower than {limit:.2f} dollars"
+    )
 
 
 def test_price_limits_are_among_the_next_multiples_of_ten() -> None:
@@ -90,7 +114,9 @@ def test_price_limits_are_among_the_next_multiples_of_ten() -> None:
         goal = need.goals[0]
         price = ORIGINAL[goal["asin"]]["price"]
         first = 10 * math.floor(price / 10) + 10
-        assert goal["price_upper"] == NO_LIMIT or goal["price_upper"] in [first + 10 * i for i in (1, 2, 3)], "the larger of two draws"
+        assert goal["price_upper"] == NO_LIMIT or goal["price_upper"] in [
+            first + 10 * i for i in (1, 2, 3)
+        ], "the larger of two draws"
     assert need_of("B000000004").goals[0]["price_upper"] == NO_LIMIT, "nothing above 990"
     assert "price" not in need_of("B000000004").goals[0]["instruction_text"]
 
@@ -103,7 +129,9 @@ def test_goals_weigh_by_how_rare_their_attributes_are() -> None:
     everything = needs(SHOP.products)
     counts = Counter(a for need in everything for goal in need.goals for a in goal["attributes"])
     need = everything[5]
-    assert need.weight == pytest.approx(len(need.goals) * sum(1 / counts[a] for a in need.goals[0]["attributes"]) / 2)
+    assert need.weight == pytest.approx(
+        len(need.goals) * sum(1 / counts[a] for a in need.goals[0]["attributes"]) / 2
+    )
 
 
 def test_peoples_goals_weigh_one_and_need_attributes() -> None:
@@ -128,15 +156,37 @@ def test_the_human_instructions_may_be_missing(tmp_path: Path) -> None:
         (ITEMS, "[{", "items_shuffle_1000.json is not JSON in UTF-8"),
         (ITEMS, "{}", "items_shuffle_1000.json should hold a list, not a dict"),
         (HUMAN, "[]", "items_human_ins.json should hold a dict, not a list"),
-        (ITEMS, '[{"asin": "B1"}]', "item 0 of items_shuffle_1000.json is not of the original's form (name: Field required)"),
-        (ITEMS, "[3]", "item 0 of items_shuffle_1000.json is not of the original's form (Input should be a valid dictionary"),
-        (ITEMS, '[{"asin": 7}]', "item 0 of items_shuffle_1000.json is not of the original's form (asin: Input should be a valid string)"),
-        (INSTRUCTIONS, '{"B000000002": []}', "B000000002 of items_ins_v2_1000.json is not of the original's form (Input should be a valid"),
-        (HUMAN, '{"B000000002": {}}', "B000000002 of items_human_ins.json is not of the original's form (Input should be a valid list)"),
+        (
+            ITEMS,
+            '[{"asin": "B1"}]',
+            "item 0 of items_shuffle_1000.json is not of the original's form (name: Field required)",
+        ),
+        (
+            ITEMS,
+            "[3]",
+            "item 0 of items_shuffle_1000.json is not of the original's form (Input should be a valid dictionary",
+        ),
+        (
+            ITEMS,
+            '[{"asin": 7}]',
+            "item 0 of items_shuffle_1000.json is not of the original's form (asin: Input should be a valid string)",
+        ),
+        (
+            INSTRUCTIONS,
+            '{"B000000002": []}',
+            "B000000002 of items_ins_v2_1000.json is not of the original's form (Input should be a valid",
+        ),
+        (
+            HUMAN,
+            '{"B000000002": {}}',
+            "B000000002 of items_human_ins.json is not of the original's form (Input should be a valid list)",
+        ),
         (ITEMS, "[]", "has 0 instructions in all, too few"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, reason: str) -> None:
+def test_files_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, reason: str
+) -> None:
     for path in FILES.iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / name).unlink()
@@ -156,9 +206,24 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (ITEMS, (0, "query"), None, "query: Input should be a valid string"),
         (ITEMS, (0, "category"), ["fashion"], "category: Input should be a valid string"),
         (ITEMS, (0, "full_description"), {}, "full_description: Input should be a valid string"),
-        (ITEMS, (0, "small_description"), [1], "small_description.list[str].0: Input should be a valid string"),
-        (ITEMS, (0, "customization_options"), ["red"], "customization_options: Input should be a valid dictionary"),
-        (ITEMS, (0, "customization_options", "Color"), "red", "customization_options.Color: Input should be a valid list"),
+        (
+            ITEMS,
+            (0, "small_description"),
+            [1],
+            "small_description.list[str].0: Input should be a valid string",
+        ),
+        (
+            ITEMS,
+            (0, "customization_options"),
+            ["red"],
+            "customization_options: Input should be a valid dictionary",
+        ),
+        (
+            ITEMS,
+            (0, "customization_options", "Color"),
+            "red",
+            "customization_options.Color: Input should be a valid list",
+        ),
         (
             ITEMS,
             (0, "customization_options", "Color", 1, "value"),
@@ -166,18 +231,59 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             "customization_options.Color.1.value: Input should be a valid string",
         ),
         (ITEMS, (0, "pricing"), 25.0, "pricing: Value error, a price tag is a text"),
-        (ITEMS, (0, "pricing"), "$1.2.3", "pricing: Value error, could not convert string to float: '1.2.3'"),
-        (INSTRUCTIONS, ("B000000001", "attributes"), "slim fit", "attributes: Input should be a valid list"),
-        (INSTRUCTIONS, ("B000000001", "instruction"), 5, "instruction: Input should be a valid string"),
-        (INSTRUCTIONS, ("B000000001", "instruction_attributes"), [["slim"]], "instruction_attributes.0: Input should be a valid string"),
-        (HUMAN, ("B000000001", 0, "instruction"), None, "0.instruction: Input should be a valid string"),
-        (HUMAN, ("B000000001", 1, "instruction_attributes"), "slim", "1.instruction_attributes: Input should be a valid list"),
-        (HUMAN, ("B000000001", 0, "instruction_options"), {"color": "navy"}, "0.instruction_options: Input should be a valid list"),
+        (
+            ITEMS,
+            (0, "pricing"),
+            "$1.2.3",
+            "pricing: Value error, could not convert string to float: '1.2.3'",
+        ),
+        (
+            INSTRUCTIONS,
+            ("B000000001", "attributes"),
+            "slim fit",
+            "attributes: Input should be a valid list",
+        ),
+        (
+            INSTRUCTIONS,
+            ("B000000001", "instruction"),
+            5,
+            "instruction: Input should be a valid string",
+        ),
+        (
+            INSTRUCTIONS,
+            ("B000000001", "instruction_attributes"),
+            [["slim"]],
+            "instruction_attributes.0: Input should be a valid string",
+        ),
+        (
+            HUMAN,
+            ("B000000001", 0, "instruction"),
+            None,
+            "0.instruction: Input should be a valid string",
+        ),
+        (
+            HUMAN,
+            ("B000000001", 1, "instruction_attributes"),
+            "slim",
+            "1.instruction_attributes: Input should be a valid list",
+        ),
+        (
+            HUMAN,
+            ("B000000001", 0, "instruction_options"),
+            {"color": "navy"},
+            "0.instruction_options: Input should be a valid list",
+        ),
     ],
 )
-def test_a_field_of_another_type_is_named(name: str, place: tuple[str | int, ...], value: object, reason: str) -> None:
+def test_a_field_of_another_type_is_named(
+    name: str, place: tuple[str | int, ...], value: object, reason: str
+) -> None:
     files = read_files(FILES)
-    contents: dict[str, Any] = {ITEMS: files["items"], INSTRUCTIONS: files["instructions"], HUMAN: files["human"]}
+    contents: dict[str, Any] = {
+        ITEMS: files["items"],
+        INSTRUCTIONS: files["instructions"],
+        HUMAN: files["human"],
+    }
     row = contents[name]
     for part in place[:-1]:
         row = row[part]
@@ -185,7 +291,9 @@ def test_a_field_of_another_type_is_named(name: str, place: tuple[str | int, ...
     with pytest.raises(ConfigError) as refusal:
         products(files, "FOLDER")
     entry = f"item 0 of {ITEMS}" if name == ITEMS else f"B000000001 of {name}"
-    assert str(refusal.value).startswith(f"WEBSHOP_DATA = 'FOLDER': {entry} is not of the original's form ({reason}")
+    assert str(refusal.value).startswith(
+        f"WEBSHOP_DATA = 'FOLDER': {entry} is not of the original's form ({reason}"
+    )
 
 
 def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +301,9 @@ def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch
     shop = open_shop()
     assert shop is open_shop(), "it is read once"
     assert [product["asin"] for product in shop.products] == list(ORIGINAL)
-    trained = {task.goal for task in WebShopStream(0, StreamSettings(permanent=0, visits=1)).draw(200)}
+    trained = {
+        task.goal for task in WebShopStream(0, StreamSettings(permanent=0, visits=1)).draw(200)
+    }
     held_out = {shop.need(lgen).text for lgen in NEW_LAYOUTS[:20]}
     assert not trained & held_out
     assert trained | held_out == {need.text for need in NEEDS}
@@ -231,7 +341,9 @@ def test_its_size() -> None:
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    code = "import json; from crl.envs.webshop.generate import generate; print(json.dumps(generate()))"
+    code = (
+        "import json; from crl.envs.webshop.generate import generate; print(json.dumps(generate()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == generate()
     assert generate(1) != generate()
@@ -245,7 +357,9 @@ def test_words_do_not_stand_for_one_another() -> None:
             assert other not in one
         for name, values in kind.options.items():
             for value in values:
-                assert [v for v in values if matched_options({name: value}, [v]) == [True]] == [value]
+                assert [v for v in values if matched_options({name: value}, [v]) == [True]] == [
+                    value
+                ]
 
 
 def test_a_need_names_one_product_and_its_family_misses_it_narrowly() -> None:
@@ -256,16 +370,28 @@ def test_a_need_names_one_product_and_its_family_misses_it_narrowly() -> None:
         for goal in need.goals:
             options = goal["goal_options"]
             assert isinstance(options, dict)
-            perfect = [p for p in SHOP.products if p["query"] == goal["query"] and _score(p, goal) == 1.0]
+            perfect = [
+                p for p in SHOP.products if p["query"] == goal["query"] and _score(p, goal) == 1.0
+            ]
             assert sold[goal["asin"]] in perfect
-            assert len(perfect) <= 2, "the twin too, where it offers what is wanted and costs no more"
-            family = [p for p in SHOP.products if p["query"] == goal["query"] and goal["attributes"][0] in p["Attributes"]]
+            assert len(perfect) <= 2, (
+                "the twin too, where it offers what is wanted and costs no more"
+            )
+            family = [
+                p
+                for p in SHOP.products
+                if p["query"] == goal["query"] and goal["attributes"][0] in p["Attributes"]
+            ]
             assert len(family) == 4
             assert sum(0.6 <= _score(p, goal) < 1 for p in family) >= 2
 
 
 def _score(product, goal) -> float:
-    offered = {name: value for name, value in goal["goal_options"].items() if value in product["options"][name]}
+    offered = {
+        name: value
+        for name, value in goal["goal_options"].items()
+        if value in product["options"][name]
+    }
     return get_reward(product, goal, product["price"], offered)[0]
 
 
@@ -274,15 +400,23 @@ def test_a_search_does_not_tell_a_family_apart() -> None:
         noun, shown, told = need.text.removeprefix("find me ").split(", ")
         family = [p["asin"] for p in SHOP.engine.search(f"{noun} {shown}")[:4]]
         assert need.goals[0]["asin"] in family
-        assert all(told not in text.lower() for p in SHOP.products for text in (p["Title"], p["Description"], p["BulletPoints"][0]))
+        assert all(
+            told not in text.lower()
+            for p in SHOP.products
+            for text in (p["Title"], p["Description"], p["BulletPoints"][0])
+        )
 
 
 def test_needs_are_split_by_use() -> None:
-    fixed = [{SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, PROBE_LAYOUTS)]
+    fixed = [
+        {SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, PROBE_LAYOUTS)
+    ]
     trained = {SHOP.need(TRAIN_LAYOUTS[i * 7919]).text for i in range(4000)}
     assert [len(texts) for texts in (*fixed, trained)] == [150, 75, 525]
     assert len(set().union(*fixed, trained)) == 750
-    assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, "each once before any comes again"
+    assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, (
+        "each once before any comes again"
+    )
 
 
 def test_train_streams_draw_by_weight() -> None:

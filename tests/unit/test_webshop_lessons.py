@@ -8,7 +8,15 @@ import pytest
 
 from crl.envs.webshop import SPEC, probe_tasks
 from crl.envs.webshop.game import WebShopGame
-from crl.envs.webshop.lessons import LESSONS, WebShopAdvisor, digest, lesson, read, right_brand, wrong_brands
+from crl.envs.webshop.lessons import (
+    LESSONS,
+    WebShopAdvisor,
+    digest,
+    lesson,
+    read,
+    right_brand,
+    wrong_brands,
+)
 from crl.envs.webshop.player import Errand
 from crl.envs.webshop.shop import open_shop
 from crl.envs.webshop.text import brand
@@ -23,7 +31,10 @@ def visit(task: Task, *actions: str) -> list[Segment]:
     game = WebShopGame("compact")
     segments = [Segment("user", task.goal, "task"), Segment("user", game.reset(task), "env")]
     for action in actions:
-        segments += [Segment("assistant", action, "policy"), Segment("user", game.step(action).text, "env")]
+        segments += [
+            Segment("assistant", action, "policy"),
+            Segment("user", game.step(action).text, "env"),
+        ]
     return segments
 
 
@@ -31,7 +42,12 @@ def following(task: Task, advice: str) -> list[str]:
     """What an agent does that buys what it was told to."""
     _, brand = read(advice)
     errand = Errand.read(task.goal, WebShopGame("compact").reset(task))
-    return [f"search[{errand.query}]", f"click[{brand}]", *(f"click[{value}]" for value in errand.values), "click[buy now]"]
+    return [
+        f"search[{errand.query}]",
+        f"click[{brand}]",
+        *(f"click[{value}]" for value in errand.values),
+        "click[buy now]",
+    ]
 
 
 def test_lessons_are_read_as_they_are_written() -> None:
@@ -45,7 +61,10 @@ def test_lessons_are_read_as_they_are_written() -> None:
 def test_right_advice_wins_and_wrong_advice_loses() -> None:
     for task in TASKS:
         assert visit(task, *following(task, ADVISOR.right(task)))[-1].text == "bought. score 100"
-    lost = [visit(task, *following(task, ADVISOR.wrong(task, random.Random(i))))[-1].text for i, task in enumerate(TASKS)]
+    lost = [
+        visit(task, *following(task, ADVISOR.wrong(task, random.Random(i))))[-1].text
+        for i, task in enumerate(TASKS)
+    ]
     assert sum(text != "bought. score 100" for text in lost) >= 36, "the twin may do as well"
 
 
@@ -55,14 +74,19 @@ def test_advice_holds_for_every_visit_of_a_need() -> None:
         for number in range(5):
             again = SPEC.revisit(task, number)
             assert ADVISOR.right(again) == ADVISOR.right(task)
-            assert visit(again, *following(again, ADVISOR.right(task)))[-1].text == "bought. score 100"
+            assert (
+                visit(again, *following(again, ADVISOR.right(task)))[-1].text == "bought. score 100"
+            )
 
 
 def test_verdicts() -> None:
     task = TASKS[0]
     right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, random.Random(0))
     assert right != wrong
-    found = [ADVISOR.judge(task, text) for text in (right, wrong, right.replace("buy", "do not buy"), "be careful.", "hm")]
+    found = [
+        ADVISOR.judge(task, text)
+        for text in (right, wrong, right.replace("buy", "do not buy"), "be careful.", "hm")
+    ]
     assert [(verdict.kind, verdict.correct) for verdict in found] == [
         ("buy", True), ("wrong buy", False), ("skip", False), ("careful", False), ("other", False),
     ]  # fmt: skip
@@ -84,11 +108,17 @@ def test_what_was_opened_is_right_or_wrong() -> None:
     search, *_ = following(task, ADVISOR.right(task))
     _, brand = read(ADVISOR.right(task))
     _, other = read(ADVISOR.wrong(task, random.Random(3)))
-    around = visit(task, search, f"click[{other}]", "click[< prev]", f"CLICK[ {brand} ]", "click[features]")
+    around = visit(
+        task, search, f"click[{other}]", "click[< prev]", f"CLICK[ {brand} ]", "click[features]"
+    )
     assert digest(around) == f"wrong {other}\nright {brand}\nbought nothing"
     assert (right_brand(around), wrong_brands(around)) == (brand, [other])
     assert (right_brand(around[:6]), wrong_brands(around[:6])) == (None, [other])
-    assert digest(visit(task)) == digest(visit(task, "click[features]", "what?")) == "wrong none\nright unknown\nbought nothing"
+    assert (
+        digest(visit(task))
+        == digest(visit(task, "click[features]", "what?"))
+        == "wrong none\nright unknown\nbought nothing"
+    )
 
 
 def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
@@ -97,7 +127,11 @@ def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
     for task in probe_tasks(75):
         goal = open_shop().goal(int(task.params["lgen"]), int(task.params["core"]))
         for product in open_shop().products:
-            if product["query"] == goal["query"] and product["Attributes"] == goal["attributes"] and product["asin"] != goal["asin"]:
+            if (
+                product["query"] == goal["query"]
+                and product["Attributes"] == goal["attributes"]
+                and product["asin"] != goal["asin"]
+            ):
                 bought = visit(task, *following(task, lesson("buy", brand(product))))
                 scores.append(bought[-1].text == "bought. score 100")
                 assert right_brand(bought) == (brand(product) if scores[-1] else None)
@@ -108,10 +142,17 @@ def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_informative(told: bool) -> None:
     task = TASKS[1]
-    assert ADVISOR.informative(visit(task, *following(task, ADVISOR.right(task))[: None if told else 1])) == told
+    assert (
+        ADVISOR.informative(
+            visit(task, *following(task, ADVISOR.right(task))[: None if told else 1])
+        )
+        == told
+    )
 
 
-def test_where_nothing_is_like_the_right_product_wrong_advice_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_like_the_right_product_wrong_advice_names_none_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("crl.envs.webshop.lessons._brands", lambda task: ["norda"])
     (task,) = probe_tasks(1)
     wrong = ADVISOR.wrong(task, random.Random(0))

@@ -11,7 +11,15 @@ import pytest
 
 from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.goals import Goal
-from crl.envs.webshop.reward import COLORS, get_reward, matched_options, normalize_color, title_score, type_reward, words_but_stop_words
+from crl.envs.webshop.reward import (
+    COLORS,
+    get_reward,
+    matched_options,
+    normalize_color,
+    title_score,
+    type_reward,
+    words_but_stop_words,
+)
 
 TITLE = "Acme Jumpsuit Romper"
 
@@ -43,7 +51,10 @@ RIGHT = {"color": "red", "size": "small"}
 
 
 def test_a_perfect_purchase() -> None:
-    assert get_reward(product(), goal(), 30.0, RIGHT) == (1.0, {"r_type": 1.0, "r_att": 1.0, "r_option": 1.0, "r_price": True})
+    assert get_reward(product(), goal(), 30.0, RIGHT) == (
+        1.0,
+        {"r_type": 1.0, "r_att": 1.0, "r_option": 1.0, "r_price": True},
+    )
 
 
 def test_each_part_counts_for_a_share() -> None:
@@ -61,14 +72,18 @@ def test_each_part_counts_for_a_share() -> None:
 def test_the_type_scales_all_the_rest() -> None:
     # titles of 6 nouns of which 1 is shared: 1/6, between 0.1 and 0.2; nothing else matches, so half of 4/5
     other = product(name="Acme Kettle", query="kettles", product_category="Kitchen › Kettles")
-    reward, info = get_reward(other, goal(name="Acme Jumpsuit Romper Overall Dungaree Catsuit"), 50.0, RIGHT)
+    reward, info = get_reward(
+        other, goal(name="Acme Jumpsuit Romper Overall Dungaree Catsuit"), 50.0, RIGHT
+    )
     assert (reward, info["r_type"]) == (0.4, 0.5)
 
 
 def test_a_goal_without_options_or_attributes() -> None:
     reward, info = get_reward(product(), goal(goal_options={}), 30.0, RIGHT)
     assert (reward, info["r_option"]) == (1.0, None)
-    reward, info = get_reward(product(), goal(goal_options=[], attributes=["slim fit", "long sleeve"]), 30.0, {})
+    reward, info = get_reward(
+        product(), goal(goal_options=[], attributes=["slim fit", "long sleeve"]), 30.0, {}
+    )
     assert (reward, info["r_option"], info["r_att"]) == (2 / 3, None, 1 / 2)
     reward, info = get_reward(product(), goal(goal_options={}, attributes=[]), 30.0, {})
     assert (reward, info["r_att"]) == (1.0, None)
@@ -89,31 +104,56 @@ TEN = "alpha bravo carol delta eagle fable giant hotel india joker"
         ("alpha", "jumpsuits", "x › y", 1.0),  # the same query
         ("alpha", "other", "x › Women › Clothing", 1.0),  # two categories, whatever their order
         ("alpha", "other", "Women › x › Women", 0.5),  # one category twice is one
-        ("zebra", "jumpsuits", "Clothing › Women › Jumpsuits", 0.0),  # no noun is shared, although all else matches
+        (
+            "zebra",
+            "jumpsuits",
+            "Clothing › Women › Jumpsuits",
+            0.0,
+        ),  # no noun is shared, although all else matches
     ],
 )
 def test_types(name: str, query: str, category: str, expected: float) -> None:
-    assert type_reward(product(name=name, query=query, product_category=category), goal(name=TEN)) == expected
+    assert (
+        type_reward(product(name=name, query=query, product_category=category), goal(name=TEN))
+        == expected
+    )
 
 
 def test_a_title_that_shares_less_than_a_tenth() -> None:
     eleven = TEN + " karma"
-    assert type_reward(product(name="alpha"), goal(name=eleven)) == 0.1, "1/11, although query and categories match"
+    assert type_reward(product(name="alpha"), goal(name=eleven)) == 0.1, (
+        "1/11, although query and categories match"
+    )
 
 
 def test_a_goal_whose_title_has_no_nouns() -> None:
     assert title_score("alpha", "for the new") == 0.2
-    assert type_reward(product(query="other", product_category="x"), goal(name="for the new")) == 0.5
+    assert (
+        type_reward(product(query="other", product_category="x"), goal(name="for the new")) == 0.5
+    )
 
 
 def test_nouns_without_a_tagger() -> None:
-    assert words_but_stop_words("Acme Women's Jumpsuit, 2 Pcs for the New Season") == ("acme", "women", "jumpsuit", "pcs", "season")
+    assert words_but_stop_words("Acme Women's Jumpsuit, 2 Pcs for the New Season") == (
+        "acme",
+        "women",
+        "jumpsuit",
+        "pcs",
+        "season",
+    )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("en_core_web_lg") is not None, reason="spaCy's tagger is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("en_core_web_lg") is not None, reason="spaCy's tagger is installed"
+)
 def test_spacy_is_not_imported_in_vain() -> None:
     code = "import sys; from crl.envs.webshop.reward import title_nouns; print(title_nouns('red shoe'), 'spacy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "('shoe',) False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "('shoe',) False\n"
+    )
 
 
 # ── attributes ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +183,14 @@ def test_attributes(attribute: str, met: bool) -> None:
 
 @pytest.mark.parametrize(
     ("value", "normal"),
-    [("navy blue", "blue"), ("ivory-white", "ivory"), ("a03-Black", "black"), ("x-large", "x-large"), ("red", "red"), ("", "")],
+    [
+        ("navy blue", "blue"),
+        ("ivory-white", "ivory"),
+        ("a03-Black", "black"),
+        ("x-large", "x-large"),
+        ("red", "red"),
+        ("", ""),
+    ],
 )
 def test_colours(value: str, normal: str) -> None:
     assert normalize_color(value) == normal
@@ -177,4 +224,12 @@ def test_options(wanted: Any, chosen: list[str], matches: list[bool]) -> None:
 
 
 def test_options_that_nobody_asked_for_cost_nothing() -> None:
-    assert get_reward(product(), goal(goal_options=["red"]), 30.0, {"color": "red", "size": "small", "style": "red"})[0] == 1.0
+    assert (
+        get_reward(
+            product(),
+            goal(goal_options=["red"]),
+            30.0,
+            {"color": "red", "size": "small", "style": "red"},
+        )[0]
+        == 1.0
+    )

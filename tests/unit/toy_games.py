@@ -82,7 +82,12 @@ class Guess:
             return StepResult("Answer with one number from 0 to 7.", valid=False)
         self.guesses += 1
         won = int(guess) == self.secret
-        return StepResult(f"{'Right' if won else 'Wrong'}, guess {self.guesses}.", reward=float(won), done=won, success=won)
+        return StepResult(
+            f"{'Right' if won else 'Wrong'}, guess {self.guesses}.",
+            reward=float(won),
+            done=won,
+            success=won,
+        )
 
     def close(self) -> None: ...
 

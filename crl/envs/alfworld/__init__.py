@@ -14,12 +14,26 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.alfworld import small
-from crl.envs.alfworld.games import VARIABLE, data_folder, official_chore, official_games, playable_games
+from crl.envs.alfworld.games import (
+    VARIABLE,
+    data_folder,
+    official_chore,
+    official_games,
+    playable_games,
+)
 from crl.envs.alfworld.house import phrase
 from crl.envs.alfworld.lessons import HouseAdvisor, digest
 from crl.envs.alfworld.player import AlfworldPlayer
 from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import DEMONSTRATION_LAYOUTS, NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.places import (
+    DEMONSTRATION_LAYOUTS,
+    NEW_LAYOUTS,
+    PROBE_LAYOUTS,
+    PlaceStream,
+    fixed_tasks,
+    known_tasks,
+    revisited,
+)
 from crl.protocols import State
 from crl.seeds import generator
 from crl.types import Split, Task, Trajectory
@@ -31,9 +45,7 @@ GAMES: dict[Split, int] = {"train": 1466, "known": 140, "new": 134}
 """Games of each use: the paper's 1,466 and 134 (CRL C.1), and 140 more in rooms seen in training."""
 _FOLDERS: dict[Split, str] = {"train": "train", "known": "valid_seen", "new": "valid_unseen"}
 
-COMMANDS = (
-    "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, cool A with X, use A, examine X, look, inventory"
-)
+COMMANDS = "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, cool A with X, use A, examine X, look, inventory"
 
 
 class AlfworldStream:
@@ -87,7 +99,9 @@ def data() -> Data:
             next(playable_games(folder, split))  # or a ConfigError
         return Data(f"the official games in {folder}", official=True)
     return Data(
-        "generated games of the same domain", official=False, hint=f"the official ones are played when {VARIABLE} names their folder"
+        "generated games of the same domain",
+        official=False,
+        hint=f"the official ones are played when {VARIABLE} names their folder",
     )
 
 
@@ -103,7 +117,13 @@ def _task(split: Split, number: int) -> Task:
         return Task(NAME, number, split, _sentence(phrase(chore)), {"game": game})
     from crl.envs.alfworld import floorplans
 
-    return Task(NAME, number, split, _sentence(phrase(floorplans.house(split, number).chore)), {"use": split, "number": number})
+    return Task(
+        NAME,
+        number,
+        split,
+        _sentence(phrase(floorplans.house(split, number).chore)),
+        {"use": split, "number": number},
+    )
 
 
 def _sentence(words: str) -> str:

@@ -33,7 +33,9 @@ class Engine:
 
     def __init__(self) -> None:
         _without_repetition()
-        self._env = AlfredDemangler(textworld.envs.PddlEnv(textworld.EnvInfos(admissible_commands=True)), shuffle=False)
+        self._env = AlfredDemangler(
+            textworld.envs.PddlEnv(textworld.EnvInfos(admissible_commands=True)), shuffle=False
+        )
         self._state: Any = None
         self._loaded: GameData | None = None
 
@@ -94,8 +96,12 @@ def _without_repetition() -> None:
     textgen._parse_and_convert = lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen.copy_context = _copied
     logic._parse_and_convert = _grammar
-    Rule.parse_conjunctive_query = staticmethod(lru_cache(maxsize=4096)(Rule.parse_conjunctive_query))  # type: ignore[method-assign]
-    fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: _translate(domain, problem)
+    Rule.parse_conjunctive_query = staticmethod(
+        lru_cache(maxsize=4096)(Rule.parse_conjunctive_query)
+    )  # type: ignore[method-assign]
+    fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: _translate(
+        domain, problem
+    )
 
 
 def _copied(context: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +115,9 @@ def _grammar(text: str, rule_name: str) -> tuple[Any, ContextSensitiveGrammar]:
     if chore is None:
         return _parsed(text, rule_name=rule_name)
     actions, common = _parsed(_CHORE.sub('"Your task is to: "', text), rule_name=rule_name)
-    own = ContextSensitiveGrammar.parse(json.dumps({"task": [{"rhs": f"Your task is to: {chore[1]}"}]}))
+    own = ContextSensitiveGrammar.parse(
+        json.dumps({"task": [{"rhs": f"Your task is to: {chore[1]}"}]})
+    )
     grammar = ContextSensitiveGrammar()
     grammar._rules |= {**common._rules, **own._rules}
     return actions, grammar

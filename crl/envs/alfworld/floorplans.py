@@ -63,7 +63,10 @@ def house(use: str, number: int) -> House:
 def floor_plans() -> tuple[FloorPlan, ...]:
     """ALFRED's 120 floor plans, by number."""
     folder = Path(str(alfred.__file__)).parent / "layouts"
-    numbers = sorted(int(path.name.removeprefix("FloorPlan").removesuffix("-objects.json")) for path in folder.glob("*-objects.json"))
+    numbers = sorted(
+        int(path.name.removeprefix("FloorPlan").removesuffix("-objects.json"))
+        for path in folder.glob("*-objects.json")
+    )
     return tuple(_floor_plan(folder, number) for number in numbers)
 
 
@@ -75,14 +78,20 @@ def _unseen() -> tuple[FloorPlan, ...]:
 @cache
 def _seen() -> tuple[FloorPlan, ...]:
     """The others, without those that are like an unseen one but for their number (412 and 428 are like 424)."""
-    return tuple(plan for plan in floor_plans() if not any(replace(plan, number=unseen.number) == unseen for unseen in _unseen()))
+    return tuple(
+        plan
+        for plan in floor_plans()
+        if not any(replace(plan, number=unseen.number) == unseen for unseen in _unseen())
+    )
 
 
 def _floor_plan(folder: Path, number: int) -> FloorPlan:
     named = set(json.loads((folder / f"FloorPlan{number}-objects.json").read_text("utf-8")))
     places = json.loads((folder / f"FloorPlan{number}-openable.json").read_text("utf-8"))
     receptacles = [place.split("|")[-1 if place.endswith("Basin") else 0] for place in places]
-    receptacles += [kind for kind, count in _STANDING.items() if kind in named for _ in range(count)]
+    receptacles += [
+        kind for kind, count in _STANDING.items() if kind in named for _ in range(count)
+    ]
     counts = Counter(kind for kind in receptacles if kind in VAL_RECEPTACLE_OBJECTS)
     receptacles = [kind for kind in sorted(counts) for _ in range(min(counts[kind], _MOST_ALIKE))]
     holdable = set().union(*(VAL_RECEPTACLE_OBJECTS[kind] for kind in receptacles)) - _NOT_CARRIED
@@ -102,18 +111,27 @@ def chores(plan: FloorPlan, kind: str) -> tuple[Chore, ...]:
         Chore(kind, thing, receptacle)
         for thing in plan.things
         for receptacle in sorted(set(plan.receptacles))
-        if thing in able and thing in VAL_RECEPTACLE_OBJECTS[receptacle] and _homes(plan, thing, receptacle)
+        if thing in able
+        and thing in VAL_RECEPTACLE_OBJECTS[receptacle]
+        and _homes(plan, thing, receptacle)
     )
 
 
 def _homes(plan: FloorPlan, thing: str, but: str = "") -> list[int]:
     """Receptacles that may hold the thing, those of one type left out."""
-    return [i for i, kind in enumerate(plan.receptacles) if thing in VAL_RECEPTACLE_OBJECTS[kind] and kind != but]
+    return [
+        i
+        for i, kind in enumerate(plan.receptacles)
+        if thing in VAL_RECEPTACLE_OBJECTS[kind] and kind != but
+    ]
 
 
 def _placed(plan: FloorPlan, chore: Chore, rng: random.Random) -> tuple[tuple[str, int], ...]:
     """One to three of the wanted thing, none of them where the chore wants it, among one or two of others."""
-    placed = [(lamp, rng.choice([i for i, kind in enumerate(plan.receptacles) if kind in _LAMP_STANDS])) for lamp in plan.lamps]
+    placed = [
+        (lamp, rng.choice([i for i, kind in enumerate(plan.receptacles) if kind in _LAMP_STANDS]))
+        for lamp in plan.lamps
+    ]
     away = _homes(plan, chore.thing, chore.receptacle)
     count = rng.randint(2 if chore.kind == "pick_two_obj_and_place" else 1, 3)
     placed += [(chore.thing, rng.choice(away)) for _ in range(count)]

@@ -32,7 +32,9 @@ class AlfworldGame:
         data, path = game_of(task), official_path(task)
         try:
             said = self._engine.start(data)
-        except Exception as error:  # whatever the parsers of TextWorld and of the planner make of it
+        except (
+            Exception
+        ) as error:  # whatever the parsers of TextWorld and of the planner make of it
             if path is None:
                 raise
             raise ValueError(f"{path} is no game of ALFWorld's: {describe(error)}") from error

@@ -39,7 +39,12 @@ def data_folder() -> Path | None:
         return folder
     if folder != default:
         reason = f"holds no {_GAMES}, as alfworld-download makes it"
-        raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+        raise ConfigError(
+            VARIABLE,
+            str(folder),
+            reason,
+            "Run alfworld-download, or unset it to play generated games",
+        )
     return None
 
 
@@ -53,14 +58,21 @@ def playable_games(folder: Path, split: str) -> Iterator[str]:
             yield str(path.relative_to(folder))
     if none:
         reason = f"holds no game in {_GAMES}/{split} that can be played (game.tw-pddl, of alfworld-download)"
-        raise ConfigError(VARIABLE, str(folder), reason, "Run alfworld-download, or unset it to play generated games")
+        raise ConfigError(
+            VARIABLE,
+            str(folder),
+            reason,
+            "Run alfworld-download, or unset it to play generated games",
+        )
 
 
 @cache
 def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
     """The playable games of a split; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
     games = list(playable_games(folder, split))
-    return tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
+    return (
+        tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
+    )
 
 
 def official_chore(path: str) -> Chore | None:
@@ -85,7 +97,9 @@ def game_of(task: Task) -> GameData:
         return _read(path)
     if "lgen" in params:
         layout = int(params["lgen"])
-        _prove(small.house(layout, None))  # what else lies about is in nobody's way: no receptacle is ever full
+        _prove(
+            small.house(layout, None)
+        )  # what else lies about is in nobody's way: no receptacle is ever full
         return game_data(small.house(layout, int(params["core"])))
     house = floorplans.house(str(params["use"]), int(params["number"]))
     _prove(house)
@@ -107,9 +121,15 @@ def _read(path: Path) -> GameData:
     """Raises `ValueError` for a file that is none of ALFWorld's games."""
     try:
         data = json.loads(path.read_text("utf-8"))
-        missing = [name for name in ("pddl_domain", "pddl_problem", "grammar") if not isinstance(data[name], str)]
+        missing = [
+            name
+            for name in ("pddl_domain", "pddl_problem", "grammar")
+            if not isinstance(data[name], str)
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no game of ALFWorld's: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} is no game of ALFWorld's: {type(error).__name__}: {error}"
+        ) from error
     if missing:
         raise ValueError(f"{path} is no game of ALFWorld's: {missing[0]} is no text")
     return data
@@ -145,4 +165,9 @@ def _write(path: Path, text: str) -> None:
         os.replace(draft, path)
     except OSError as error:
         reason = f"{path.parent} cannot be written ({error.strerror})"
-        raise ConfigError("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME"), reason, "Set it to a folder that can") from error
+        raise ConfigError(
+            "XDG_CACHE_HOME",
+            os.environ.get("XDG_CACHE_HOME"),
+            reason,
+            "Set it to a folder that can",
+        ) from error

@@ -54,16 +54,27 @@ _PHRASES = {
 _READINGS = (
     ("look_at_obj_in_light", r"(?:look at|examine) (?:the )?(\w+) (?:under|with|in) the (\w+)"),
     ("pick_two_obj_and_place", r"(?:put|find) two (\w+) (?:and put them )?(?:in|on) (\w+)"),
-    ("pick_clean_then_place_in_recep", r"put a clean (\w+) in (\w+)|clean some (\w+) and put it in (\w+)"),
-    ("pick_heat_then_place_in_recep", r"put a hot (\w+) in (\w+)|heat some (\w+) and put it in (\w+)"),
-    ("pick_cool_then_place_in_recep", r"put a cool (\w+) in (\w+)|cool some (\w+) and put it in (\w+)"),
+    (
+        "pick_clean_then_place_in_recep",
+        r"put a clean (\w+) in (\w+)|clean some (\w+) and put it in (\w+)",
+    ),
+    (
+        "pick_heat_then_place_in_recep",
+        r"put a hot (\w+) in (\w+)|heat some (\w+) and put it in (\w+)",
+    ),
+    (
+        "pick_cool_then_place_in_recep",
+        r"put a cool (\w+) in (\w+)|cool some (\w+) and put it in (\w+)",
+    ),
     ("pick_and_place_simple", r"put (?:a|some) (\w+) (?:in|on) (\w+)"),
 )
 
 
 def phrase(chore: Chore) -> str:
     """The chore as ALFWorld words it, in the first of its templates."""
-    return _PHRASES[chore.kind].format(thing=chore.thing.lower(), receptacle=chore.receptacle.lower())
+    return _PHRASES[chore.kind].format(
+        thing=chore.thing.lower(), receptacle=chore.receptacle.lower()
+    )
 
 
 def read_chore(text: str) -> Chore:

@@ -32,7 +32,11 @@ FROM_HERE = "go to {place}."
 """What an agent that asks on its way is told. No kind of lesson: an episode teaches nothing that begins in the middle of it."""
 
 _PATTERNS = {
-    kind: re.compile(re.escape(text).replace(r"\{thing\}", r"(?P<thing>[a-z]+)").replace(r"\{place\}", r"(?P<place>[a-z]+ \d)"))
+    kind: re.compile(
+        re.escape(text)
+        .replace(r"\{thing\}", r"(?P<thing>[a-z]+)")
+        .replace(r"\{place\}", r"(?P<place>[a-z]+ \d)")
+    )
     for kind, text in LESSONS.items()
     if kind != "aside"
 }
@@ -53,7 +57,9 @@ def read(text: str, chore: Chore) -> tuple[str, str]:
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(text):
             named = match.groupdict()
-            return "aside" if kind == "where" and named["thing"] != chore.thing else kind, named.get("place", "")
+            return "aside" if kind == "where" and named[
+                "thing"
+            ] != chore.thing else kind, named.get("place", "")
     return "other", ""
 
 
@@ -96,7 +102,9 @@ def sights(segments: Sequence[Segment]) -> dict[str, str]:
 def other_sight(segments: Sequence[Segment]) -> tuple[str, str] | None:
     """The first thing that was seen beside the one that the chore is about, and where; None when there was none."""
     wanted = chore_of(segments).thing
-    return next(((thing, place) for thing, place in sights(segments).items() if thing != wanted), None)
+    return next(
+        ((thing, place) for thing, place in sights(segments).items() if thing != wanted), None
+    )
 
 
 def visits(segments: Sequence[Segment]) -> list[str]:
@@ -107,7 +115,11 @@ def visits(segments: Sequence[Segment]) -> list[str]:
 def _shown(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:
     """What was seen to lie where: (receptacle, types of things), in order."""
     found = (_SHOWN.fullmatch(segment.text) for segment in segments if segment.origin == "env")
-    return [(match[1], [name.rpartition(" ")[0] for name in match[2].split(", ") if name != "nothing"]) for match in found if match]
+    return [
+        (match[1], [name.rpartition(" ")[0] for name in match[2].split(", ") if name != "nothing"])
+        for match in found
+        if match
+    ]
 
 
 # ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +133,11 @@ class HouseAdvisor:
 
     def wrong(self, task: Task, rng: random.Random) -> str:
         right = true_places(task)
-        return lesson("where", read_chore(task.goal).thing, rng.choice([place for place in places(task) if place not in right]))
+        return lesson(
+            "where",
+            read_chore(task.goal).thing,
+            rng.choice([place for place in places(task) if place not in right]),
+        )
 
     def judge(self, task: Task, text: str) -> Verdict:
         kind, place = read(text, read_chore(task.goal))

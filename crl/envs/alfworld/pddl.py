@@ -19,7 +19,12 @@ GameData = Mapping[str, object]
 _NAMED_BY_DOMAIN = ("SinkBasin", "Microwave", "Fridge"), ("Knife", "ButterKnife")
 """Types of receptacles and of things that the domain's actions name; every problem must declare them."""
 
-_PROPERTIES = {"Heatable": "heatable", "Coolable": "coolable", "Cleanable": "cleanable", "Toggleable": "toggleable"}
+_PROPERTIES = {
+    "Heatable": "heatable",
+    "Coolable": "coolable",
+    "Cleanable": "cleanable",
+    "Toggleable": "toggleable",
+}
 
 
 def game_data(house: House) -> GameData:
@@ -36,7 +41,9 @@ def game_data(house: House) -> GameData:
 def problem(house: House) -> str:
     receptacles = _ids(house.receptacles)
     things = _ids([kind for kind, _ in house.things])
-    places = [f"loc_bar_{i}" for i in range(len(receptacles) + 1)]  # the agent starts at one of its own
+    places = [
+        f"loc_bar_{i}" for i in range(len(receptacles) + 1)
+    ]  # the agent starts at one of its own
     thing_types = sorted({kind for kind, _ in house.things} | set(_NAMED_BY_DOMAIN[1]))
     receptacle_types = sorted({*house.receptacles, *_NAMED_BY_DOMAIN[0]})
     objects = [
@@ -51,12 +58,20 @@ def problem(house: House) -> str:
     for name, kind, place in zip(receptacles, house.receptacles, places, strict=False):
         facts += [f"(receptacleType {name} {kind}Type)", f"(receptacleAtLocation {name} {place})"]
         facts += [f"(openable {name})"] if kind in OPENABLE_CLASS_SET else []
-        facts += [f"(canContain {kind}Type {other}Type)" for other in thing_types if other in VAL_RECEPTACLE_OBJECTS[kind]]
+        facts += [
+            f"(canContain {kind}Type {other}Type)"
+            for other in thing_types
+            if other in VAL_RECEPTACLE_OBJECTS[kind]
+        ]
     for name, (kind, home) in zip(things, house.things, strict=True):
         facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {receptacles[home]})"]
         facts += [f"(objectAtLocation {name} {places[home]})"]
         facts += [] if kind in LAMPS else [f"(pickupable {name})"]
-        facts += [f"({word} {name})" for group, word in _PROPERTIES.items() if kind in VAL_ACTION_OBJECTS[group]]
+        facts += [
+            f"({word} {name})"
+            for group, word in _PROPERTIES.items()
+            if kind in VAL_ACTION_OBJECTS[group]
+        ]
     unique = "\n".join(dict.fromkeys(facts))
     listed = "\n".join(objects)
     return f"(define (problem house)\n(:domain alfred)\n(:objects\n{listed}\n)\n(:init\n{unique}\n)\n{_goal(house.chore)}"

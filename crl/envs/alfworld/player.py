@@ -8,7 +8,11 @@ import re
 from crl.envs.alfworld.house import APPLIANCES, read_chore
 from crl.envs.alfworld.text import COMMANDS, compact
 
-_DONE = {"pick_clean_then_place_in_recep": "clean", "pick_heat_then_place_in_recep": "heat", "pick_cool_then_place_in_recep": "cool"}
+_DONE = {
+    "pick_clean_then_place_in_recep": "clean",
+    "pick_heat_then_place_in_recep": "heat",
+    "pick_cool_then_place_in_recep": "cool",
+}
 
 _SHUT = ("cabinet", "drawer", "fridge", "microwave", "safe")
 """Receptacles that take two commands to look into."""

@@ -35,10 +35,33 @@ HOLDS = {
 """What lies in which receptacle: a part of ALFRED's table."""
 
 _ROOMS = {
-    "kitchen": ("Cabinet", "Cabinet", "CounterTop", "DiningTable", "Drawer", "Fridge", "GarbageCan", "Microwave", "SinkBasin"),
-    "bedroom": ("Bed", "Desk", "Drawer", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "Shelf", "SideTable"),
+    "kitchen": (
+        "Cabinet",
+        "Cabinet",
+        "CounterTop",
+        "DiningTable",
+        "Drawer",
+        "Fridge",
+        "GarbageCan",
+        "Microwave",
+        "SinkBasin",
+    ),
+    "bedroom": (
+        "Bed",
+        "Desk",
+        "Drawer",
+        "Drawer",
+        "Dresser",
+        "GarbageCan",
+        "Safe",
+        "Shelf",
+        "Shelf",
+        "SideTable",
+    ),
 }
-_WHERE = {kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS} | {"look_at_obj_in_light": ("bedroom",)}
+_WHERE = {
+    kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS
+} | {"look_at_obj_in_light": ("bedroom",)}
 ABLE = {
     "pick_clean_then_place_in_recep": "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
     "pick_heat_then_place_in_recep": "Apple Bread Cup Egg Mug Plate Potato Tomato",
@@ -57,7 +80,10 @@ def house(layout: int, dynamics: int | None) -> House:
         return House(chore, receptacles, tuple(needed))
     about = generator(layout, "alfworld_small/about", dynamics)
     kinds = sorted({thing for kind in receptacles for thing in _holds(kind)} - {chore.thing})
-    others = [(thing, about.choice(_homes(receptacles, thing))) for thing in about.sample(kinds, min(_OTHERS, len(kinds)))]
+    others = [
+        (thing, about.choice(_homes(receptacles, thing)))
+        for thing in about.sample(kinds, min(_OTHERS, len(kinds)))
+    ]
     return House(chore, receptacles, (*needed, *others))
 
 

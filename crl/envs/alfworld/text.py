@@ -15,7 +15,10 @@ from crl.envs.actions import parse_choice
 
 COMMANDS = "\nCommands: "
 """What comes before the admissible commands in a full text."""
-INVALID = {"full": "Nothing happens: that is no command that can be given here.", "compact": "nothing happens."}
+INVALID = {
+    "full": "Nothing happens: that is no command that can be given here.",
+    "compact": "nothing happens.",
+}
 WON = {"full": "You have done it.", "compact": "done."}
 
 _ARTICLE = re.compile(r"\b(?:a|an) (?=\w)")
@@ -70,7 +73,11 @@ def _aliases(admissible: tuple[str, ...]) -> dict[str, str]:
         if match := re.fullmatch(r"(?:move|put) (.+) (?:to|in/on) (.+)", command):
             thing, place = match.groups()
             aliases |= {f"move {thing} to {place}": command}
-            aliases |= {f"{verb} {thing} {where} {place}": command for verb in ("put", "place") for where in _INTO}
+            aliases |= {
+                f"{verb} {thing} {where} {place}": command
+                for verb in ("put", "place")
+                for where in _INTO
+            }
         elif match := re.fullmatch(r"take (.+) from (.+)", command):
             thing, place = match.groups()
             aliases |= {f"{verb} {thing} from {place}": command for verb in ("pick up", "get")}

@@ -14,7 +14,9 @@ from crl.envs.places import Places
 
 NAME = "keyroom"
 ACTIONS = (*COMPASS, "pickup", "apply")
-PLACES = Places(NAME, "Key room: the {place}. Take the key, unlock the door, reach the stairs down (>).")
+PLACES = Places(
+    NAME, "Key room: the {place}. Take the key, unlock the door, reach the stairs down (>)."
+)
 
 
 def make_game(rendering: Rendering) -> Game:

@@ -38,7 +38,13 @@ class KeyRoomGame(LevelGame):
     """The key room, (0, 0) the corner of its outer wall. `apply` is MiniHack's: the key to the door next to the player, until it opens."""
 
     def __init__(self, rendering: Rendering) -> None:
-        level = Level(_KeyRoom, WINDOW, actions=_KEYBOARD, allow_all_yn_questions=True, observation_keys=(*OBSERVATIONS, *INVENTORY))
+        level = Level(
+            _KeyRoom,
+            WINDOW,
+            actions=_KEYBOARD,
+            allow_all_yn_questions=True,
+            observation_keys=(*OBSERVATIONS, *INVENTORY),
+        )
         super().__init__(level, ACTIONS, rendering, text.full if rendering == "full" else compact)
 
     def _play(self, choice: str) -> Turn:
@@ -48,7 +54,9 @@ class KeyRoomGame(LevelGame):
         if key is None:
             return Turn(replace(self.view, message="You have no key."), success=False)
         if door is None:
-            return Turn(replace(self.view, message="There is no closed door next to you."), success=False)
+            return Turn(
+                replace(self.view, message="There is no closed door next to you."), success=False
+            )
         for pressed in (_COMMANDS["apply"], ord(key), _COMMANDS[door]):
             self.level.step(pressed)
         turn = self.level.step(ord("y"))
@@ -79,7 +87,9 @@ def _door_beside(view: View) -> str | None:
     """The direction of a closed door next to the player."""
     x, y = view.position
     cells = {name: text.cell_at(view, (x + dx, y + dy)) for name, (dx, dy) in COMPASS.items()}
-    return next((name for name, cell in cells.items() if cell and cell.name == text.CLOSED_DOOR), None)
+    return next(
+        (name for name, cell in cells.items() if cell and cell.name == text.CLOSED_DOOR), None
+    )
 
 
 _peek_lock = threading.Lock()
@@ -91,7 +101,10 @@ def true_places(lgen: int) -> tuple[At, At]:
 
     Raises `LookupError` when they are not found.
     """
-    player, task = KeyRoomPlayer(random.Random(0)), Task("keyroom", 0, "train", "", {"lgen": lgen, "core": 0})
+    player, task = (
+        KeyRoomPlayer(random.Random(0)),
+        Task("keyroom", 0, "train", "", {"lgen": lgen, "core": 0}),
+    )
     with _peek_lock:
         play(_peek_game(), task, player, turns=60)
     if player.key is None or player.door is None:

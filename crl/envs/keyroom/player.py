@@ -7,11 +7,24 @@ import re
 from collections.abc import Iterable
 
 from crl.envs.actions import COMPASS
-from crl.envs.minihack.player import At, around, beside, read_at, read_map, read_open, read_things, walk
+from crl.envs.minihack.player import (
+    At,
+    around,
+    beside,
+    read_at,
+    read_map,
+    read_open,
+    read_things,
+    walk,
+)
 
 _INTERIOR = frozenset((x, y) for x in range(1, 6) for y in range(1, 6))
 _HELD = re.compile(r"^(Inventory: .*\bkey named|key held)", re.MULTILINE)
-_NAMES = {"staircase down": "stairs", "closed door": "door", "key named The Master Key of Thievery": "key"}
+_NAMES = {
+    "staircase down": "stairs",
+    "closed door": "door",
+    "key named The Master Key of Thievery": "key",
+}
 
 
 class KeyRoomPlayer:
@@ -33,7 +46,11 @@ class KeyRoomPlayer:
         names, here = read_map(observation), read_at(observation)
         if names is not None:
             self._here = next(at for at, name in names.items() if name == "you")
-            self._floor |= {at for at, name in names.items() if name not in ("wall", "closed door", "wall or open door", "not seen yet")}
+            self._floor |= {
+                at
+                for at, name in names.items()
+                if name not in ("wall", "closed door", "wall or open door", "not seen yet")
+            }
             things = {_NAMES[name]: at for at, name in names.items() if name in _NAMES}
         elif here is not None:
             self._here = here
@@ -51,9 +68,17 @@ class KeyRoomPlayer:
     def act(self) -> str:
         if not self._holding and self._here == self.key:
             return "pickup"
-        if self._holding and self.door and not self._open and self._here in self._thresholds(self.door):
+        if (
+            self._holding
+            and self.door
+            and not self._open
+            and self._here in self._thresholds(self.door)
+        ):
             return "apply"
-        return next((path[0] for wanted in self._wishes() if (path := self._way_to(wanted))), self._rng.choice(list(COMPASS)))
+        return next(
+            (path[0] for wanted in self._wishes() if (path := self._way_to(wanted))),
+            self._rng.choice(list(COMPASS)),
+        )
 
     def _wishes(self) -> Iterable[set[At]]:
         """The cells to go to, the most wanted first."""
@@ -65,7 +90,11 @@ class KeyRoomPlayer:
             yield {self.door}
         if self.door and self._holding:
             yield self._thresholds(self.door)
-        yield {at for at in self._floor if any(to in _INTERIOR and to not in self._inspected for to in around(at))}
+        yield {
+            at
+            for at in self._floor
+            if any(to in _INTERIOR and to not in self._inspected for to in around(at))
+        }
         yield self._floor
 
     def _forget(self) -> None:

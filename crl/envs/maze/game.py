@@ -31,11 +31,17 @@ class MazeGame(LevelGame):
     """The maze, (0, 0) the top left cell of its corridors. size: SIZE or SMALL_SIZE cells."""
 
     def __init__(self, rendering: Rendering, size: int = SIZE) -> None:
-        super().__init__(_level(size), tuple(COMPASS), rendering, full if rendering == "full" else compact)
+        super().__init__(
+            _level(size), tuple(COMPASS), rendering, full if rendering == "full" else compact
+        )
         self._size = size
 
     def reset(self, task: Task) -> str:
-        lgen = _small_layout(int(task.params["lgen"])) if self._size == SMALL_SIZE else task.params["lgen"]
+        lgen = (
+            _small_layout(int(task.params["lgen"]))
+            if self._size == SMALL_SIZE
+            else task.params["lgen"]
+        )
         return super().reset(replace(task, params={**task.params, "lgen": lgen}))
 
 
@@ -50,12 +56,23 @@ def _level(size: int, *, mapped: bool = False) -> Level:
 @cache
 def _small_layout(lgen: int) -> int:
     """The first layout of those that belong to `lgen` whose stairs are not near, and found in time. Demonstrations show late ones too."""
-    layouts = (seed for seed in range(lgen, 1 << 62, 1 << 32) if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST)
-    return next(seed for seed in layouts if lgen in DEMONSTRATION_LAYOUTS or _found_in_time(*_peek(seed, SMALL_SIZE)))
+    layouts = (
+        seed
+        for seed in range(lgen, 1 << 62, 1 << 32)
+        if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST
+    )
+    return next(
+        seed
+        for seed in layouts
+        if lgen in DEMONSTRATION_LAYOUTS or _found_in_time(*_peek(seed, SMALL_SIZE))
+    )
 
 
 def _found_in_time(start: At, corridors: frozenset[At], stairs: At) -> bool:
-    return all(_found(start, corridors, stairs, MazePlayer(random.Random(i), SMALL_SIZE)) for i in range(TRIES))
+    return all(
+        _found(start, corridors, stairs, MazePlayer(random.Random(i), SMALL_SIZE))
+        for i in range(TRIES)
+    )
 
 
 def _found(here: At, corridors: frozenset[At], stairs: At, player: MazePlayer) -> bool:

@@ -6,7 +6,16 @@ import random
 from collections.abc import Set
 
 from crl.envs.actions import COMPASS
-from crl.envs.minihack.player import At, around, beside, read_at, read_map, read_open, read_things, walk
+from crl.envs.minihack.player import (
+    At,
+    around,
+    beside,
+    read_at,
+    read_map,
+    read_open,
+    read_things,
+    walk,
+)
 
 SIZE, SMALL_SIZE = 7, 5
 """Cells that a maze is wide and high."""
@@ -67,4 +76,7 @@ class MazePlayer:
         """Whether a corridor may go on from here. Cells of two odd coordinates are always stone."""
         near = (beside(at, name) for name in ("north", "east", "south", "west"))
         unseen = (to for to in near if to not in self._inspected and to not in self.corridors)
-        return any(0 <= x < self._size and 0 <= y < self._size and (x % 2 == 0 or y % 2 == 0) for x, y in unseen)
+        return any(
+            0 <= x < self._size and 0 <= y < self._size and (x % 2 == 0 or y % 2 == 0)
+            for x, y in unseen
+        )

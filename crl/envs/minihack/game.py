@@ -23,7 +23,13 @@ class LevelGame:
     After the last step they are as before it.
     """
 
-    def __init__(self, level: Level, actions: Sequence[str], rendering: Rendering, render: Callable[[View], str]) -> None:
+    def __init__(
+        self,
+        level: Level,
+        actions: Sequence[str],
+        rendering: Rendering,
+        render: Callable[[View], str],
+    ) -> None:
         self.level = level
         self.moves = 0
         self._actions = tuple(actions)
@@ -46,7 +52,9 @@ class LevelGame:
             raise RuntimeError("this episode is over: reset first")
         choice = parse_choice(action, self._actions)
         if choice is None:
-            return StepResult(f"{refusal(self._rendering, self._actions)}\n{self._render(self.view)}", valid=False)
+            return StepResult(
+                f"{refusal(self._rendering, self._actions)}\n{self._render(self.view)}", valid=False
+            )
         turn = self._play(choice)
         self.moves += 1
         if turn.view is not None:
@@ -54,7 +62,9 @@ class LevelGame:
             return StepResult(self._render(turn.view))
         self._over = True
         last_words = text.WON if turn.success else text.DIED
-        return StepResult(last_words[self._rendering], reward=float(turn.success), done=True, success=turn.success)
+        return StepResult(
+            last_words[self._rendering], reward=float(turn.success), done=True, success=turn.success
+        )
 
     def close(self) -> None:
         self._over = True

@@ -82,17 +82,25 @@ class Level:
             spec = gymnasium.spec(creator)
             settings = {**spec.kwargs, **settings}
             assert spec.entry_point is not None
-            creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
+            creator = (
+                spec.entry_point
+                if callable(spec.entry_point)
+                else load_env_creator(spec.entry_point)
+            )
         self._env = creator(**{**_SETTINGS, **settings})
         if (Path(self._env.nethack._vardir) / "nhdat").is_symlink():
             self.close()
-            raise OSError("MiniHack could not compile its level (it needs bash and a temporary folder that may execute)")
+            raise OSError(
+                "MiniHack could not compile its level (it needs bash and a temporary folder that may execute)"
+            )
         self._window = window
         self.actions: tuple[int, ...] = tuple(int(action) for action in self._env.actions)
 
     def reset(self, lgen: int, core: int) -> View:
         """Starts the episode with layout `lgen` and dynamics `core`: the same one whatever was played before."""
-        self._env.seed(core, core, False, lgen)  # before every reset; reset(seed=...) does not seed NetHack
+        self._env.seed(
+            core, core, False, lgen
+        )  # before every reset; reset(seed=...) does not seed NetHack
         observation, _ = self._env.reset()
         return self._view(observation)
 
@@ -113,13 +121,27 @@ class Level:
 
     def _view(self, observation: Mapping[str, np.ndarray]) -> View:
         window, stats = self._window, observation["blstats"]
-        rows, columns = slice(window.y, window.y + window.height), slice(window.x, window.x + window.width)
-        position = (int(stats[nethack.NLE_BL_X]) - window.x, int(stats[nethack.NLE_BL_Y]) - window.y)
+        rows, columns = (
+            slice(window.y, window.y + window.height),
+            slice(window.x, window.x + window.width),
+        )
+        position = (
+            int(stats[nethack.NLE_BL_X]) - window.x,
+            int(stats[nethack.NLE_BL_Y]) - window.y,
+        )
         glyphs = observation["glyphs"][rows, columns]
         chars = observation["chars"][rows, columns]
         descriptions = observation["screen_descriptions"][rows, columns]
         cells = tuple(
-            tuple(_cell(int(glyphs[y, x]), int(chars[y, x]), descriptions[y, x].tobytes(), (x, y) == position) for x in range(window.width))
+            tuple(
+                _cell(
+                    int(glyphs[y, x]),
+                    int(chars[y, x]),
+                    descriptions[y, x].tobytes(),
+                    (x, y) == position,
+                )
+                for x in range(window.width)
+            )
             for y in range(window.height)
         )
         message = _text(observation["message"].tobytes())
@@ -131,7 +153,11 @@ def _inventory(observation: Mapping[str, np.ndarray]) -> dict[str, str]:
     if INVENTORY[0] not in observation:
         return {}
     letters, descriptions = (observation[name] for name in INVENTORY)
-    return {chr(letter): _text(words.tobytes()) for letter, words in zip(letters, descriptions, strict=True) if letter}
+    return {
+        chr(letter): _text(words.tobytes())
+        for letter, words in zip(letters, descriptions, strict=True)
+        if letter
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -26,7 +26,11 @@ def read_map(observation: str) -> dict[At, str] | None:
     if match is None:
         return None
     symbols = {entry[0]: entry[2:] for entry in match[2].splitlines()[0].split("; ")}
-    return {(x, y): symbols[symbol] for y, row in enumerate(match[1].splitlines()) for x, symbol in enumerate(row)}
+    return {
+        (x, y): symbols[symbol]
+        for y, row in enumerate(match[1].splitlines())
+        for x, symbol in enumerate(row)
+    }
 
 
 def read_at(observation: str) -> At | None:
@@ -63,7 +67,9 @@ def around(at: At) -> Iterator[At]:
     return (beside(at, name) for name in COMPASS)
 
 
-def walk(here: At, wanted: Callable[[At], bool], passable: Callable[[At, At], bool], rng: random.Random) -> list[str] | None:
+def walk(
+    here: At, wanted: Callable[[At], bool], passable: Callable[[At, At], bool], rng: random.Random
+) -> list[str] | None:
     """The directions of a shortest walk of one step or more to a wanted cell, ties at random; None when there is no way.
 
     passable(from, to): whether a step may be taken.

@@ -18,11 +18,22 @@ def full(view: View, unseen: str = "not seen yet") -> str:
     nothing), the hit points, and the inventory where the level has one."""
     rows = grid(view)
     legend = "; ".join(
-        f"{symbol} {' or '.join(names)}" for symbol, names in (_legend(view) | {UNSEEN: [unseen]}).items() if symbol in "".join(rows)
+        f"{symbol} {' or '.join(names)}"
+        for symbol, names in (_legend(view) | {UNSEEN: [unseen]}).items()
+        if symbol in "".join(rows)
     )
     message = [view.message] if view.message else []
     inventory = [f"Inventory: {'; '.join(view.inventory.values())}"] if view.inventory else []
-    return "\n".join([*message, "Map:", *rows, f"Legend: {legend}", f"HP {view.hit_points}/{view.max_hit_points}", *inventory])
+    return "\n".join(
+        [
+            *message,
+            "Map:",
+            *rows,
+            f"Legend: {legend}",
+            f"HP {view.hit_points}/{view.max_hit_points}",
+            *inventory,
+        ]
+    )
 
 
 def grid(view: View) -> tuple[str, ...]:
@@ -53,7 +64,16 @@ def compact(view: View, things: Mapping[str, str]) -> str:
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}", f"open {' '.join(open_ways(view)) or 'nowhere'}"]
-    return "\n".join([*lines, *(f"{things[cell.name]} {way(here, at)}" for at, cell in cells(view) if cell.name in things)])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"{things[cell.name]} {way(here, at)}"
+                for at, cell in cells(view)
+                if cell.name in things
+            ),
+        ]
+    )
 
 
 def open_ways(view: View) -> list[str]:
@@ -61,7 +81,12 @@ def open_ways(view: View) -> list[str]:
     here, ways = view.position, []
     for name, (dx, dy) in COMPASS.items():
         cell = cell_at(view, (here[0] + dx, here[1] + dy))
-        if cell is not None and cell.kind != "unseen" and cell.name not in _BLOCKED and not (dx and dy and cell.name == OPEN_DOOR):
+        if (
+            cell is not None
+            and cell.kind != "unseen"
+            and cell.name not in _BLOCKED
+            and not (dx and dy and cell.name == OPEN_DOOR)
+        ):
             ways.append(name)
     return ways
 

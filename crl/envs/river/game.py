@@ -22,7 +22,12 @@ class RiverGame(LevelGame):
     """Both banks and the river between them, (0, 0) the top left cell. bank: BANK or SMALL_BANK."""
 
     def __init__(self, rendering: Rendering, bank: int = BANK) -> None:
-        super().__init__(_level(bank), tuple(COMPASS), rendering, text.full if rendering == "full" else partial(compact, bank=bank))
+        super().__init__(
+            _level(bank),
+            tuple(COMPASS),
+            rendering,
+            text.full if rendering == "full" else partial(compact, bank=bank),
+        )
 
 
 def _level(bank: int) -> Level:
@@ -52,10 +57,19 @@ def compact(view: View, bank: int = BANK) -> str:
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]
     river = (bank, bank + 1)
-    lines += [f"ford {text.way(here, at)}" for at, cell in text.cells(view) if at[0] in river and cell.name == "floor"]
-    boulders = sorted((at for at, cell in text.cells(view) if cell.name == "boulder"), key=lambda at: _steps(here, at))
+    lines += [
+        f"ford {text.way(here, at)}"
+        for at, cell in text.cells(view)
+        if at[0] in river and cell.name == "floor"
+    ]
+    boulders = sorted(
+        (at for at, cell in text.cells(view) if cell.name == "boulder"),
+        key=lambda at: _steps(here, at),
+    )
     lines += [f"boulder {text.way(here, at)}" for at in boulders[:BOULDERS]]
-    lines += [f"stairs {text.way(here, at)}" for at, cell in text.cells(view) if cell.name == text.STAIRS]
+    lines += [
+        f"stairs {text.way(here, at)}" for at, cell in text.cells(view) if cell.name == text.STAIRS
+    ]
     return "\n".join(lines)
 
 

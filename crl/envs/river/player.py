@@ -60,7 +60,10 @@ class RiverPlayer:
     def _see(self, names: dict[At, str]) -> None:
         self._here = next(at for at, name in names.items() if name == "you")
         self._boulders = {at for at, name in names.items() if name == "boulder"}
-        self._ford = next((at for at, name in names.items() if at[0] == self._water and name in ("floor", "you")), None)
+        self._ford = next(
+            (at for at, name in names.items() if at[0] == self._water and name in ("floor", "you")),
+            None,
+        )
 
     def _hear(self, here: At, words: str) -> None:
         """A compact text tells of the nearest boulders alone."""
@@ -78,7 +81,12 @@ class RiverPlayer:
             for name in ("east", "northeast", "southeast"):
                 dx, dy = COMPASS[name]
                 lane = [(x + i * dx, y + i * dy) for i in range(1, self._water - x + 1)]
-                if not lane or ((x, y), name) in self._stuck or self._boulders & set(lane) or not 0 <= lane[-1][1] < _HEIGHT:
+                if (
+                    not lane
+                    or ((x, y), name) in self._stuck
+                    or self._boulders & set(lane)
+                    or not 0 <= lane[-1][1] < _HEIGHT
+                ):
                     continue
                 behind = (x - dx, y - dy)
                 path = [] if self._here == behind else self._walk({behind})
@@ -93,7 +101,9 @@ class RiverPlayer:
         return [*path, name]
 
     def _walk(self, wanted: set[At]) -> list[str] | None:
-        return walk(self._here, lambda at: at in wanted, lambda _, to: self._passable(to), self._rng)
+        return walk(
+            self._here, lambda at: at in wanted, lambda _, to: self._passable(to), self._rng
+        )
 
     def _passable(self, to: At) -> bool:
         x, y = to

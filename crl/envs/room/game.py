@@ -23,7 +23,9 @@ class RoomGame(LevelGame):
     """The room, (0, 0) its top left cell."""
 
     def __init__(self, rendering: Rendering) -> None:
-        super().__init__(Level(LEVEL, WINDOW), ACTIONS, rendering, full if rendering == "full" else compact)
+        super().__init__(
+            Level(LEVEL, WINDOW), ACTIONS, rendering, full if rendering == "full" else compact
+        )
 
 
 _peek_lock = threading.Lock()

@@ -35,7 +35,10 @@ LESSONS = {
 FROM_HERE = "from here go {direction}."
 """What an agent that asks on its way is told. No kind of lesson: an episode teaches nothing that begins in the middle of it."""
 
-_PATTERNS = {kind: re.compile(re.escape(text).replace(r"\{direction\}", "([a-z]+)")) for kind, text in LESSONS.items()}
+_PATTERNS = {
+    kind: re.compile(re.escape(text).replace(r"\{direction\}", "([a-z]+)"))
+    for kind, text in LESSONS.items()
+}
 _CLOCKWISE = ("east", "southeast", "south", "southwest", "west", "northwest", "north", "northeast")
 
 
@@ -60,7 +63,9 @@ def read(text: str) -> tuple[str, str | None]:
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(text):
             direction = match[1] if match.groups() else None
-            return (kind, direction) if direction is None or direction in COMPASS else ("other", None)
+            return (
+                (kind, direction) if direction is None or direction in COMPASS else ("other", None)
+            )
     return "other", None
 
 
@@ -84,7 +89,13 @@ def stairs_direction(segments: Sequence[Segment]) -> str | None:
     start = next(places(segments), None)
     if start is None:
         return None
-    cells = possible_stairs([(segment.origin == "policy", segment.text) for segment in segments if segment.origin in ("policy", "env")])
+    cells = possible_stairs(
+        [
+            (segment.origin == "policy", segment.text)
+            for segment in segments
+            if segment.origin in ("policy", "env")
+        ]
+    )
     if not cells:
         return None
     return bearing(start, min(cells, key=lambda at: (math.dist(at, start), at)))

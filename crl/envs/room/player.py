@@ -41,7 +41,9 @@ class RoomPlayer:
     def act(self) -> str:
         for wanted in (self.stairs, _CELLS - self._seen, _CELLS - self._visited):
             if wanted:
-                step = self._first_step(wanted, avoid=self._traps) or self._first_step(wanted, avoid=set())
+                step = self._first_step(wanted, avoid=self._traps) or self._first_step(
+                    wanted, avoid=set()
+                )
                 if step:
                     return step
         return self._rng.choice(list(COMPASS))
@@ -68,13 +70,22 @@ class RoomPlayer:
         stairs = _STAIRS.search(words)
         if stairs:
             dx, dy = COMPASS[stairs[1]]
-            possible = {at for at in self._seen if (_sign(at[0] - here[0]), _sign(at[1] - here[1])) == (dx, dy)}
+            possible = {
+                at
+                for at in self._seen
+                if (_sign(at[0] - here[0]), _sign(at[1] - here[1])) == (dx, dy)
+            }
             # stairs that show for the first time are not where there were none before
             self.stairs = (self.stairs & possible) or (fresh & possible) or possible
 
     def _first_step(self, wanted: set[At] | frozenset[At], avoid: set[At]) -> str | None:
         """The first step of a shortest walk to the nearest of `wanted`, ties at random; None when there is no way."""
-        path = walk(self.here, lambda at: at in wanted, lambda _, to: to in _CELLS and (to not in avoid or to in wanted), self._rng)
+        path = walk(
+            self.here,
+            lambda at: at in wanted,
+            lambda _, to: to in _CELLS and (to not in avoid or to in wanted),
+            self._rng,
+        )
         return path[0] if path else None
 
 

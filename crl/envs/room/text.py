@@ -15,7 +15,11 @@ def compact(view: View) -> str:
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]
     stairs = next((at for at, cell in cells(view) if cell.name == STAIRS), None)
-    lines.append(f"stairs {direction(here, stairs)}" if stairs else f"dark {' '.join(_dark(view)) or 'nowhere'}")
+    lines.append(
+        f"stairs {direction(here, stairs)}"
+        if stairs
+        else f"dark {' '.join(_dark(view)) or 'nowhere'}"
+    )
     for name, (dx, dy) in COMPASS.items():
         cell = cell_at(view, (here[0] + dx, here[1] + dy))
         if cell is not None and cell.kind == "trap":

@@ -10,7 +10,15 @@ from crl.envs.sokoban.puzzle import SIZE, STEPS, At, Position, Puzzle, move, puz
 from crl.types import StepResult, Task
 
 ACTIONS = tuple(STEPS)
-LEGEND = {"@": "you", "A": "box", "C": "target", "*": "box on a target", "+": "you on a target", ".": "floor", "W": "wall"}
+LEGEND = {
+    "@": "you",
+    "A": "box",
+    "C": "target",
+    "*": "box on a target",
+    "+": "you on a target",
+    ".": "floor",
+    "W": "wall",
+}
 
 
 class SokobanGame:
@@ -51,10 +59,15 @@ class SokobanGame:
 
     def _render(self) -> str:
         if self._rendering == "compact":  # its outer wall is always there
-            return "\n".join(" ".join(self._symbol((x, y)) for x in range(1, SIZE - 1)) for y in range(1, SIZE - 1))
+            return "\n".join(
+                " ".join(self._symbol((x, y)) for x in range(1, SIZE - 1))
+                for y in range(1, SIZE - 1)
+            )
         rows = ["".join(self._symbol((x, y)) for x in range(SIZE)) for y in range(SIZE)]
         present = "".join(rows)
-        legend = "; ".join(f"{symbol} {name}" for symbol, name in LEGEND.items() if symbol in present)
+        legend = "; ".join(
+            f"{symbol} {name}" for symbol, name in LEGEND.items() if symbol in present
+        )
         return "\n".join(["Map:", *rows, f"Legend: {legend}"])
 
     def _symbol(self, at: At) -> str:

@@ -27,7 +27,9 @@ class SokobanPlayer:
         def moves(position: Position) -> Iterator[tuple[str, Position]]:
             return ((name, move(room, position, name)) for name in STEPS)
 
-        self._plan = shortest_path(start, lambda position: position.boxes == room.targets, moves) or []
+        self._plan = (
+            shortest_path(start, lambda position: position.boxes == room.targets, moves) or []
+        )
 
     def observe(self, observation: str) -> None:
         """Nothing that it does not foresee happens."""
@@ -39,9 +41,17 @@ class SokobanPlayer:
 def read_puzzle(observation: str) -> tuple[Room, Position]:
     """What a text in either rendering shows. Raises `ValueError` for one that shows no puzzle."""
     if match := _FULL.search(observation):
-        symbols = {(x, y): symbol for y, row in enumerate(match[1].splitlines()) for x, symbol in enumerate(row)}
+        symbols = {
+            (x, y): symbol
+            for y, row in enumerate(match[1].splitlines())
+            for x, symbol in enumerate(row)
+        }
     elif match := _COMPACT.search(observation):
-        symbols = {(x, y): symbol for y, row in enumerate(match[0].splitlines(), 1) for x, symbol in enumerate(row.split(), 1)}
+        symbols = {
+            (x, y): symbol
+            for y, row in enumerate(match[0].splitlines(), 1)
+            for x, symbol in enumerate(row.split(), 1)
+        }
     else:
         raise ValueError(f"no puzzle in {observation!r}")
 

@@ -72,7 +72,10 @@ def puzzle(seed: int) -> Puzzle:
     while True:
         room = _room(rng)
         solvable = moves_to_solve(room)
-        wanted = sorted((p for p, moves in solvable.items() if moves in MOVES and not p.boxes & room.targets), key=_order)
+        wanted = sorted(
+            (p for p, moves in solvable.items() if moves in MOVES and not p.boxes & room.targets),
+            key=_order,
+        )
         if wanted:
             boxes = (chosen := rng.choice(wanted)).boxes
             moves = {at: solvable[Position(at, boxes)] for at in sorted(_region(room, chosen))}

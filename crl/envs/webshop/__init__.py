@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS, PlaceStream, fixed_tasks, known_tasks, revisited
+from crl.envs.places import (
+    NEW_LAYOUTS,
+    PROBE_LAYOUTS,
+    PlaceStream,
+    fixed_tasks,
+    known_tasks,
+    revisited,
+)
 from crl.envs.webshop.catalogue import DOWNLOAD, INSTRUCTIONS, ITEMS, VARIABLE
 from crl.envs.webshop.lessons import WebShopAdvisor, digest
 from crl.envs.webshop.player import WebShopPlayer
@@ -63,7 +70,9 @@ def data() -> Data:
     folder = os.environ.get(VARIABLE)
     if not folder:
         what = "a generated catalogue of 1,000 products"
-        return Data(what, official=False, hint=f"the official data is used when {VARIABLE} names its folder")
+        return Data(
+            what, official=False, hint=f"the official data is used when {VARIABLE} names its folder"
+        )
     for name in (ITEMS, INSTRUCTIONS):
         if not (Path(folder) / name).is_file():
             raise ConfigError(VARIABLE, folder, f"holds no {name}", DOWNLOAD)

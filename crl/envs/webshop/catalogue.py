@@ -17,7 +17,11 @@ from crl.seeds import generator
 VARIABLE = "WEBSHOP_DATA"
 """The environment variable that names the folder of the original data files."""
 
-ITEMS, INSTRUCTIONS, HUMAN = "items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json"
+ITEMS, INSTRUCTIONS, HUMAN = (
+    "items_shuffle_1000.json",
+    "items_ins_v2_1000.json",
+    "items_human_ins.json",
+)
 DOWNLOAD = "See the WebShop project (github.com/princeton-nlp/WebShop) for the files"
 
 T = TypeVar("T")
@@ -81,7 +85,9 @@ def _prices(tag: object) -> list[float]:
     """The one or two prices of a tag: "$25.00 to $1,035.00" → [25.0, 1035.0]."""
     if not isinstance(tag, str | None):
         raise ValueError("a price tag is a text")
-    return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [NO_PRICE]
+    return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [
+        NO_PRICE
+    ]
 
 
 class _Option(_Row):
@@ -101,7 +107,9 @@ class _Item(_Asin):
     product_category: str
     full_description: str | None
     small_description: Annotated[list[str] | str | None, _EmptyIsNone]
-    customization_options: Annotated[dict[str, Annotated[list[_Option] | None, _EmptyIsNone]] | None, _EmptyIsNone]
+    customization_options: Annotated[
+        dict[str, Annotated[list[_Option] | None, _EmptyIsNone]] | None, _EmptyIsNone
+    ]
     pricing: Annotated[list[float], BeforeValidator(_prices)] = [NO_PRICE]
 
 
@@ -116,7 +124,11 @@ class _Told(_Row):
 def read_files(folder: Path) -> DataFiles:
     """Raises `ConfigError` for a file that is missing, unreadable or of another form. The human instructions may be missing."""
     human = _read(folder / HUMAN, dict) if (folder / HUMAN).exists() else {}
-    return {"items": _read(folder / ITEMS, list), "instructions": _read(folder / INSTRUCTIONS, dict), "human": human}
+    return {
+        "items": _read(folder / ITEMS, list),
+        "instructions": _read(folder / INSTRUCTIONS, dict),
+        "human": human,
+    }
 
 
 def _read(path: Path, form: type) -> Any:
@@ -124,9 +136,13 @@ def _read(path: Path, form: type) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
         content = json.loads(readable(json.dumps(content, ensure_ascii=False)))
     except OSError as error:
-        raise ConfigError(VARIABLE, str(path.parent), f"{path.name} cannot be read ({error.strerror})", DOWNLOAD) from error
+        raise ConfigError(
+            VARIABLE, str(path.parent), f"{path.name} cannot be read ({error.strerror})", DOWNLOAD
+        ) from error
     except ValueError as error:
-        raise ConfigError(VARIABLE, str(path.parent), f"{path.name} is not JSON in UTF-8 ({error})", DOWNLOAD) from error
+        raise ConfigError(
+            VARIABLE, str(path.parent), f"{path.name} is not JSON in UTF-8 ({error})", DOWNLOAD
+        ) from error
     if not isinstance(content, form):
         reason = f"{path.name} should hold a {form.__name__}, not a {type(content).__name__}"
         raise ConfigError(VARIABLE, str(path.parent), reason, DOWNLOAD)
@@ -143,8 +159,12 @@ def products(files: DataFiles, source: str = "the generated catalogue") -> tuple
         where = f"item {number} of {ITEMS}"
         asin = _checked(_Asin, entry, where, source).asin
         if asin != "nan" and len(asin) <= 10 and asin not in sold:
-            told = _checked(_Told, files["instructions"].get(asin, {}), f"{asin} of {INSTRUCTIONS}", source)
-            human = _checked(list[HumanInstruction], files["human"].get(asin, []), f"{asin} of {HUMAN}", source)
+            told = _checked(
+                _Told, files["instructions"].get(asin, {}), f"{asin} of {INSTRUCTIONS}", source
+            )
+            human = _checked(
+                list[HumanInstruction], files["human"].get(asin, []), f"{asin} of {HUMAN}", source
+            )
             sold[asin] = _product(_checked(_Item, entry, where, source), told, human)
     return tuple(sold.values())
 
@@ -175,7 +195,9 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
         "Attributes": told.attributes or [],
         "options": _options(item.customization_options or {}),
         "pricing": item.pricing,
-        "price": generator(0, "webshop/price", item.asin).uniform(item.pricing[0], item.pricing[-1]),
+        "price": generator(0, "webshop/price", item.asin).uniform(
+            item.pricing[0], item.pricing[-1]
+        ),
         "instruction_text": told.instruction,
         "instruction_attributes": told.instruction_attributes or [],
         "instructions": human,
@@ -185,7 +207,11 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
 def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[str]]:
     """An empty value is none: nobody can click on it, though the original sends for it too."""
     values = {
-        name.lower(): [value for option in options or () if (value := option.value.strip().replace("/", " | ").lower())]
+        name.lower(): [
+            value
+            for option in options or ()
+            if (value := option.value.strip().replace("/", " | ").lower())
+        ]
         for name, options in offered.items()
     }
     return {name: own for name, own in values.items() if own}

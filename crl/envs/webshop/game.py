@@ -29,7 +29,9 @@ class WebShopGame:
     def reset(self, task: Task) -> str:
         """Starts the visit of the task's `lgen` and `core`. Raises `KeyError` when its params lack them."""
         self._goal = self._shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-        self._session = Session(self._shop.engine, self._renderer.name_links, self._renderer.per_page)
+        self._session = Session(
+            self._shop.engine, self._renderer.name_links, self._renderer.per_page
+        )
         self.moves = 0
         return self._renderer.page(self._session, self._goal)
 
@@ -40,7 +42,11 @@ class WebShopGame:
             raise RuntimeError("this episode is over: reset first")
         call = parse_call(action, {"search": None, "click": session.clickable})
         if call is None:
-            return StepResult(f"{self._renderer.invalid(session)}\n{self._renderer.page(session, goal)}", valid=False, score=0.0)
+            return StepResult(
+                f"{self._renderer.invalid(session)}\n{self._renderer.page(session, goal)}",
+                valid=False,
+                score=0.0,
+            )
         self.moves += 1
         name, argument = call
         if name == "search":
@@ -51,7 +57,13 @@ class WebShopGame:
             return StepResult(self._renderer.page(session, goal), score=0.0)
         score, _ = get_reward(session.bought, goal, session.bought["price"], session.chosen)
         success = score == 1.0
-        return StepResult(self._renderer.bought(score), reward=float(success), done=True, success=success, score=score)
+        return StepResult(
+            self._renderer.bought(score),
+            reward=float(success),
+            done=True,
+            success=success,
+            score=score,
+        )
 
     def close(self) -> None:
         """Nothing is held: the shop is the process's."""

@@ -41,14 +41,18 @@ def generate(seed: int = 0) -> DataFiles:
     return {"items": items, "instructions": instructions, "human": {}}
 
 
-def _family(kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: random.Random) -> Iterator[tuple[Item, Item]]:
+def _family(
+    kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: random.Random
+) -> Iterator[tuple[Item, Item]]:
     """Its items, the twin last, and what is told of each."""
     prices = [rng.randrange(8, 60) for _ in range(FAMILY)]
     options = {name: rng.sample(values, 3) for name, values in kind.options.items()}
     told = rng.sample(kind.told, FAMILY)
     twin = rng.randrange(FAMILY)
     if rng.random() < 0.5:
-        prices.append(prices[twin] + rng.randrange(50, 90))  # above every limit on the price of the other
+        prices.append(
+            prices[twin] + rng.randrange(50, 90)
+        )  # above every limit on the price of the other
         twin_options = options
     else:
         prices.append(prices[twin] - rng.randrange(1, 5))
@@ -56,12 +60,20 @@ def _family(kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: rando
     told.append(told[twin])
     for i, brand in enumerate(brands):
         attributes, wanted = [shown, told[i]], i < FAMILY
-        item = _item(kind, noun, brand, attributes, prices[i], options if wanted else twin_options, rng)
+        item = _item(
+            kind, noun, brand, attributes, prices[i], options if wanted else twin_options, rng
+        )
         yield item, _told(noun, attributes, wanted=wanted)
 
 
 def _item(
-    kind: Kind, noun: str, brand: str, attributes: Sequence[str], price: int, options: Mapping[str, Sequence[str]], rng: random.Random
+    kind: Kind,
+    noun: str,
+    brand: str,
+    attributes: Sequence[str],
+    price: int,
+    options: Mapping[str, Sequence[str]],
+    rng: random.Random,
 ) -> Item:
     name = f"{brand.title()} {attributes[0].title()} {noun.title()}, {rng.choice(TITLE_WORDS)}"
     top = price + rng.randrange(2, 8)
@@ -71,9 +83,13 @@ def _item(
         "category": kind.department.lower(),
         "product_category": f"{kind.department} › {noun.title()}",
         "full_description": rng.choice(DESCRIPTIONS).format(noun=noun, brand=brand.title()),
-        "small_description": [f"{point.capitalize()}: {rng.choice(PRAISE)}." for point in attributes],
+        "small_description": [
+            f"{point.capitalize()}: {rng.choice(PRAISE)}." for point in attributes
+        ],
         "pricing": f"${price}.00 to ${top}.00" if rng.random() < 0.2 else f"${price}.00",
-        "customization_options": {option: [{"value": value} for value in values] for option, values in options.items()},
+        "customization_options": {
+            option: [{"value": value} for value in values] for option, values in options.items()
+        },
     }
 
 
@@ -81,7 +97,11 @@ def _told(noun: str, attributes: Sequence[str], *, wanted: bool) -> Item:
     if not wanted:
         return {"attributes": attributes, "instruction": None, "instruction_attributes": []}
     instruction = ", ".join([f"find me {noun}", *attributes])
-    return {"attributes": attributes, "instruction": instruction, "instruction_attributes": attributes}
+    return {
+        "attributes": attributes,
+        "instruction": instruction,
+        "instruction_attributes": attributes,
+    }
 
 
 def _asin(number: int, rng: random.Random) -> str:

@@ -42,14 +42,25 @@ class Need:
 
 def needs(products: Sequence[Product]) -> list[Need]:
     """All needs. A synthetic goal weighs the mean over its attributes of 1 / (goals with that attribute), a person's goal 1 (WebShop)."""
-    synthetic = [(product, list(_combinations(product))) for product in products if _asked_for(product)]
-    counts = Counter(a for product, combinations in synthetic for a in product["instruction_attributes"] * len(combinations))
+    synthetic = [
+        (product, list(_combinations(product))) for product in products if _asked_for(product)
+    ]
+    counts = Counter(
+        a
+        for product, combinations in synthetic
+        for a in product["instruction_attributes"] * len(combinations)
+    )
     found = []
     for product, combinations in synthetic:
         text, attributes = product["instruction_text"] or "", product["instruction_attributes"]
         limit = _limit(product)
-        goals = tuple(_goal(product, _worded(text, options), attributes, options, limit) for options in combinations)
-        found.append(Need(text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes)))
+        goals = tuple(
+            _goal(product, _worded(text, options), attributes, options, limit)
+            for options in combinations
+        )
+        found.append(
+            Need(text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes))
+        )
     return found + [need for product in products for need in _human(product)]
 
 
@@ -59,34 +70,59 @@ def _asked_for(product: Product) -> bool:
 
 def _combinations(product: Product) -> Iterator[dict[str, str]]:
     names = sorted(product["options"])
-    return (dict(zip(names, values, strict=True)) for values in itertools.product(*(product["options"][name] for name in names)))
+    return (
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(product["options"][name] for name in names))
+    )
 
 
 def _worded(text: str, options: dict[str, str]) -> str:
-    return f"{text} with {', and '.join(f'{name}: {value}' for name, value in options.items())}" if options else text
+    return (
+        f"{text} with {', and '.join(f'{name}: {value}' for name, value in options.items())}"
+        if options
+        else text
+    )
 
 
 def _human(product: Product) -> Iterator[Need]:
     for number, told in enumerate(product["instructions"]):
         if told.instruction_attributes:
             text = told.instruction.strip(".")
-            goal = _goal(product, text, told.instruction_attributes, told.instruction_options, _limit(product, number))
+            goal = _goal(
+                product,
+                text,
+                told.instruction_attributes,
+                told.instruction_options,
+                _limit(product, number),
+            )
             yield Need(text, (goal,), 1.0)
 
 
 def _limit(product: Product, *key: int) -> float:
     """The larger of two draws from the next four multiples of 10 above the price; none near the end of the scale."""
     limits = [limit for limit in _LIMITS if limit > product["price"]][:4]
-    return max(generator(0, "webshop/limit", product["asin"], *key).sample(limits, 2)) if len(limits) >= 2 else NO_LIMIT
+    return (
+        max(generator(0, "webshop/limit", product["asin"], *key).sample(limits, 2))
+        if len(limits) >= 2
+        else NO_LIMIT
+    )
 
 
-def _goal(product: Product, text: str, attributes: list[str], options: dict[str, str] | list[str], limit: float) -> Goal:
+def _goal(
+    product: Product,
+    text: str,
+    attributes: list[str],
+    options: dict[str, str] | list[str],
+    limit: float,
+) -> Goal:
     return {
         "asin": product["asin"],
         "query": product["query"],
         "name": product["name"],
         "product_category": product["product_category"],
-        "instruction_text": f"{text}, and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else text,
+        "instruction_text": f"{text}, and price lower than {limit:.2f} dollars"
+        if limit < NO_LIMIT
+        else text,
         "attributes": attributes,
         "goal_options": options,
         "price_upper": limit,

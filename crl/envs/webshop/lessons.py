@@ -32,7 +32,10 @@ LESSONS = {
 }
 """The kinds of lesson, and their wording."""
 
-_PATTERNS = {kind: re.compile(re.escape(text).replace(r"\{brand\}", "([a-z]+)")) for kind, text in LESSONS.items()}
+_PATTERNS = {
+    kind: re.compile(re.escape(text).replace(r"\{brand\}", "([a-z]+)"))
+    for kind, text in LESSONS.items()
+}
 _SCORE = re.compile(r"bought\. score (\d+)")
 
 
@@ -59,7 +62,11 @@ def digest(segments: Sequence[Segment]) -> str:
     wrong alvo velto / right norda / bought norda, score 100        (or: wrong none / right unknown / bought nothing)
     """
     visit = _visit(segments)
-    bought = f"bought {visit.bought}, score {visit.score}" if visit.score is not None else "bought nothing"
+    bought = (
+        f"bought {visit.bought}, score {visit.score}"
+        if visit.score is not None
+        else "bought nothing"
+    )
     return f"wrong {' '.join(visit.wrong) or 'none'}\nright {visit.right or 'unknown'}\n{bought}"
 
 
@@ -132,7 +139,9 @@ class WebShopAdvisor:
     def wrong(self, task: Task, rng: random.Random) -> str:
         """Where nothing else is like the right product, as may be in the original's catalogue, one that is not there."""
         right, *others = _brands(task)
-        return lesson("buy", rng.choice([brand for brand in others if brand != right] or [f"un{right}"]))
+        return lesson(
+            "buy", rng.choice([brand for brand in others if brand != right] or [f"un{right}"])
+        )
 
     def judge(self, task: Task, text: str) -> Verdict:
         kind, brand = read(text)
@@ -155,7 +164,11 @@ def alike(shop: Shop, task: Task) -> list[str]:
     from crl.envs.webshop.text import brand
 
     goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-    rivals = [product for product in shop.products if product["query"] == goal["query"] and product["asin"] != goal["asin"]]
+    rivals = [
+        product
+        for product in shop.products
+        if product["query"] == goal["query"] and product["asin"] != goal["asin"]
+    ]
     near = [product for product in rivals if goal["attributes"][0] in product["Attributes"]]
     wanted = next(product for product in shop.products if product["asin"] == goal["asin"])
     return [brand(product) for product in (wanted, *(near or rivals))]

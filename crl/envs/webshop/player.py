@@ -15,7 +15,9 @@ from typing import Self
 
 from crl.errors import ConfigError
 
-_INSTRUCTION = re.compile(r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]")
+_INSTRUCTION = re.compile(
+    r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]"
+)
 _WANT = re.compile(r"want (.*?)(?:,? ?under ([\d.]+))?$", re.MULTILINE)
 _FULL_LINK = re.compile(r"(\w{10}) \[SEP\] ([^[]*?) \[SEP\] \$([\d.]+)")
 _COMPACT_LINK = re.compile(r"(?:^found|,) ([^\s,]+) (?:([^,]*) )?([\d.]+)(?:-[\d.]+)?(?=,|$)")
@@ -45,12 +47,19 @@ class Errand:
         noun, *attributes = goal.removeprefix("find me ").split(", ")
         if match := _INSTRUCTION.search(observation):
             options, limit = match[2], match[3]
-            values = [option.partition(": ")[2] for option in options.split(", and ")] if options else []
+            values = (
+                [option.partition(": ")[2] for option in options.split(", and ")] if options else []
+            )
         else:
             match = _WANT.search(observation)
             options, limit = match.groups() if match else ("", None)
             values = [option.partition(" ")[2] for option in options.split(", ") if " " in option]
-        return cls(" ".join([noun, *attributes[:1]]), tuple(attributes), tuple(values), float(limit or math.inf))
+        return cls(
+            " ".join([noun, *attributes[:1]]),
+            tuple(attributes),
+            tuple(values),
+            float(limit or math.inf),
+        )
 
     def promise(self, link: Link) -> int:
         """How many of the query's words a full title has, or how few others a compact one, which does not repeat what was asked for."""
@@ -98,7 +107,9 @@ def _shop(errand: Errand) -> Script:
     search = f"search[{errand.query}]"
     page, tried = (yield search), set[str]()
     while True:
-        left = [link for link in links(page) if link.name not in tried and link.price <= errand.limit]
+        left = [
+            link for link in links(page) if link.name not in tried and link.price <= errand.limit
+        ]
         if not left:
             page = yield "click[next >]" if "next >" in page.lower() else search
             continue

@@ -49,7 +49,9 @@ class RewardInfo(TypedDict):
     r_price: bool
 
 
-def get_reward(product: Product, goal: Goal, price: float, options: Mapping[str, str]) -> tuple[float, RewardInfo]:
+def get_reward(
+    product: Product, goal: Goal, price: float, options: Mapping[str, str]
+) -> tuple[float, RewardInfo]:
     """R = r_type · (n_att + n_opt + [price ≤ price_upper]) / (|attributes| + |options| + 1), in [0, 1], and its parts.
 
     price: of the purchase; options: name → value as chosen.
@@ -60,7 +62,12 @@ def get_reward(product: Product, goal: Goal, price: float, options: Mapping[str,
     affordable = price <= goal["price_upper"]
     r_type = type_reward(product, goal)
     reward = r_type * (sum(met) + sum(chosen) + affordable) / (len(met) + len(chosen) + 1)
-    return reward, {"r_type": r_type, "r_att": _share(met), "r_option": _share(chosen), "r_price": affordable}
+    return reward, {
+        "r_type": r_type,
+        "r_att": _share(met),
+        "r_option": _share(chosen),
+        "r_price": affordable,
+    }
 
 
 def type_reward(product: Product, goal: Goal) -> float:
@@ -121,14 +128,21 @@ def title_nouns(title: str) -> tuple[str, ...]:
 @cache
 def _noun_finder() -> Callable[[str], tuple[str, ...]]:
     """spaCy's tagger, which the original uses, where it and an English model are installed; else a list of words that are no nouns."""
-    if importlib.util.find_spec(_TAGGER) is None:  # spaCy alone may be there (ALFWorld brings it) and is slow to import
-        logger.info("WebShop's title nouns are told by a list of words, because spaCy's %s is not installed", _TAGGER)
+    if (
+        importlib.util.find_spec(_TAGGER) is None
+    ):  # spaCy alone may be there (ALFWorld brings it) and is slow to import
+        logger.info(
+            "WebShop's title nouns are told by a list of words, because spaCy's %s is not installed",
+            _TAGGER,
+        )
         return words_but_stop_words
     import spacy  # type: ignore[import-not-found]
 
     tagger = spacy.load(_TAGGER, exclude=["parser", "ner", "lemmatizer"])
     logger.info("WebShop's title nouns are told by spaCy's %s", _TAGGER)
-    return lambda title: tuple(token.text.lower() for token in tagger(title) if token.pos_ in ("NOUN", "PROPN"))
+    return lambda title: tuple(
+        token.text.lower() for token in tagger(title) if token.pos_ in ("NOUN", "PROPN")
+    )
 
 
 def words_but_stop_words(title: str) -> tuple[str, ...]:

@@ -34,10 +34,16 @@ class SearchEngine:
 
 
 def _document(product: Product) -> str:
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product["options"].items())
-    return " ".join([product["Title"], product["Description"], *product["BulletPoints"][:1], options]).lower()
+    options = ", and ".join(
+        f"{name}: {', '.join(values)}" for name, values in product["options"].items()
+    )
+    return " ".join(
+        [product["Title"], product["Description"], *product["BulletPoints"][:1], options]
+    ).lower()
 
 
 def _words(texts: list[str]) -> list[list[str]]:
     stemmer = Stemmer.Stemmer("porter")  # not safe to share between threads
-    return bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)  # type: ignore[return-value]
+    return bm25s.tokenize(
+        texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
+    )  # type: ignore[return-value]

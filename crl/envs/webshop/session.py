@@ -48,7 +48,11 @@ class Session:
     @property
     def offered(self) -> dict[str, str]:
         """Value → name of the options of the item; of two names with the same value the last."""
-        return {value: name for name, values in self.item["options"].items() for value in values} if self.item else {}
+        return (
+            {value: name for name, values in self.item["options"].items() for value in values}
+            if self.item
+            else {}
+        )
 
     @property
     def clickable(self) -> list[str]:

@@ -35,7 +35,9 @@ class Shop:
     """Immutable. shares: layouts → the share of the needs that is kept for them. Raises `ConfigError` when there are too few needs to
     split; `source` is where the products are from, for its message."""
 
-    def __init__(self, products: Sequence[Product], source: str, shares: Mapping[range, float]) -> None:
+    def __init__(
+        self, products: Sequence[Product], source: str, shares: Mapping[range, float]
+    ) -> None:
         self.products = tuple(products)
         self._uses, self._train = _split(needs(self.products), source, shares)
         self._cumulative = list(itertools.accumulate(need.weight for need in self._train))
@@ -57,7 +59,9 @@ class Shop:
         return goals[core % len(goals)]
 
 
-def _split(needs: Sequence[Need], source: str, shares: Mapping[range, float]) -> tuple[dict[range, list[Need]], list[Need]]:
+def _split(
+    needs: Sequence[Need], source: str, shares: Mapping[range, float]
+) -> tuple[dict[range, list[Need]], list[Need]]:
     """The needs of every fixed use, in an order drawn by weight, and those of train streams."""
     rng, left = generator(0, "webshop/split"), list(needs)
     rng.shuffle(left)
@@ -67,7 +71,9 @@ def _split(needs: Sequence[Need], source: str, shares: Mapping[range, float]) ->
         kept, left = left[:count], left[count:]
         uses[layouts] = sorted(kept, key=lambda need: rng.expovariate(need.weight))
     if not left or not all(uses.values()):
-        reason = f"has {len(needs)} instructions in all, too few to evaluate on some and train on others"
+        reason = (
+            f"has {len(needs)} instructions in all, too few to evaluate on some and train on others"
+        )
         raise ConfigError(VARIABLE, source, reason, DOWNLOAD)
     return uses, left
 
@@ -84,6 +90,9 @@ def open_shop() -> Shop:
 @cache
 def _open(folder: str) -> Shop:
     if not folder:
-        logger.info("WebShop sells a generated catalogue, because %s is not set: its figures compare with no published ones", VARIABLE)
+        logger.info(
+            "WebShop sells a generated catalogue, because %s is not set: its figures compare with no published ones",
+            VARIABLE,
+        )
         return Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)
     return Shop(products(read_files(Path(folder)), folder), folder, SHARES)

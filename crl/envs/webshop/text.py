@@ -40,8 +40,18 @@ def _full(session: Session, goal: Goal) -> str:
         return _blocks("WebShop", *head, "Search")
     if session.page == "results":
         turning = [_BUTTONS[button] for button in session.turning]
-        items = [block for product in session.shown for block in (product["asin"], product["Title"], price_tag(product))]
-        return _blocks(*head, "Back to Search", f"Page {session.number} (Total results: {len(session.found)})", *turning, *items)
+        items = [
+            block
+            for product in session.shown
+            for block in (product["asin"], product["Title"], price_tag(product))
+        ]
+        return _blocks(
+            *head,
+            "Back to Search",
+            f"Page {session.number} (Total results: {len(session.found)})",
+            *turning,
+            *items,
+        )
     assert session.item is not None, "every other page is an item's"
     return _blocks(*head, "Back to Search", "< Prev", *_item_blocks(session, session.item))
 
@@ -82,7 +92,10 @@ def _compact(session: Session, goal: Goal) -> str:
         return f"want {_wanted(goal)}"
     if session.page == "results":
         asked = session.keywords.split()
-        found = [" ".join([link, *_unasked(product, asked), _price(product)]) for link, product in session.links.items()]
+        found = [
+            " ".join([link, *_unasked(product, asked), _price(product)])
+            for link, product in session.links.items()
+        ]
         return f"found {', '.join([*found, *session.turning]) or 'nothing'}"
     item = session.item
     assert item is not None, "every other page is an item's"
@@ -100,7 +113,11 @@ def _told(page: str, item: Product) -> str:
 
 def _wanted(goal: Goal) -> str:
     options = goal["goal_options"]
-    texts = [f"{name} {value}" for name, value in options.items()] if isinstance(options, dict) else list(options)
+    texts = (
+        [f"{name} {value}" for name, value in options.items()]
+        if isinstance(options, dict)
+        else list(options)
+    )
     limit = [f"under {goal['price_upper']:g}"] if goal["price_upper"] < NO_LIMIT else []
     return ", ".join([*texts, *limit]) or "it"
 
@@ -130,7 +147,9 @@ def _price(product: Product) -> str:
 
 def _title(product: Product) -> list[str]:
     """The first words of a title, up to the first comma."""
-    return product["Title"].lower().split(",")[0].split()[:_TITLE_WORDS] or [product["asin"].lower()]
+    return product["Title"].lower().split(",")[0].split()[:_TITLE_WORDS] or [
+        product["asin"].lower()
+    ]
 
 
 def _short(text: str) -> str:
@@ -141,7 +160,9 @@ RENDERERS: dict[Rendering, Renderer] = {
     "full": Renderer(
         page=_full,
         invalid=_full_invalid,
-        bought=lambda score: f"Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] {score:.4g}",
+        bought=lambda score: (
+            f"Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] {score:.4g}"
+        ),
         name_links=lambda products: [product["asin"].lower() for product in products],
         per_page=10,
     ),

@@ -14,7 +14,9 @@ from crl.types import Segment
 COMPACT_OFFER, COMPACT_CALL, COMPACT_NOTHING = "you may ask.", "ask", "nothing is known."
 """What a tiny agent is told of the tool, how it calls it (with or without more words), and the reply when nothing is found."""
 
-_CALL = re.compile(r"<search_and_ask>((?:(?!<search_and_ask>).)*?)</search_and_ask>", re.IGNORECASE | re.DOTALL)
+_CALL = re.compile(
+    r"<search_and_ask>((?:(?!<search_and_ask>).)*?)</search_and_ask>", re.IGNORECASE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ def tagged_query(answer: str) -> str | None:
     """What the last `<search_and_ask>` tag holds, in any case, unless the agent answers after it: the last thing that it decides
     counts."""
     calls = list(_CALL.finditer(answer))
-    return calls[-1][1].strip() if calls and "<answer>" not in answer[calls[-1].end() :].lower() else None
+    return (
+        calls[-1][1].strip()
+        if calls and "<answer>" not in answer[calls[-1].end() :].lower()
+        else None
+    )
 
 
 COMPACT_TOOL = AskTool(COMPACT_OFFER, compact_query, COMPACT_NOTHING)
@@ -57,8 +63,14 @@ class FullRefinePrompt:
     max_tokens: int
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
-        known = {"goal": quoted(question.task.goal), "experience": quoted(hit.text), "question": quoted(question.query)}
-        return with_transcript(self.template, known, question.segments, self.renderer, self.max_tokens)
+        known = {
+            "goal": quoted(question.task.goal),
+            "experience": quoted(hit.text),
+            "question": quoted(question.query),
+        }
+        return with_transcript(
+            self.template, known, question.segments, self.renderer, self.max_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -69,5 +81,10 @@ class CompactRefinePrompt:
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
         asked = f"{COMPACT_CALL} {question.query}".rstrip()
-        lines = [question.task.goal, f"hint 1 {hit.text}", self.digests[question.task.name](question.segments), asked]
+        lines = [
+            question.task.goal,
+            f"hint 1 {hit.text}",
+            self.digests[question.task.name](question.segments),
+            asked,
+        ]
         return [Segment("user", "\n".join(lines), "task")]

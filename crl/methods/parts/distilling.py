@@ -14,7 +14,12 @@ from crl.types import Origin, Segment, Trajectory
 Digest = Callable[[Sequence[Segment]], str]
 """An episode in few words, from its texts alone."""
 
-SPEAKERS: Mapping[Origin, str] = {"env": "environment", "policy": "agent", "tool_call": "agent asks", "tool_result": "answer"}
+SPEAKERS: Mapping[Origin, str] = {
+    "env": "environment",
+    "policy": "agent",
+    "tool_call": "agent asks",
+    "tool_result": "answer",
+}
 """Whose turns a transcript holds. Instructions, goal, tools and advice are said elsewhere, or not at all."""
 
 INDENT = "  "
@@ -53,7 +58,12 @@ class CompactDistilPrompt:
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         hints = [f"hint {number} {hit.text}" for number, hit in enumerate(request.shown, start=1)]
         outcome = "success" if request.success else "failure"
-        lines = [request.task.goal, *hints, self.digests[request.task.name](request.segments), outcome]
+        lines = [
+            request.task.goal,
+            *hints,
+            self.digests[request.task.name](request.segments),
+            outcome,
+        ]
         return [Segment("user", "\n".join(lines), "task")]
 
 
@@ -103,7 +113,11 @@ def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
 
 
 def with_transcript(
-    template: str, known: Mapping[str, str], segments: Sequence[Segment], renderer: ChatRenderer, max_tokens: int
+    template: str,
+    known: Mapping[str, str],
+    segments: Sequence[Segment],
+    renderer: ChatRenderer,
+    max_tokens: int,
 ) -> list[Segment]:
     """The prompt with the transcript of `segments` in its slot, the middle left out where it would be longer than `max_tokens`.
 
@@ -125,7 +139,10 @@ def with_transcript(
     while tokens > max_tokens:
         kept = int(0.95 * kept * (max_tokens - rest) / (tokens - rest)) if tokens > rest else 0
         if kept < 1:
-            raise RolloutError("prompt", f"{rest} tokens without a transcript leave no room for one in {max_tokens}")
+            raise RolloutError(
+                "prompt",
+                f"{rest} tokens without a transcript leave no room for one in {max_tokens}",
+            )
         prompt = written(_without_middle(transcript, kept))
         tokens = length(prompt)
     return prompt
@@ -139,4 +156,6 @@ def quoted(text: str) -> str:
 def _without_middle(text: str, size: int) -> str:
     """The first and the last characters of a transcript, `size` together, and how many are missing between them."""
     head, tail = text[: size // 2], text[len(text) - size // 2 :]
-    return f"{head}\n[… {len(text) - len(head) - len(tail)} characters are left out …]\n{INDENT}{tail}"
+    return (
+        f"{head}\n[… {len(text) - len(head) - len(tail)} characters are left out …]\n{INDENT}{tail}"
+    )

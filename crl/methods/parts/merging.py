@@ -20,7 +20,10 @@ class FullMergePrompt:
     template: str
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
-        pieces = [f"{number}.{_record(entry)}\n{quoted(entry.text)}" for number, entry in enumerate(entries, start=1)]
+        pieces = [
+            f"{number}.{_record(entry)}\n{quoted(entry.text)}"
+            for number, entry in enumerate(entries, start=1)
+        ]
         return [Segment("user", fill(self.template, experiences="\n".join(pieces)), "task")]
 
 
@@ -36,5 +39,8 @@ class CompactMergePrompt:
     """`MergePromptWriter` for tiny extractors: every entry on a line, with how the episodes ended that it guided."""
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
-        lines = [f"hint {number} {compact_record(entry.text, entry.record)}" for number, entry in enumerate(entries, start=1)]
+        lines = [
+            f"hint {number} {compact_record(entry.text, entry.record)}"
+            for number, entry in enumerate(entries, start=1)
+        ]
         return [Segment("user", "\n".join(["merge", *lines]), "task")]

@@ -22,5 +22,9 @@ def full_record(text: str, record: Record) -> str:
     """Write a record for language models, on a line of its own below the text: episodes, successes, and the lift if it is known."""
     if not record.credited:
         return text
-    lift = "" if record.lift is None else f"; success with it minus success without it: {100 * record.lift:+.0f} percentage points"
+    lift = (
+        ""
+        if record.lift is None
+        else f"; success with it minus success without it: {100 * record.lift:+.0f} percentage points"
+    )
     return f"{text}\n(It guided {record.credited} earlier episodes, of which {record.won} succeeded{lift}.)"

@@ -56,23 +56,43 @@ class ChatContext:
     def asked(self, task: Task, query: str) -> str:
         return task.goal if self.goal_keys or not query else query
 
-    def opening(self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0) -> Sequence[Segment]:
+    def opening(
+        self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0
+    ) -> Sequence[Segment]:
         instructions = self.instructions[task.name]
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
-            *([Segment("user", self._introduced(task, experience), "experience")] if experience else []),
-            *([Segment("user", fill(self.tools[task.name].offer, limit=asks), "tool_spec")] if asks else []),
+            *(
+                [Segment("user", self._introduced(task, experience), "experience")]
+                if experience
+                else []
+            ),
+            *(
+                [Segment("user", fill(self.tools[task.name].offer, limit=asks), "tool_spec")]
+                if asks
+                else []
+            ),
             Segment("user", observation.text, "env"),
         ]
 
     def _introduced(self, task: Task, experience: Hit) -> str:
         write = self.records.get(task.name)
-        text = write(experience.text, experience.record) if write and not experience.use.reworded else experience.text
+        text = (
+            write(experience.text, experience.record)
+            if write and not experience.use.reworded
+            else experience.text
+        )
         return fill(self.introductions.get(task.name, "{experience}"), experience=text)
 
     def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
-        return [Segment("user", self._introduced(task, found) if found else self.tools[task.name].nothing, "tool_result")]
+        return [
+            Segment(
+                "user",
+                self._introduced(task, found) if found else self.tools[task.name].nothing,
+                "tool_result",
+            )
+        ]
 
     def following(self, result: StepResult) -> Sequence[Segment]:
         return [Segment("user", result.text, "env")]
@@ -83,7 +103,11 @@ class ChatContext:
         if not closed and "<think>" in completion:
             return Response("", {"thinking": completion})  # cut off in thought: nothing was decided
         tool = self.tools.get(task.name)
-        return Response(answer.strip(), {"thinking": thinking} if closed else {}, tool.query(answer) if tool else None)
+        return Response(
+            answer.strip(),
+            {"thinking": thinking} if closed else {},
+            tool.query(answer) if tool else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ class GroupAdvantage:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-        return group_advantages(rewards, torch.tensor([t.group for t in trajectories]), scale=self.scale)
+        return group_advantages(
+            rewards, torch.tensor([t.group for t in trajectories]), scale=self.scale
+        )
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,13 @@ class SplitAdvantage:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-        groups, guided = [t.group for t in trajectories], [t.condition == "guided" for t in trajectories]
-        return split_group_advantages(rewards, torch.tensor(groups), torch.tensor(guided), scale=self.scale)
+        groups, guided = (
+            [t.group for t in trajectories],
+            [t.condition == "guided" for t in trajectories],
+        )
+        return split_group_advantages(
+            rewards, torch.tensor(groups), torch.tensor(guided), scale=self.scale
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,10 @@ class ListeningAdvantage:
             if t.used or t.condition == "free":
                 won[key].append(t.success)
         means = {key: fmean(successes) for key, successes in won.items()}
-        lifts = [means[key] - means[key[0], None] if key[1] and (key[0], None) in means else 0.0 for key in keys]
+        lifts = [
+            means[key] - means[key[0], None] if key[1] and (key[0], None) in means else 0.0
+            for key in keys
+        ]
         return self.coef * torch.tensor(lifts, dtype=torch.float32)
 
 
@@ -85,7 +95,10 @@ class SelfDistillation:
         for t in trajectories:
             if t.condition == "free":
                 free[t.group].append(t.reward)
-        better = [bool(t.used) and t.group in free and t.reward > fmean(free[t.group]) for t in trajectories]
+        better = [
+            bool(t.used) and t.group in free and t.reward > fmean(free[t.group])
+            for t in trajectories
+        ]
         return self.coef * torch.tensor(better, dtype=torch.float32)
 
 
@@ -117,7 +130,9 @@ class SurrogateLoss:
         )  # fmt: skip
 
 
-def actor_role(actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None) -> Role:
+def actor_role(
+    actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None
+) -> Role:
     """The actor of a method that trains it with the clipped surrogate on every token it sampled. terms: of its advantage."""
     loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio)
     return Role("actor", terms, FullView(actor.mask_truncated), loss, distillation)
@@ -134,4 +149,12 @@ class CispoLoss:
         self, logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor,
         *, weights: torch.Tensor, total_tokens: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        return cispo(logp, old_logp, advantage, mask, eps_low=self.clip_low, eps_high=self.clip_high, total_tokens=total_tokens)
+        return cispo(
+            logp,
+            old_logp,
+            advantage,
+            mask,
+            eps_low=self.clip_low,
+            eps_high=self.clip_high,
+            total_tokens=total_tokens,
+        )

@@ -11,4 +11,6 @@ from crl.models.drills.drill import Drill
 TAUGHT = (room, webshop, alfworld, grids)
 
 ACTOR_DRILLS: tuple[Drill, ...] = tuple(drill for task in TAUGHT for drill in task.ACTOR_DRILLS)
-EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(drill for task in TAUGHT for drill in task.EXTRACTOR_DRILLS)
+EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
+    drill for task in TAUGHT for drill in task.EXTRACTOR_DRILLS
+)

@@ -10,9 +10,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crl.envs.alfworld import SMALL, demonstration_tasks
-from crl.envs.alfworld.lessons import LESSONS, chore_of, digest, from_here, lesson, other_sight, read, sights, visits
+from crl.envs.alfworld.lessons import (
+    LESSONS,
+    chore_of,
+    digest,
+    from_here,
+    lesson,
+    other_sight,
+    read,
+    sights,
+    visits,
+)
 from crl.models.drills import drill
-from crl.models.drills.alfworld_chores import ACTOR_CHORES, ASKING_CHORES, EXTRACTOR_CHORES, OTHER_KINDS, Chores, some_lesson
+from crl.models.drills.alfworld_chores import (
+    ACTOR_CHORES,
+    ASKING_CHORES,
+    EXTRACTOR_CHORES,
+    OTHER_KINDS,
+    Chores,
+    some_lesson,
+)
 from crl.models.drills.drill import Drill, Episode, learnt, op, said
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
@@ -32,14 +49,18 @@ class ChoreLessons:
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         episodes = self.chores.episodes(rng, demonstration_tasks(n))
-        return drill.lessons(digest, episodes, lambda episode: answer(rng.choice(list(LESSONS)), episode))
+        return drill.lessons(
+            digest, episodes, lambda episode: answer(rng.choice(list(LESSONS)), episode)
+        )
 
 
 def answer(kind: str, episode: Episode) -> str:
     """The lesson of this kind that the episode teaches, as an op in its one spelling: where it shows none, nothing is learnt; where the
     thing was seen corrects a hint that said another place."""
     chore = chore_of(episode.segments)
-    return learnt(taught(kind, episode.segments), episode.hint, lambda text: read(text, chore)[0] == "where")
+    return learnt(
+        taught(kind, episode.segments), episode.hint, lambda text: read(text, chore)[0] == "where"
+    )
 
 
 def taught(kind: str, segments: Sequence[Segment]) -> str | None:
@@ -67,8 +88,13 @@ class ChoreRefinements:
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         for episode in self.chores.episodes(rng, demonstration_tasks(n)):
             segments = drill.until_asked(episode, rng, SOON)
-            text = some_lesson("where" if rng.random() < 0.75 else rng.choice(OTHER_KINDS), episode.task, rng)
-            yield [*drill.refine_prompt(digest, episode.task, segments, text), said(refinement(segments, text))]
+            text = some_lesson(
+                "where" if rng.random() < 0.75 else rng.choice(OTHER_KINDS), episode.task, rng
+            )
+            yield [
+                *drill.refine_prompt(digest, episode.task, segments, text),
+                said(refinement(segments, text)),
+            ]
 
 
 def refinement(segments: Sequence[Segment], text: str) -> str:
@@ -87,7 +113,9 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
     """Which thing a chore is about is not told here: whatever says where something is may contradict the others."""
     for task in demonstration_tasks(n):
-        yield from drill.merges(rng, 1, SMALL, lambda rng: known(task, rng), lambda text: " is in " in text)  # noqa: B023
+        yield from drill.merges(
+            rng, 1, SMALL, lambda rng: known(task, rng), lambda text: " is in " in text
+        )  # noqa: B023
 
 
 def known(task: Task, rng: random.Random) -> str:
@@ -100,7 +128,9 @@ def known(task: Task, rng: random.Random) -> str:
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
-    return drill.verdicts(rng, ((task, some_lesson(rng.choice(kinds), task, rng)) for task in demonstration_tasks(n)))
+    return drill.verdicts(
+        rng, ((task, some_lesson(rng.choice(kinds), task, rng)) for task in demonstration_tasks(n))
+    )
 
 
 ACTOR_DRILLS = (

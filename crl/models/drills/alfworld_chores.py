@@ -61,7 +61,10 @@ class Chores:
         for turn in range(TURNS):
             if turn == asks and read_chore(task.goal).thing not in sights(segments):
                 reply, going = replied(task, rng)
-                segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+                segments += [
+                    Segment("assistant", COMPACT_CALL, "tool_call"),
+                    Segment("user", reply, "tool_result"),
+                ]
                 persona.told = going or persona.told
             command = persona.slip() if rng.random() < self.slip else persona.act()
             result = house.step(command)
@@ -78,7 +81,9 @@ class Chores:
             return None
         if said == "other":
             return some_lesson(rng.choice(OTHER_KINDS), task, rng)
-        return lesson("where", wanted, rng.choice(true_places(task) if said == "right" else places(task)))
+        return lesson(
+            "where", wanted, rng.choice(true_places(task) if said == "right" else places(task))
+        )
 
     def _persona(self, task: Task, told: str | None, rng: random.Random) -> Searcher:
         own = draw(self.personas, rng)
@@ -86,7 +91,9 @@ class Chores:
             return own(rng, "")
         kind, _ = read(told, read_chore(task.goal))
         follows = kind == "where" or rng.random() < self.fidelity
-        return (_ADHERENTS.get(kind, own) if follows else own)(rng, heard(told, task) if follows else "")
+        return (_ADHERENTS.get(kind, own) if follows else own)(
+            rng, heard(told, task) if follows else ""
+        )
 
 
 _ADHERENTS: Mapping[str, Persona] = {"open": Opener, "look": Dawdler}
@@ -96,7 +103,9 @@ _ADHERENTS: Mapping[str, Persona] = {"open": Opener, "look": Dawdler}
 def some_lesson(kind: str, task: Task, rng: random.Random) -> str:
     """A lesson of this kind on the task's place, true or not."""
     wanted = read_chore(task.goal).thing
-    thing = wanted if kind == "where" else rng.choice([thing for thing in THINGS if thing != wanted])
+    thing = (
+        wanted if kind == "where" else rng.choice([thing for thing in THINGS if thing != wanted])
+    )
     return lesson(kind, thing, rng.choice(places(task)))
 
 
@@ -126,6 +135,14 @@ PERSONAS: tuple[tuple[Persona, float], ...] = (
     (Hasty, 0.10),
     (Dawdler, 0.25),
 )
-ACTOR_CHORES = Chores(PERSONAS, advice=(("none", 0.30), ("right", 0.35), ("random", 0.12), ("other", 0.23)))
-ASKING_CHORES = replace(ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)), offer=True)
-EXTRACTOR_CHORES = replace(ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)))
+ACTOR_CHORES = Chores(
+    PERSONAS, advice=(("none", 0.30), ("right", 0.35), ("random", 0.12), ("other", 0.23))
+)
+ASKING_CHORES = replace(
+    ACTOR_CHORES,
+    advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)),
+    offer=True,
+)
+EXTRACTOR_CHORES = replace(
+    ACTOR_CHORES, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15))
+)

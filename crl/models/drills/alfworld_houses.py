@@ -32,7 +32,9 @@ class SmallHouse:
         self._receptacles = dict(zip(_names(house.receptacles), house.receptacles, strict=True))
         homes, kinds = list(self._receptacles), [kind for kind, _ in house.things]
         self._things = dict(zip(_names(kinds), kinds, strict=True))
-        self.where = {name: homes[home] for name, (_, home) in zip(self._things, house.things, strict=True)}
+        self.where = {
+            name: homes[home] for name, (_, home) in zip(self._things, house.things, strict=True)
+        }
         self._shut = {name for name, kind in self._receptacles.items() if kind in _SHUT}
         self._states = {name: set[str]() for name in self._things}
         self._here = self._held = ""
@@ -52,19 +54,32 @@ class SmallHouse:
     def admissible(self) -> tuple[str, ...]:
         """The commands that it takes now, sorted."""
         here, held = self._here, self._held
-        may = ["look", "inventory", *(f"go to {name}" for name in self._receptacles if name != here)]
+        may = [
+            "look",
+            "inventory",
+            *(f"go to {name}" for name in self._receptacles if name != here),
+        ]
         if not here:
             return tuple(sorted(may))
         kind, things = self._receptacles[here], self._in(here)
-        may += [f"examine {here}", *(f"use {name}" for name in things if self._things[name] in LAMPS)]
+        may += [
+            f"examine {here}",
+            *(f"use {name}" for name in things if self._things[name] in LAMPS),
+        ]
         if kind in _SHUT:
             may.append(f"open {here}" if here in self._shut else f"close {here}")
         if here not in self._shut and not held:
-            may += [f"take {name} from {here}" for name in things if self._things[name] not in LAMPS]
+            may += [
+                f"take {name} from {here}" for name in things if self._things[name] not in LAMPS
+            ]
         if here not in self._shut and held and self._things[held] in small.HOLDS[kind].split():
             may.append(f"move {held} to {here}")
         for chore, (verb, _) in _TREATMENTS.items():
-            if held and kind == APPLIANCES[chore] and self._things[held] in small.ABLE[chore].split():
+            if (
+                held
+                and kind == APPLIANCES[chore]
+                and self._things[held] in small.ABLE[chore].split()
+            ):
                 may.append(f"{verb} {held} with {here}")
         return tuple(sorted(may))
 
@@ -80,7 +95,9 @@ class SmallHouse:
                 if verb == "open":
                     self._shut.remove(self._here)
                 return (
-                    f"{self._here} closed" if self._here in self._shut else f"{self._here}: {', '.join(self._in(self._here)) or 'nothing'}"
+                    f"{self._here} closed"
+                    if self._here in self._shut
+                    else f"{self._here}: {', '.join(self._in(self._here)) or 'nothing'}"
                 )
             case "close":
                 self._shut.add(self._here)
@@ -98,21 +115,37 @@ class SmallHouse:
                 self._states[lamp].add("on")
                 return f"{lamp} on"
         state = dict(_TREATMENTS.values())[verb]
-        self._states[self._held] = self._states[self._held] - ({"hot", "cool"} if state != "clean" else set()) | {state}
+        self._states[self._held] = self._states[self._held] - (
+            {"hot", "cool"} if state != "clean" else set()
+        ) | {state}
         return f"{self._held} {state}"
 
     def _in(self, receptacle: str) -> list[str]:
-        return sorted((name for name, where in self.where.items() if where == receptacle), key=_as_engine)
+        return sorted(
+            (name for name, where in self.where.items() if where == receptacle), key=_as_engine
+        )
 
     def _won(self) -> bool:
         chore = self._chore
         if chore.kind == "look_at_obj_in_light":
-            lit = any("on" in self._states[name] for name in self._in(self._here) if self._things[name] == chore.receptacle)
+            lit = any(
+                "on" in self._states[name]
+                for name in self._in(self._here)
+                if self._things[name] == chore.receptacle
+            )
             return lit and self._things.get(self._held) == chore.thing
         state = _TREATMENTS[chore.kind][1] if chore.kind in _TREATMENTS else None
         needed = 2 if chore.kind == "pick_two_obj_and_place" else 1
-        wanted = [name for name, kind in self._things.items() if kind == chore.thing and state in (None, *self._states[name])]
-        homes = [self.where[name] for name in wanted if self._receptacles.get(self.where[name]) == chore.receptacle]
+        wanted = [
+            name
+            for name, kind in self._things.items()
+            if kind == chore.thing and state in (None, *self._states[name])
+        ]
+        homes = [
+            self.where[name]
+            for name in wanted
+            if self._receptacles.get(self.where[name]) == chore.receptacle
+        ]
         return any(homes.count(home) >= needed for home in homes)
 
 

@@ -29,7 +29,11 @@ class Searcher(AlfworldPlayer):
         return self._last
 
     def _explore(self) -> str:
-        return self._at(self.told) if self.told in self._places and self.told not in self.seen else self._search()
+        return (
+            self._at(self.told)
+            if self.told in self._places and self.told not in self.seen
+            else self._search()
+        )
 
     def _search(self) -> str:
         return super()._explore()

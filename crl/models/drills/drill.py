@@ -87,13 +87,20 @@ def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
 def distil_prompt(digest: Digest, episode: Episode, number: int = 0) -> Sequence[Segment]:
     """What an extractor is told of the episode in a run."""
     shown = (episode.hint,) if episode.hint else ()
-    request = DistilRequest("drill", 0, 0, number, episode.task, episode.segments, episode.success, False, shown)
+    request = DistilRequest(
+        "drill", 0, 0, number, episode.task, episode.segments, episode.success, False, shown
+    )
     return CompactDistilPrompt({episode.task.name: digest})(request)
 
 
-def lessons(digest: Digest, episodes: Iterable[Episode], answer: Callable[[Episode], str]) -> Iterator[Demonstration]:
+def lessons(
+    digest: Digest, episodes: Iterable[Episode], answer: Callable[[Episode], str]
+) -> Iterator[Demonstration]:
     """Answers of an extractor to finished episodes."""
-    return ([*distil_prompt(digest, episode, number), said(answer(episode))] for number, episode in enumerate(episodes))
+    return (
+        [*distil_prompt(digest, episode, number), said(answer(episode))]
+        for number, episode in enumerate(episodes)
+    )
 
 
 def learnt(text: str | None, hint: Hit | None, claims: Claims) -> str:
@@ -110,19 +117,30 @@ def learnt(text: str | None, hint: Hit | None, claims: Claims) -> str:
 
 def until_asked(episode: Episode, rng: random.Random, turns: int) -> tuple[Segment, ...]:
     """The episode up to one of its first `turns` moves, the question included."""
-    spoken = [number for number, segment in enumerate(episode.segments) if segment.origin == "policy"]
-    return (*episode.segments[: rng.choice(spoken[:turns])], Segment("assistant", COMPACT_CALL, "tool_call"))
+    spoken = [
+        number for number, segment in enumerate(episode.segments) if segment.origin == "policy"
+    ]
+    return (
+        *episode.segments[: rng.choice(spoken[:turns])],
+        Segment("assistant", COMPACT_CALL, "tool_call"),
+    )
 
 
-def refine_prompt(digest: Digest, task: Task, segments: Sequence[Segment], text: str) -> Sequence[Segment]:
+def refine_prompt(
+    digest: Digest, task: Task, segments: Sequence[Segment], text: str
+) -> Sequence[Segment]:
     """What an extractor is told of the question in a run."""
-    return CompactRefinePrompt({task.name: digest})(Question("drill", task, "", tuple(segments)), hit(text, task))
+    return CompactRefinePrompt({task.name: digest})(
+        Question("drill", task, "", tuple(segments)), hit(text, task)
+    )
 
 
 # ── the extractor: what is known of a place, tidied up ──────────────────────────────────────────────────────────────
 
 
-def merges(rng: random.Random, n: int, env: str, some_lesson: SomeLesson, claims: Claims) -> Iterator[Demonstration]:
+def merges(
+    rng: random.Random, n: int, env: str, some_lesson: SomeLesson, claims: Claims
+) -> Iterator[Demonstration]:
     for _ in range(n):
         entries = chunk(rng, env, some_lesson)
         yield [*MERGE_PROMPT(entries), said(tidied(entries, claims))]
@@ -141,7 +159,9 @@ def chunk(rng: random.Random, env: str, some_lesson: SomeLesson) -> list[Entry]:
 def _entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
     guided = rng.randint(1, 10) if rng.random() < 0.7 else 0
     won = rng.randint(1, guided) if guided and rng.random() < 0.7 else 0
-    return Entry(str(number), 1, text, env, "", "drill", (0, 1), credited=guided, credit=2.0 * won - guided)
+    return Entry(
+        str(number), 1, text, env, "", "drill", (0, 1), credited=guided, credit=2.0 * won - guided
+    )
 
 
 def tidied(entries: Sequence[Entry], claims: Claims) -> str:
@@ -158,7 +178,11 @@ def tidied(entries: Sequence[Entry], claims: Claims) -> str:
         if len(same) > 1:
             return op("merge", text=text, targets=same)
     # a credit of -credited: every episode that it guided was lost
-    won = {number: e.credit > -e.credited for number, e in enumerate(entries, start=1) if e.credited and claims(e.text)}
+    won = {
+        number: e.credit > -e.credited
+        for number, e in enumerate(entries, start=1)
+        if e.credited and claims(e.text)
+    }
     lost = [number for number, some in won.items() if not some]
     return op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
 

@@ -108,14 +108,23 @@ class PlaceFollower(KeyRoomPlayer):
         self._told = {"key": key, "door": door}
 
     def act(self) -> str:
-        known, told = (self.door, self._told["door"]) if self._holding else (self.key, self._told["key"])
+        known, told = (
+            (self.door, self._told["door"]) if self._holding else (self.key, self._told["key"])
+        )
         if known or self._stairs or told in self._inspected:
             return super().act()
-        path = walk(self._here, lambda at: at in around(told), lambda _, to: self._may_be_floor(to), self._rng)
+        path = walk(
+            self._here,
+            lambda at: at in around(told),
+            lambda _, to: self._may_be_floor(to),
+            self._rng,
+        )
         return path[0] if path else super().act()
 
     def _may_be_floor(self, at: At) -> bool:
-        return at in self._floor or (at not in self._inspected and 1 <= at[0] <= 5 and 1 <= at[1] <= 5)
+        return at in self._floor or (
+            at not in self._inspected and 1 <= at[0] <= 5 and 1 <= at[1] <= 5
+        )
 
 
 def players(

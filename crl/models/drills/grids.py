@@ -69,7 +69,10 @@ class GridWalks:
     advice: tuple[tuple[str, float], ...]
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
-        return (episode.segments for episode in self.episodes(rng, self.grid.places.demonstration_tasks(n)))
+        return (
+            episode.segments
+            for episode in self.episodes(rng, self.grid.places.demonstration_tasks(n))
+        )
 
     def episodes(self, rng: random.Random, tasks: Iterable[Task]) -> Iterator[Episode]:
         game = self.grid.spec.make_game("compact")
@@ -105,7 +108,11 @@ class GridWalks:
     def _player(self, text: str | None, rng: random.Random) -> ScriptedPlayer:
         kinds = players(self.grid.spec.scripted_player, self.grid.spec.actions)
         own = rng.choices(kinds, PERSONAS)[0](rng)
-        return self.grid.lessons.follow(text, rng, own) if self.grid.lessons and text and claims(text) else own
+        return (
+            self.grid.lessons.follow(text, rng, own)
+            if self.grid.lessons and text and claims(text)
+            else own
+        )
 
 
 # ── the tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +148,9 @@ def some_places(rng: random.Random) -> str:
 
 
 MAZE = Grid(maze.SMALL_SPEC, maze.SMALL_PLACES, 14, 20, Lessons(some_way, way_shown, follow_way))
-KEYROOM = Grid(keyroom.SPEC, keyroom.PLACES, 20, 20, Lessons(some_places, places_shown, follow_places))
+KEYROOM = Grid(
+    keyroom.SPEC, keyroom.PLACES, 20, 20, Lessons(some_places, places_shown, follow_places)
+)
 RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 20, 20)
 SOKOBAN = Grid(sokoban.SPEC, sokoban.PLACES, 20, 20)
 
@@ -159,11 +168,15 @@ class GridLessons:
         digest = self.walks.grid.spec.digest
         assert digest is not None
         episodes = self.walks.episodes(rng, self.walks.grid.places.demonstration_tasks(n))
-        return drill.lessons(digest, episodes, lambda episode: self.answer(rng.choice((None, *SAYINGS)), episode))
+        return drill.lessons(
+            digest, episodes, lambda episode: self.answer(rng.choice((None, *SAYINGS)), episode)
+        )
 
     def answer(self, saying: str | None, episode: Episode) -> str:
         lessons = self.walks.grid.lessons
-        return drill.learnt(saying or (lessons.shown(episode.segments) if lessons else None), episode.hint, claims)
+        return drill.learnt(
+            saying or (lessons.shown(episode.segments) if lessons else None), episode.hint, claims
+        )
 
 
 def claims(text: str) -> bool:
@@ -177,7 +190,10 @@ class GridBank:
     grid: Grid
 
     def verdicts(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
-        return drill.verdicts(rng, ((task, self._some_lesson(rng)) for task in self.grid.places.demonstration_tasks(n)))
+        return drill.verdicts(
+            rng,
+            ((task, self._some_lesson(rng)) for task in self.grid.places.demonstration_tasks(n)),
+        )
 
     def merges(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return drill.merges(rng, n, self.grid.spec.name, self._some_lesson, claims)

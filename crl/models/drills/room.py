@@ -11,10 +11,26 @@ from dataclasses import dataclass, replace
 
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
-from crl.envs.room.lessons import LESSONS, bearing, digest, from_here, lesson, places, read, stairs_direction
+from crl.envs.room.lessons import (
+    LESSONS,
+    bearing,
+    digest,
+    from_here,
+    lesson,
+    places,
+    read,
+    stairs_direction,
+)
 from crl.models.drills import drill
 from crl.models.drills.drill import Drill, Episode, learnt, op, said
-from crl.models.drills.room_walks import ACTOR_WALKS, ASKING_WALKS, EXTRACTOR_WALKS, OTHER_KINDS, SCORED_TURNS, RoomWalks
+from crl.models.drills.room_walks import (
+    ACTOR_WALKS,
+    ASKING_WALKS,
+    EXTRACTOR_WALKS,
+    OTHER_KINDS,
+    SCORED_TURNS,
+    RoomWalks,
+)
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
@@ -34,7 +50,9 @@ class RoomLessons:
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         episodes = self.walks.episodes(rng, demonstration_tasks(n))
-        return drill.lessons(digest, episodes, lambda episode: answer(rng.choice(list(LESSONS)), episode))
+        return drill.lessons(
+            digest, episodes, lambda episode: answer(rng.choice(list(LESSONS)), episode)
+        )
 
 
 def distil_prompt(episode: Episode, number: int = 0) -> Sequence[Segment]:
@@ -50,7 +68,9 @@ def answer(kind: str, episode: Episode) -> str:
     if kind == "exit":
         seen = stairs_direction(episode.segments)
         return learnt(lesson("exit", seen) if seen else None, episode.hint, claims)
-    last_move = next(segment.text for segment in reversed(episode.segments) if segment.origin == "policy")
+    last_move = next(
+        segment.text for segment in reversed(episode.segments) if segment.origin == "policy"
+    )
     return learnt(lesson(kind, last_move), episode.hint, claims)
 
 
@@ -77,7 +97,10 @@ def until_asked(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
 
 def found(segments: Sequence[Segment], rng: random.Random) -> str:
     """A lesson that a bank may hold of the place: 3 of 4 tell the direction of the stairs, which is what was seen of them, if they were."""
-    kind, direction = "exit" if rng.random() < 0.75 else rng.choice(OTHER_KINDS), rng.choice(list(COMPASS))
+    kind, direction = (
+        "exit" if rng.random() < 0.75 else rng.choice(OTHER_KINDS),
+        rng.choice(list(COMPASS)),
+    )
     return lesson(kind, stairs_direction(segments) or direction)
 
 
@@ -122,7 +145,13 @@ def claims(text: str) -> bool:
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
-    return drill.verdicts(rng, ((task, lesson(rng.choice(kinds), rng.choice(list(COMPASS)))) for task in demonstration_tasks(n)))
+    return drill.verdicts(
+        rng,
+        (
+            (task, lesson(rng.choice(kinds), rng.choice(list(COMPASS))))
+            for task in demonstration_tasks(n)
+        ),
+    )
 
 
 ACTOR_DRILLS = (

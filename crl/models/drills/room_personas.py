@@ -16,7 +16,10 @@ from crl.envs.room.game import RoomGame
 Cell = tuple[int, int]
 SIZE = 5
 UNSEEN, STAIRS, TRAP = "~", ">", "^"
-OPPOSITE = {name: next(other for other, back in COMPASS.items() if back == (-dx, -dy)) for name, (dx, dy) in COMPASS.items()}
+OPPOSITE = {
+    name: next(other for other, back in COMPASS.items() if back == (-dx, -dy))
+    for name, (dx, dy) in COMPASS.items()
+}
 
 
 class Persona(Protocol):
@@ -53,7 +56,11 @@ class Pacer:
 
     def act(self, game: RoomGame, rng: random.Random) -> str:
         back = OPPOSITE[self._direction] if self._direction else None
-        self._direction = back if back and inside(neighbour(game.position, back)) else rng.choice(open_directions(game))
+        self._direction = (
+            back
+            if back and inside(neighbour(game.position, back))
+            else rng.choice(open_directions(game))
+        )
         return self._direction
 
 
@@ -116,7 +123,9 @@ def symbol(game: RoomGame, at: Cell) -> str:
 
 def showing(game: RoomGame, wanted: str) -> set[Cell]:
     """The cells that show this symbol."""
-    return {(x, y) for y, row in enumerate(game.grid) for x, shown in enumerate(row) if shown == wanted}
+    return {
+        (x, y) for y, row in enumerate(game.grid) for x, shown in enumerate(row) if shown == wanted
+    }
 
 
 def open_directions(game: RoomGame) -> list[str]:
@@ -135,7 +144,11 @@ def first_step(game: RoomGame, targets: set[Cell], rng: random.Random) -> str | 
             return first
         for direction in order:
             after = neighbour(at, direction)
-            if inside(after) and after not in seen and (symbol(game, after) != TRAP or after in targets):
+            if (
+                inside(after)
+                and after not in seen
+                and (symbol(game, after) != TRAP or after in targets)
+            ):
                 seen.add(after)
                 queue.append((after, first or direction))
     return None

@@ -13,7 +13,15 @@ from crl.envs.room.lessons import LESSONS, from_here, lesson, true_bearing
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
-from crl.models.drills.room_personas import STAIRS, Explorer, Pacer, Persona, Walker, adherent, showing
+from crl.models.drills.room_personas import (
+    STAIRS,
+    Explorer,
+    Pacer,
+    Persona,
+    Walker,
+    adherent,
+    showing,
+)
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
@@ -64,9 +72,14 @@ class RoomWalks:
         for turn in range(self.turns):
             if turn == asks and not showing(game, STAIRS):
                 reply, follower = replied(game, task, rng)
-                segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+                segments += [
+                    Segment("assistant", COMPACT_CALL, "tool_call"),
+                    Segment("user", reply, "tool_result"),
+                ]
                 persona = follower or persona
-            action = rng.choice(list(COMPASS)) if rng.random() < self.slip else persona.act(game, rng)
+            action = (
+                rng.choice(list(COMPASS)) if rng.random() < self.slip else persona.act(game, rng)
+            )
             result = game.step(action)
             segments += [Segment("assistant", action, "policy"), *CONTEXT.following(result)]
             if result.done:
@@ -107,7 +120,19 @@ def replied(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Person
     return from_here(direction), adherent("exit", direction)
 
 
-PERSONAS: tuple[tuple[Callable[[], Persona], float], ...] = ((Explorer, 0.50), (Walker, 0.30), (Pacer, 0.20))
-ACTOR_WALKS = RoomWalks(PERSONAS, advice=(("none", 0.25), ("right", 0.37), ("random", 0.12), ("other", 0.26)))
-ASKING_WALKS = replace(ACTOR_WALKS, advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)), offer=True)
-EXTRACTOR_WALKS = RoomWalks(PERSONAS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)), slip=0.15)
+PERSONAS: tuple[tuple[Callable[[], Persona], float], ...] = (
+    (Explorer, 0.50),
+    (Walker, 0.30),
+    (Pacer, 0.20),
+)
+ACTOR_WALKS = RoomWalks(
+    PERSONAS, advice=(("none", 0.25), ("right", 0.37), ("random", 0.12), ("other", 0.26))
+)
+ASKING_WALKS = replace(
+    ACTOR_WALKS,
+    advice=(("none", 0.50), ("right", 0.20), ("random", 0.10), ("other", 0.20)),
+    offer=True,
+)
+EXTRACTOR_WALKS = RoomWalks(
+    PERSONAS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)), slip=0.15
+)

@@ -30,7 +30,11 @@ from crl.types import Task
 
 def lessons(rng: random.Random, n: int) -> Iterator[Demonstration]:
     """Answers to finished visits: one op, of a kind drawn uniformly."""
-    return drill.lessons(digest, EXTRACTOR_VISITS.episodes(rng, n), lambda episode: answer(rng.choice(list(LESSONS)), episode))
+    return drill.lessons(
+        digest,
+        EXTRACTOR_VISITS.episodes(rng, n),
+        lambda episode: answer(rng.choice(list(LESSONS)), episode),
+    )
 
 
 def answer(kind: str, episode: Episode) -> str:
@@ -39,7 +43,10 @@ def answer(kind: str, episode: Episode) -> str:
     What to buy is what the episode shows, and corrects a hint that said another; what not to buy is what it opened first of what is
     wrong. Where it shows none, nothing is learnt.
     """
-    names = {"buy": [right] if (right := right_brand(episode.segments)) else [], "skip": wrong_brands(episode.segments)}.get(kind, [""])
+    names = {
+        "buy": [right] if (right := right_brand(episode.segments)) else [],
+        "skip": wrong_brands(episode.segments),
+    }.get(kind, [""])
     return learnt(lesson(kind, names[0]) if names else None, episode.hint, claims)
 
 
@@ -47,7 +54,10 @@ def refinements(rng: random.Random, n: int) -> Iterator[Demonstration]:
     """A lesson on a need says the same at every moment of a visit: nothing is to be fitted."""
     for episode in EXTRACTOR_VISITS.episodes(rng, n):
         segments = drill.until_asked(episode, rng, 3)
-        yield [*drill.refine_prompt(digest, episode.task, segments, some_lesson(rng)), said(op("return"))]
+        yield [
+            *drill.refine_prompt(digest, episode.task, segments, some_lesson(rng)),
+            said(op("return")),
+        ]
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
@@ -68,7 +78,9 @@ def claims(text: str) -> bool:
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
-    return drill.verdicts(rng, ((task, lesson(rng.choice(kinds), rng.choice(BRANDS))) for task in _tasks(rng, n)))
+    return drill.verdicts(
+        rng, ((task, lesson(rng.choice(kinds), rng.choice(BRANDS))) for task in _tasks(rng, n))
+    )
 
 
 def _tasks(rng: random.Random, n: int) -> Sequence[Task]:

@@ -182,7 +182,10 @@ class ShopVisits:
         segments = [*head, *([OFFER] if self.offer else []), seen]
         if self.offer and rng.random() < (0.25 if told else 0.6):
             reply, persona = replied(shop, task, persona, rng)
-            segments += [Segment("assistant", COMPACT_CALL, "tool_call"), Segment("user", reply, "tool_result")]
+            segments += [
+                Segment("assistant", COMPACT_CALL, "tool_call"),
+                Segment("user", reply, "tool_result"),
+            ]
         visit, action, success = None, f"search[{errand.query}]", False
         for _ in range(self.turns):
             result = game.step(action)
@@ -212,13 +215,18 @@ def replied(shop: Shop, task: Task, own: Persona, rng: random.Random) -> tuple[s
     told, brands = draw(REPLIES, rng), alike(shop, task)
     if told == "nothing":
         return COMPACT_NOTHING, own
-    kind, name = rng.choice(OTHER_KINDS) if told == "other" else "buy", brands[0] if told == "right" else rng.choice(brands)
+    kind, name = (
+        rng.choice(OTHER_KINDS) if told == "other" else "buy",
+        brands[0] if told == "right" else rng.choice(brands),
+    )
     return lesson(kind, name), adherent(kind, name, own)
 
 
 @cache
 def demonstration_shops() -> tuple[Shop, ...]:
-    return tuple(Shop(products(generate(seed)), "a generated catalogue", {}) for seed in range(1, SHOPS + 1))
+    return tuple(
+        Shop(products(generate(seed)), "a generated catalogue", {}) for seed in range(1, SHOPS + 1)
+    )
 
 
 def demonstration_task(shop: Shop, rng: random.Random) -> Task:
@@ -228,9 +236,23 @@ def demonstration_task(shop: Shop, rng: random.Random) -> Task:
     return Task(NAME, core, "new", need.text, {"lgen": lgen, "core": core, "place": need.text})
 
 
-PERSONAS: tuple[tuple[Persona, float], ...] = ((careful, 0.35), (hasty, 0.30), (forgetful, 0.15), (first, 0.10), (idle, 0.10))
-ACTOR_VISITS = ShopVisits(PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22)))
+PERSONAS: tuple[tuple[Persona, float], ...] = (
+    (careful, 0.35),
+    (hasty, 0.30),
+    (forgetful, 0.15),
+    (first, 0.10),
+    (idle, 0.10),
+)
+ACTOR_VISITS = ShopVisits(
+    PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22))
+)
 CHOICES = replace(ACTOR_VISITS, advice=(("none", 0.20), ("right", 0.40), ("random", 0.40)), turns=3)
 """Beginnings of visits, up to the first option: whole ones are long, and a word must be copied where it is wanted before anything else."""
-ASKING_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.55), ("right", 0.20), ("random", 0.10), ("other", 0.15)), offer=True)
-EXTRACTOR_VISITS = replace(ACTOR_VISITS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15)))
+ASKING_VISITS = replace(
+    ACTOR_VISITS,
+    advice=(("none", 0.55), ("right", 0.20), ("random", 0.10), ("other", 0.15)),
+    offer=True,
+)
+EXTRACTOR_VISITS = replace(
+    ACTOR_VISITS, advice=(("none", 0.50), ("right", 0.15), ("random", 0.20), ("other", 0.15))
+)
