@@ -1,9 +1,10 @@
-"""Does the tiny actor learn the rooms? Runs of several seeds beside controls that differ only in a learning rate of 0.
+"""Learning of the tiny actor in the room, compared with control runs at learning rate 0.
 
     python benchmarks/actor_learning.py --out benchmarks/results/actor_learning.json
 
-The metric, named before the runs: success on the 256 fixed `new` rooms (never trained on), sampled at temperature 1, before
-and after the run, by `crl train --tasks room --method grpo --seed S`. The seed is the unit; intervals over seeds are Student's t.
+Each run is `crl train --tasks room --method grpo --seed S`. The metric was fixed before the runs:
+success before and after the run on the 256 fixed rooms of the unseen split (`new`), which are never
+trained on, sampled at temperature 1. The unit is the seed. Intervals over seeds are Student's t.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ METRIC = "eval/room/new/success/free"
 
 
 def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
-    """Trains once; returns the metric before and after, every training success, and the wall time (s)."""
+    """Train once and return the results.
+
+    The results are the metric before and after training, the success rate of every training step,
+    and the wall time in seconds.
+    """
     lines = trained(["--tasks", "room", "--method", "grpo", "--seed", str(seed), *extra], folder)
     evals = [line for line in lines if line["kind"] == "eval"]
     return {
@@ -49,10 +54,12 @@ def main() -> None:
     for arm, runs in results.items():
         for r in runs:
             print(
-                f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   {r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s"
+                f"{arm:<16} seed {r['seed']}: {r['before']:.3f} → {r['after']:.3f}   "
+                f"{r['after'] - r['before']:+.3f}   {r['seconds']:.0f} s"
             )
         print(
-            f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   (mean ± 95 % over seeds)"
+            f"{arm:<16} change:  {mean_and_interval([r['after'] - r['before'] for r in runs])}   "
+            "(mean ± 95 % over seeds)"
         )
     if arguments.out:
         write_results(arguments.out, {"metric": METRIC, "arms": results})

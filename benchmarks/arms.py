@@ -1,8 +1,8 @@
-"""Training runs that are compared, and what is measured at their ends.
+"""Training runs for comparisons, and their measurements.
 
-An arm is `crl train` with a few settings, or with an adviser in the place of the bank. `run_arm` is one
-run, in this process; `run_missing` makes those runs of a benchmark that it has not made yet, each in a
-process of its own. Benchmarks that compare arms share this module.
+An arm is `crl train` with some settings, or with an adviser in place of the bank. `run_arm` makes
+one run in this process. `run_missing` makes the missing runs of a benchmark, each in a separate
+process. Benchmarks that compare arms share this module.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 from common import commit
 
 QUICK = ("run.steps=2", "rollout.groups=3")
-"""Settings of --quick, beside small eval sets: whether it works, not what comes of it."""
+"""Settings of --quick, in addition to small eval sets. They only test that the benchmark works."""
 
 Run = Mapping[str, Any]
-"""What `run_arm` returns, with the setting, the arm and the seed that it is of."""
+"""Result of `run_arm`, with its setting, arm and seed."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train."""
+    """Configuration of training."""
 
     sets: tuple[str, ...] = ()
-    """Settings beside those that all arms share."""
+    """Settings in addition to those that all arms share."""
     advised: bool = False
-    """Whether guided episodes are told the truth instead of what a bank holds."""
+    """Whether guided episodes receive the truth instead of experience from a bank."""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -47,8 +47,13 @@ ARMS: Mapping[str, Arm] = {
     "experience only": Arm(("actor.optimizer.learning_rate=0.0",)),
     "always right": Arm(advised=True),
 }
-"""none: the actor alone. static: the extractor is not trained. experience only: the actor is not.
-always right: guided by the truth, the ceiling of what lessons can be worth."""
+"""Arms by name.
+
+* none: the actor alone.
+* static: the extractor is not trained.
+* experience only: the actor is not trained.
+* always right: episodes are guided by the truth, the upper bound of the benefit of lessons.
+"""
 
 
 def run_arm(
@@ -56,9 +61,9 @@ def run_arm(
 ) -> dict[str, Any]:
     """Train one arm with one seed and return its measurements.
 
-    Returns the metrics of the last evaluation (`eval/…`, for all arms in the same episodes), the
-    advice probe's at the start (`start/probe/…`) and at the end (`end/probe/…`), the run's totals
-    and the curves of training success and of right lessons.
+    The measurements are the metrics of the last evaluation (`eval/…`, in the same episodes for all
+    arms), the advice probe at the start (`start/probe/…`) and at the end (`end/probe/…`), the run's
+    totals, and the curves of training success and of right lessons.
     """
     from crl.config import load
 
@@ -69,7 +74,7 @@ def run_arm(
 
 
 class AlwaysRight:
-    """A `Retriever` that knows the truth about every place. specs: `EnvSpec` by task."""
+    """`Retriever` that returns the truth about every place. `specs`: `EnvSpec` by task."""
 
     def __init__(self, specs: Mapping[str, Any]) -> None:
         self._specs = specs
@@ -80,7 +85,7 @@ class AlwaysRight:
 
         use = ExperienceUse("told", 1, "told", "start")
         tasks = [request.task for request in requests]
-        # The truth may come from playing the game, which takes its time.
+        # The truth may come from playing the game, which takes time.
         texts = await asyncio.to_thread(
             lambda: [self._specs[t.name].advisor.right(t) for t in tasks]
         )
@@ -91,7 +96,7 @@ class AlwaysRight:
 
 
 class Recorder:
-    """A `Monitor` that keeps the metrics in memory."""
+    """`Monitor` that stores the metrics in memory."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -100,6 +105,7 @@ class Recorder:
         self.lines.append({"step": step, "kind": kind, **figures})
 
     def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of this kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
     def trajectories(self, trajectories: Sequence[Any]) -> None: ...
@@ -118,7 +124,7 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
     begin, recorder, specs = time.monotonic(), Recorder(), specs_of(config)
     adviser = AlwaysRight(specs) if arm.advised else None
     async with training(config, RunDir(folder), recorder, adviser=adviser) as loop:
-        loop.evaluations[0] = Evaluation({}, {}, 0)  # the start is the same in all arms
+        loop.evaluations[0] = Evaluation({}, {}, 0)  # all arms have the same start
         await loop.run()
         trained = time.monotonic()
         last = loop.evaluations[loop.completed].figures()
@@ -147,16 +153,17 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
         "extractor updates": max(
             (line["extractor/updates"] for line in recorder.of("extractor")), default=0
         ),
-        "seconds": trained - begin,  # of the start and the evaluations too, and beside other runs
+        # The time includes the start and the evaluations, and may be affected by parallel runs.
+        "seconds": trained - begin,
     }
 
 
 async def _online_places(
     evaluator: Any, adviser: AlwaysRight | None, name: str, task: Any
 ) -> dict[str, float]:
-    """The online set without a bank: success alone, and with an adviser in the bank's place.
+    """Evaluate the online set without a bank: success alone, and with an adviser.
 
-    The episodes and their draws are those that the arms with a bank play.
+    The episodes and their draws are the same as in the arms with a bank.
     """
     from crl.run.evaluate import rate_of_visits
     from crl.run.online import UNCOUNTED_VISITS, VISITS, visited
@@ -179,11 +186,11 @@ async def _online_places(
     }
 
 
-# ── many runs ───────────────────────────────────────────────────────────────────────────────────
+# ── many runs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def sweep_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that benchmarks of many runs share."""
+    """Return a parser with the options that benchmarks of many runs share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,9 +217,9 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
 def run_missing(
     script: str, wanted: Sequence[tuple[str, str, int]], arguments: argparse.Namespace
 ) -> list[Run]:
-    """Make those runs (setting, arm, seed) that the .jsonl file beside --out does not hold; return all of them.
+    """Make the runs (setting, arm, seed) that the .jsonl file beside --out lacks. Return all runs.
 
-    script: the benchmark, which makes one run when it is asked for `--one SETTING ARM SEED`.
+    `script`: path of the benchmark, which makes one run for `--one SETTING ARM SEED`.
     """
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     done = finished(arguments)
@@ -228,7 +235,7 @@ def run_missing(
 
 
 def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
-    """Make one run and print it as JSON."""
+    """Make one run and print its result as JSON."""
     sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
     quick = [
         *QUICK,
@@ -248,7 +255,10 @@ def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Name
 
 
 def shared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what all runs of a command have in common: runs that differ in it are not compared."""
+    """Return the options that all runs of a command share.
+
+    Runs that differ in these options are not compared.
+    """
     return {"asked steps": arguments.steps, "quick": arguments.quick, "set": arguments.set}
 
 
@@ -258,7 +268,7 @@ def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], Run]:
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
             run = json.loads(line)
-        except json.JSONDecodeError:  # the writing of it was interrupted
+        except json.JSONDecodeError:  # the line was written only in part
             continue
         if shared(arguments).items() <= run.items():
             found[run["setting"], run["arm"], run["seed"]] = run
@@ -266,7 +276,7 @@ def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], Run]:
 
 
 def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Namespace) -> None:
-    """Train one arm in a process of its own and append the result to the .jsonl file."""
+    """Train one arm in a separate process and append the result to the .jsonl file."""
     setting, arm, seed = run
     command = [sys.executable, script, "--one", setting, arm, str(seed)]
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]

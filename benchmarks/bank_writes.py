@@ -1,12 +1,16 @@
-"""How fast episodes are queued durably: `Store.submit` one by one, and gathered 64 and 1,000 at a time, beside what SQLite does at best.
+"""Rate of durable submissions to the bank's queue, compared with bare SQLite.
 
     python benchmarks/bank_writes.py --out benchmarks/results/bank_writes.json
 
-The floor is a bare `sqlite3` connection with the same durability (WAL, synchronous=FULL) that writes the same payloads, made before the
-clock starts, into a table of id and payload with `executemany`: one commit for each, for 64 at a time, and for 64 at a time again where
-1,000 are gathered, since the bank commits at most 64 together. Submits and floor take turns on the same disk; medians over the
-repetitions, and the ratio of the two: how much of what the disk allows is left. `with a snapshot`: while the bank can be brought back
-to one. An episode has 8 turns and about 1.5 kB.
+`Store.submit` is called for single episodes, and for 64 and 1,000 episodes at a time. The floor is
+a bare `sqlite3` connection with the same durability (WAL, synchronous=FULL). It writes the same
+payloads, prepared before the clock starts, with `executemany` into a table of id and payload. One
+commit holds one row, or 64 rows. For 1,000 submissions at a time a commit holds 64 rows too,
+because the bank commits at most 64 together.
+
+Store and floor alternate on the same disk. The numbers are medians over the repetitions, and the
+ratio of store to floor. `with a snapshot`: the bank holds a snapshot to which it can be restored.
+An episode has 8 turns and about 1.5 kB.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from crl.manager.store import Store
 from crl.types import Segment, Task
 
 GATHERED = {1: 100, 64: 20, 1000: 3}
-"""Submits at a time → how often in one repetition."""
+"""Number of rounds per repetition, by the number of submissions at a time."""
 
 AT = Stamp(0, 0)
+"""Stamp of every submission."""
 
 
 def episodes() -> Iterator[DistilRequest]:
+    """Yield requests for distillation of distinct episodes."""
     task = Task(
         "room", 7, "train", "Room: the azure cellar. Reach the stairs down (>).", {"lgen": 3}
     )
@@ -55,7 +61,7 @@ def episodes() -> Iterator[DistilRequest]:
 
 
 async def submits(store: Store, requests: Sequence[DistilRequest], at_a_time: int) -> float:
-    """Per second."""
+    """Submit all requests and return the submissions per second."""
     begin = time.perf_counter()
     for start in range(0, len(requests), at_a_time):
         await asyncio.gather(
@@ -65,7 +71,7 @@ async def submits(store: Store, requests: Sequence[DistilRequest], at_a_time: in
 
 
 def floor(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: int) -> float:
-    """Inserted rows per second."""
+    """Insert all requests with bare SQLite and return the rows per second."""
     rows = [(request.id, request.to_json()) for request in requests]
     begin = time.perf_counter()
     for start in range(0, len(rows), at_a_time):
@@ -76,7 +82,7 @@ def floor(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: 
 
 
 async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -> dict[str, float]:
-    """Medians per second, and their ratios to the floor."""
+    """Return median rates per second, and their ratios to the floor."""
     stores = {
         "submit": await Store.open(folder / "bank.sqlite"),
         "with a snapshot": await Store.open(folder / "other.sqlite"),
@@ -93,7 +99,7 @@ async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -
             times = {"floor": floor(db, requests, min(at_a_time, GROUP))}
             for name, store in stores.items():
                 times[name] = await submits(store, requests, at_a_time)
-            if repetition:  # the first one warms up
+            if repetition:  # the first repetition is a warm-up
                 for name, speed in times.items():
                     speeds[name].append(speed)
     for store in stores.values():

@@ -1,4 +1,4 @@
-"""What the benchmarks share: runs of their own, the record of where numbers come from, and means over seeds."""
+"""Shared parts of the benchmarks: training runs, result files, means over seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crl.intervals import Mean
 
 
 def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
-    """Trains with `crl train OPTIONS --run-dir RUN`; returns the run's metrics."""
+    """Train with `crl train OPTIONS --run-dir RUN` and return the run's metrics."""
     command = ["crl", "train", *options, "--run-dir", str(run)]
     print(" ".join(command), file=sys.stderr)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
@@ -24,7 +24,7 @@ def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """The raw numbers as JSON, with the machine and the commit that they come from."""
+    """Write the raw numbers as JSON, with the machine and the commit that produced them."""
     machine = {
         "system": platform.system(),
         "processor": processor(),
@@ -40,7 +40,7 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def commit() -> str | None:
-    """Of the working tree; None for a copy of it without its history."""
+    """Return the commit of the working tree, or None for a copy without history."""
     done = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         capture_output=True,
@@ -52,7 +52,7 @@ def commit() -> str | None:
 
 
 def accelerator() -> dict[str, str]:
-    """The GPU and its software, for a benchmark that has loaded torch and finds one."""
+    """Return the GPU and its software versions, empty without torch or without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
@@ -68,7 +68,7 @@ def write_plot(
     rows: Sequence[Mapping[str, Any]],
     results: Path,
 ) -> None:
-    """Draws the rows beside the results; says so where there is nothing to draw with."""
+    """Draw the rows into a file beside the results. Print a message if matplotlib is missing."""
     try:
         plot(rows, results.with_suffix(".png"))
     except ImportError:
@@ -76,7 +76,7 @@ def write_plot(
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it; elsewhere its architecture."""
+    """Return the processor's name on Linux, elsewhere its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
     return next(
@@ -86,7 +86,10 @@ def processor() -> str:
 
 
 def mean_and_interval(values: Sequence[float | None]) -> str:
-    """Return "mean ± half the 95 % interval" over seeds; a dash where nothing is known, and how many are where not all are."""
+    """Return "mean ± half the 95 % interval" over seeds.
+
+    Return a dash if no value is known. If only some values are known, their number is appended.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return "–"

@@ -1,18 +1,26 @@
-"""Sampled tokens per CPU-second of the torch engine on the requests of a training mixture, beside transformers' `generate`.
+"""Decoding speed of the torch engine, compared with transformers' `generate`.
 
     python benchmarks/decode_throughput.py --out benchmarks/results/decode_throughput.json
 
-Requests imitate those of `crl train --tasks room,webshop,alfworld`, measured over 7,618 requests. 128 episodes run at a time, in
-groups of 8 that share their first prompt. An episode has many turns: its prompt grows from 40 tokens to 100 (room), 600 (webshop)
-or 400 (alfworld), each turn samples 2 to 12 tokens, and an environment answers after a pause. Beside them an extractor's
-requests have one turn: 45 tokens of prompt, 13 sampled ones. Tokens are drawn at random; nobody reads them.
+The numbers are sampled tokens per CPU-second. Requests imitate those of
+`crl train --tasks room,webshop,alfworld`, of which 7,618 were measured. 128 episodes run at a time,
+in groups of 8 with a common first prompt. An episode has many turns. Its prompt grows from 40
+tokens to 100 (room), 600 (webshop) or 400 (alfworld). Each turn samples 2 to 12 tokens, and the
+environment answers after a pause. The extractor's requests run at the same time and have one turn:
+45 prompt tokens and 13 sampled tokens. All tokens are random and are not used.
 
-Three patterns: `mixture` (both kinds, arriving when their environments answer), `distil` (one-shot requests alone) and `long`
-(128 prompts of 40 tokens, 64 sampled tokens each). `generate` gets the same prompts in left-padded batches of one turn, and
-decodes until a batch's longest answer is done. It has no cache between turns.
+Three patterns are measured:
 
-CPU-seconds are process time of all threads, so that other work on the machine counts little; the figures are medians of
-repetitions that alternate between both. `per busy second` counts the wall seconds of the engine's passes instead.
+* `mixture`: both kinds; requests arrive when their environments answer;
+* `distil`: only requests with one turn;
+* `long`: 128 prompts of 40 tokens, 64 sampled tokens each.
+
+`generate` receives the same prompts in left-padded batches of one turn, and decodes until a batch's
+longest answer is complete. It has no cache between turns.
+
+CPU-seconds are process time of all threads, so other work on the machine has little influence. The
+numbers are medians over repetitions that alternate between engine and `generate`. `per busy second`
+uses the wall seconds of the engine's passes instead.
 """
 
 from __future__ import annotations
@@ -36,9 +44,10 @@ if TYPE_CHECKING:
     from crl.engines.torch import TorchEngine
 
 GROUP = 8
-"""Episodes that share their first prompt."""
+"""Episodes with a common first prompt."""
 
 VOCABULARY = 768
+"""Tokens of the tiny models' vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +55,25 @@ class Turn:
     """One request of a session."""
 
     new: list[int]
-    """Prompt tokens behind what the session's last turn has read and sampled."""
+    """Prompt tokens that follow the tokens of the session's last turn."""
     tokens: int
     """Tokens to sample."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Requests whose prompts continue one another."""
+    """Requests of one conversation. Each prompt continues the previous turn."""
 
     turns: tuple[Turn, ...]
 
 
 def words(count: int, draw: random.Random) -> list[int]:
+    """Return random tokens."""
     return [draw.randrange(VOCABULARY) for _ in range(count)]
 
 
 def episode(kind: str, group: int, draw: random.Random) -> Session:
-    """Return an episode as the tiny actor plays it; those of a group have equal first prompts."""
+    """Return an episode like those of the tiny actor. A group's first prompts are equal."""
     turns, new, tokens = {
         "room": (draw.randint(3, 8), (14, 20), (2, 3)),
         "webshop": (draw.randint(4, 11), (30, 70), (4, 12)),
@@ -83,7 +93,7 @@ def episode(kind: str, group: int, draw: random.Random) -> Session:
 
 
 def mixture(seed: int = 0) -> list[Session]:
-    """Return the 128 episodes of a step and as many distillations."""
+    """Return the 128 episodes of a step and the same number of distillations."""
     draw = random.Random(seed)
     kinds = ("room", "webshop", "alfworld")
     played = [episode(kinds[i // GROUP % 3], i // GROUP, draw) for i in range(128)]
@@ -91,7 +101,7 @@ def mixture(seed: int = 0) -> list[Session]:
 
 
 def distil(count: int, draw: random.Random) -> list[Session]:
-    """Return requests like an extractor's."""
+    """Return requests like those of an extractor."""
     return [
         Session((Turn(words(draw.randint(32, 60), draw), draw.randint(6, 20)),))
         for _ in range(count)
@@ -99,6 +109,7 @@ def distil(count: int, draw: random.Random) -> list[Session]:
 
 
 def long(count: int, draw: random.Random) -> list[Session]:
+    """Return requests with one turn and long answers."""
     return [Session((Turn(words(40, draw), 64),)) for _ in range(count)]
 
 
@@ -110,11 +121,12 @@ PATTERNS = {
 
 
 def sampled(sessions: Sequence[Session]) -> int:
+    """Return the number of tokens that the sessions sample."""
     return sum(turn.tokens for session in sessions for turn in session.turns)
 
 
 async def served(engine: TorchEngine, sessions: Sequence[Session], pause: float) -> None:
-    """Play all sessions at once; each waits after a turn, as if for its environment."""
+    """Play all sessions at the same time. After a turn, a session pauses like an environment."""
     from crl.types import Sampling
 
     never = (VOCABULARY,)
@@ -134,7 +146,7 @@ async def served(engine: TorchEngine, sessions: Sequence[Session], pause: float)
 
 
 def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
-    """Send the same requests to `generate`, one batch a turn."""
+    """Send the same requests to `generate`, one batch per turn."""
     import torch
     from transformers import GenerationConfig
 
@@ -153,17 +165,19 @@ def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
                 [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
             )
             config = GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens,
-                eos_token_id=None, pad_token_id=0,
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
             with torch.inference_mode():
-                done = model.generate(padded, attention_mask=mask, generation_config=config)  # pyright: ignore[reportCallIssue]
+                done = model.generate(  # pyright: ignore[reportCallIssue]
+                    padded, attention_mask=mask, generation_config=config
+                )
             for i, row in zip(batch, done[:, width:].tolist(), strict=True):
                 prompts[i] += row[: sessions[i].turns[turn].tokens]
 
 
 def actor(kv_heads: int | None) -> PreTrainedModel:
-    """Return the bundled actor, or random weights of its shape with so many key-value heads."""
+    """Return the bundled actor, or random weights of its shape with `kv_heads` key-value heads."""
     import torch
 
     from crl.config import resolve_model
@@ -180,7 +194,7 @@ def actor(kv_heads: int | None) -> PreTrainedModel:
 async def speeds(
     pattern: str, repetitions: int, pause: float, kv_heads: int | None, plain: bool
 ) -> dict[str, float]:
-    """Return sampled tokens per CPU-second of both, and their ratio."""
+    """Return sampled tokens per CPU-second of engine and `generate`, and their ratio."""
     import torch
 
     from crl.engines.torch import TorchEngine
@@ -198,7 +212,7 @@ async def speeds(
                 await served(engine, sessions, pause)
             else:
                 generated(model, sessions)
-            if repetition:  # the first one warms up
+            if repetition:  # the first repetition is a warm-up
                 measured[name].append(sampled(sessions) / (time.process_time() - begin))
         if not repetition:
             busy = engine.busy

@@ -1,17 +1,22 @@
-"""What the environments cost: steps per second, time of a reset and memory, and how they grow from 16 to 512 episodes in flight.
+"""Cost of the environments: steps per second, reset time and memory, for 16 to 512 episodes.
 
     python benchmarks/environments.py --out benchmarks/results/environments.json
 
-Every task that comes with `crl`, as language models play it, in the host that a run has, each number of episodes in a process of its
-own; and 512 rooms, 512 visits to the shop and 64 households at once in one process and its workers. All episodes are lent a game, then
-reset together and played together, again and again: they replay what the scripted player did in 32 tasks of the `new` eval, in turn, so
-that beyond 16 episodes no worker has a household's game translated when it is reset (of a group's members the first two have not).
-Nothing else runs, no model thinks: a run waits for its actor most of the time.
+Every task of `crl` is measured in the rendering for language models and in the host of a run. Each
+number of episodes runs in a fresh process. Another row has 512 rooms, 512 visits to the shop and 64
+households in one process and its workers. All episodes acquire a game. Then all are reset together
+and played together, several times. They replay the scripted player's actions in 32 tasks of the
+unseen split (`new`), in turn. A worker stores the translations of 64 household games, so it
+translates each of these tasks only once. No other work runs, and no model computes; in a run, the
+environments wait for the actor most of the time.
 
-make: milliseconds per game, until all are made, imports included. reset: milliseconds per reset, of all together, so also what one
-costs when many want one. steps/s: of all together. memory: MiB that the process and its workers hold more than before the first game
-was made (shared pages counted once); per episode: what each of the episodes beyond the row before it added; in all: with the
-interpreter and what it had imported before.
+* make: milliseconds per game until all games are made, imports included.
+* reset: milliseconds per reset when all episodes are reset together.
+* steps/s: steps per second of all episodes together.
+* memory: MiB of the process and its workers beyond the MiB before the first game was made; shared
+  pages are counted once.
+* per episode: memory added per additional episode, compared with the row before.
+* in all: total MiB, with the interpreter and everything imported before.
 """
 
 from __future__ import annotations
@@ -45,17 +50,19 @@ from crl.types import Task
 EPISODES = (16, 64, 256, 512)
 QUICK_EPISODES = (2, 4)
 TOGETHER = {"room": 512, "webshop": 512, "alfworld": 64}
-"""Episodes of each task of the mixture."""
+"""Episodes of each task in the row of the mixture."""
 TASKS = 32
+"""Tasks whose actions are recorded, per environment."""
 CALLS = 128
-"""Episodes that a row plays at least, over its rounds."""
+"""Minimal number of episodes of a row, over all rounds."""
 
 Row = dict[str, Any]
 Script = tuple[Task, tuple[str, ...]]
+"""Task and the actions to replay."""
 
 
 def as_language_models_play(names: Sequence[str]) -> RunConfig:
-    """A run of these tasks in their full rendering."""
+    """Return the config of a run of these tasks in their full rendering."""
     played = {
         name: TaskConfig.model_validate(task_settings(task_file(name), "full")) for name in names
     }
@@ -63,7 +70,7 @@ def as_language_models_play(names: Sequence[str]) -> RunConfig:
 
 
 def scripts(name: str, n: int) -> list[Script]:
-    """What the scripted player does in n eval tasks."""
+    """Return the scripted player's actions in n eval tasks."""
     task = as_language_models_play([name]).tasks[name]
     spec = get_spec(task.env)
     game = spec.make_game(task.rendering)
@@ -79,7 +86,7 @@ def scripts(name: str, n: int) -> list[Script]:
 
 
 def measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int) -> Row:
-    """played, episodes: by the task's name."""
+    """Return the measurements of one row. `played` and `episodes` are keyed by task name."""
     return asyncio.run(_measure(played, episodes, calls))
 
 
@@ -115,7 +122,7 @@ async def _measure(
 
 
 async def replay(game: Environment, actions: Sequence[str]) -> int:
-    """Plays the actions; their number."""
+    """Play the actions and return their number."""
     for action in actions:
         result = await game.step(action)
         assert result.valid, f"{action!r} was valid when it was recorded: {result.text!r}"
@@ -123,14 +130,17 @@ async def replay(game: Environment, actions: Sequence[str]) -> int:
 
 
 async def timed(call: Callable[[int], Awaitable[Any]], n: int) -> tuple[float, list[Any]]:
-    """Seconds until n calls at a time are done, and what they returned."""
+    """Await n concurrent calls. Return the seconds until all are done, and their results."""
     start = time.perf_counter()
     results = await asyncio.gather(*(call(i) for i in range(n)))
     return time.perf_counter() - start, results
 
 
 def memory() -> float:
-    """MiB of this process and its descendants, as Linux counts them: pages shared among them once."""
+    """Return the MiB of this process and its descendants on Linux.
+
+    Shared pages are counted once.
+    """
     return sum(_proportional_kib(pid) for pid in _tree(os.getpid())) / 1024
 
 
@@ -150,7 +160,8 @@ def _proportional_kib(pid: int) -> int:
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        f"{'':<12}{'episodes':>9}{'make ms':>10}{'reset ms':>10}{'steps/s':>10}{'memory MiB':>12}{'per episode':>13}{'in all MiB':>12}"
+        f"{'':<12}{'episodes':>9}{'make ms':>10}{'reset ms':>10}{'steps/s':>10}{'memory MiB':>12}"
+        f"{'per episode':>13}{'in all MiB':>12}"
     ]
     previous: Row | None = None
     for row in rows:
@@ -162,7 +173,8 @@ def table(rows: Sequence[Row]) -> str:
         each = (row["memory_mib"] - more["memory_mib"]) / (row["episodes"] - more["episodes"])
         name = next(iter(row["tasks"])) if len(row["tasks"]) == 1 else "together"
         lines.append(
-            f"{name:<12}{row['episodes']:>9}{row['make_ms']:>10.1f}{row['reset_ms']:>10.2f}{row['steps_per_s']:>10,.0f}"
+            f"{name:<12}{row['episodes']:>9}{row['make_ms']:>10.1f}{row['reset_ms']:>10.2f}"
+            f"{row['steps_per_s']:>10,.0f}"
             f"{row['memory_mib']:>12,.0f}{each:>13.2f}{row['in_all_mib']:>12,.0f}"
         )
         previous = row
@@ -170,7 +182,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def measured(names: Sequence[str], rows: Sequence[Mapping[str, int]], calls: int) -> list[Row]:
-    """Each row (episodes by the task's name) measured in a fresh process."""
+    """Return the measurements of each row (episodes by task name), each from a fresh process."""
     played = {name: scripts(name, TASKS) for name in names}
     results = []
     for episodes in rows:

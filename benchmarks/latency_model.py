@@ -1,13 +1,16 @@
-"""An engine that computes nothing and takes as long as a 7 B model would, and a game for it: what is left is the orchestrator.
+"""Engine that only takes the time of a 7B model, and a game for it.
 
-Real time, and no scale to it. The rates are those of eight A100 that serve one 7 B model in bfloat16 with vLLM, each its own copy:
+The engine computes nothing, so measurements show the cost of the orchestrator. Time is real and not
+scaled. The rates are those of eight A100 that serve one 7B model in bfloat16 with vLLM, one copy
+per GPU:
 
-    75 tokens/s of one request alone      measured for Llama-3.1-8B, 77 % of what the memory's bandwidth allows
-                                          (johnmusgrave.com/p/vllm-throughput-latency-sweep-on)
-    3,363 tokens/s of one GPU             measured for DeepSeek-R1-Distill-Qwen-7B (morphllm.com/vllm-benchmarks)
-    10,000 prompt tokens/s of one GPU     half of its 312 TFLOP/s at 2 · 7.6e9 FLOP a token
+* 75 tokens/s of a single request: measured for Llama-3.1-8B, 77 % of the limit by memory bandwidth
+  (johnmusgrave.com/p/vllm-throughput-latency-sweep-on);
+* 3,363 tokens/s per GPU: measured for DeepSeek-R1-Distill-Qwen-7B (morphllm.com/vllm-benchmarks);
+* 10,000 prompt tokens/s per GPU: half of its 312 TFLOP/s at 2 · 7.6e9 FLOP per token.
 
-Answers are shorter than a thinking model's, and turns fewer: that asks more of the orchestrator in every second.
+Answers are shorter than those of a thinking model, and episodes have fewer turns. Both increase the
+load of the orchestrator per second.
 """
 
 from __future__ import annotations
@@ -28,26 +31,32 @@ from crl.types import Completion, Observation, Sampling, StepResult, Task
 
 GPUS = 8
 PER_REQUEST, CAPACITY, PREFILL = 75.0, 3_363.0 * GPUS, 10_000.0 * GPUS
-"""Tokens per second: decoded of one request at most, decoded of all together, read of prompts."""
+"""Tokens per second: decoded per request at most, decoded in total, prompt tokens in total."""
 BLOCK = 16
-"""Tokens of a prefix that are shared or read together, as in vLLM."""
+"""Tokens of a block in the prefix cache, as in vLLM."""
 TICK = 0.01
-"""Seconds between two looks at the requests: of the order of a decode step."""
+"""Seconds between two updates of the requests, about the duration of a decode step."""
 SPREAD = 0.5
-"""σ of the lengths' logarithm."""
-THOUGHT = "the wall lies to the north, the exit may be to the south or to the east, so it is best to walk on and to look again; "
+"""Standard deviation σ of the logarithm of answer lengths."""
+THOUGHT = (
+    "the wall lies to the north, the exit may be to the south or to the east, "
+    "so it is best to walk on and to look again; "
+)
 
 Request = tuple[float, int, asyncio.Future[None]]
-"""Where it ends; its number, which decides ties; who waits."""
+"""Value of `_reach` at which the request ends, its number for ties, and its future."""
 
 
 class LatencyModel:
-    """`crl.protocols.Engine` under continuous batching. Prompts are read one after the other, without what is in the prefix cache: of a
-    session what it said and was told, of a new one the blocks that an earlier first prompt begins with too. Then all requests decode at
-    the same speed, min(PER_REQUEST, CAPACITY / running).
+    """`crl.protocols.Engine` that models continuous batching.
 
-    An answer is a thought and one of `answers(session)`, drawn from the request's `rng`: so is its length, log-normal about `median`
-    tokens.
+    Prompts are read one after the other, without the tokens that are in the prefix cache. Cached
+    are all tokens of a session's last turn and, for a new session, the blocks that an earlier first
+    prompt begins with. After that all requests decode at the same speed,
+    min(PER_REQUEST, CAPACITY / running).
+
+    An answer is a thought followed by one of `answers(session)`. The answer and its length are
+    drawn from the request's `rng`. Lengths are log-normal with median `median` tokens.
     """
 
     def __init__(
@@ -60,12 +69,13 @@ class LatencyModel:
         self._median = median
         self._cached: dict[str, int] = {}
         self._blocks: set[int] = set()
-        self._read: deque[tuple[int, int, asyncio.Future[None]]] = (
-            deque()
-        )  # tokens to read, tokens to decode, who waits
+        # tokens to read, tokens to decode, future of the request
+        self._read: deque[tuple[int, int, asyncio.Future[None]]] = deque()
         self._decoding: list[Request] = []
-        self._reach = 0.0  # tokens that a request decoded which was always there: one that came at r ends at r + its length
-        self._paid = 0.0  # prompt tokens for which there was time
+        # Tokens that a request would have decoded since the start of the engine. A request that
+        # starts at r ends at r + its length.
+        self._reach = 0.0
+        self._paid = 0.0  # prompt tokens that the elapsed time allows to read
         self._numbers = itertools.count()
         self._tick: asyncio.TimerHandle | None = None
         self._then = 0.0
@@ -85,7 +95,7 @@ class LatencyModel:
             : sampling.max_tokens
         ]
         cached = self._cached.get(session or "", 0)
-        if not 0 < cached < len(ids):  # a shorter prompt begins anew
+        if not 0 < cached < len(ids):  # a shorter prompt starts a new conversation
             cached = self._shared(ids)
         await self._served(len(ids) - cached, len(sampled))
         if session:
@@ -94,12 +104,15 @@ class LatencyModel:
         return Completion(sampled, (-1.0,) * len(sampled), (self.version,) * len(sampled), finish)
 
     def forget(self) -> None:
-        """The prefix cache is empty, as after an update of the weights."""
+        """Clear the prefix cache, as after an update of the weights."""
         self._cached.clear()
         self._blocks.clear()
 
     def _shared(self, ids: Sequence[int]) -> int:
-        """Tokens of a first prompt that others begin with as well, in whole blocks, less the last token, which is always read."""
+        """Return the number of tokens of a first prompt that are in the prefix cache.
+
+        Only whole blocks count. The last token is always read and never counts.
+        """
         prefix, shared = 0, 0
         for end in range(BLOCK, len(ids), BLOCK):
             prefix = hash((prefix, tuple(ids[end - BLOCK : end])))
@@ -116,7 +129,7 @@ class LatencyModel:
         self.forget()
 
     async def health(self) -> None:
-        """A clock does not fail."""
+        """Do nothing: a clock cannot fail."""
 
     async def aclose(self) -> None:
         if self._tick:
@@ -136,15 +149,15 @@ class LatencyModel:
             raise
 
     def _withdraw(self, done: asyncio.Future[None]) -> None:
-        """Of a request that nobody waits for, the others have the time, from now on."""
+        """Remove a cancelled request. The other requests then get its share of time."""
         if self._read and self._read[0][2] is done:
-            self._paid = 0.0  # it was being read
+            self._paid = 0.0  # the request was being read
         self._read = deque(one for one in self._read if one[2] is not done)
         self._decoding = [one for one in self._decoding if one[2] is not done]
         heapq.heapify(self._decoding)
 
     def _advance(self) -> None:
-        """One timer for all requests: one for each would be a load of its own."""
+        """Advance all requests. One timer serves all, because a timer for each would be a load."""
         now = time.perf_counter()
         seconds, self._then = now - self._then, now
         self.busy += seconds
@@ -163,7 +176,7 @@ class LatencyModel:
         self._tick = asyncio.get_running_loop().call_later(TICK, self._advance) if running else None
 
 
-# ── the game ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the game ──────────────────────────────────────────────────────────────────────────────────────
 
 
 SIZE = 9
@@ -174,7 +187,7 @@ LEGEND = (
 
 
 class Walk:
-    """`crl.protocols.Environment`: a dark square with an exit. It acts at once."""
+    """`crl.protocols.Environment`: a dark square with an exit. Every call returns immediately."""
 
     async def reset(self, task: Task) -> Observation:
         draw = random.Random(task.seed)
@@ -209,7 +222,7 @@ class Walk:
 
 
 class Walks:
-    """`crl.protocols.EnvironmentPool`: a new one for everybody."""
+    """`crl.protocols.EnvironmentPool` that creates a new environment for every episode."""
 
     async def acquire(self, task: Task) -> Environment:
         return Walk()

@@ -1,17 +1,25 @@
-"""How fast the learner trains models of real sizes, beside a plain transformers step; and the copy rates that bound a weight sync.
+"""Training speed of the learner on models of real sizes, and copy rates that limit a weight sync.
 
-    python benchmarks/learner_throughput.py --out benchmarks/results/learner_throughput.json          # one GPU
-    python benchmarks/learner_throughput.py --quick                                                   # a tiny shape, anywhere
+    python benchmarks/learner_throughput.py --out benchmarks/results/learner_throughput.json
+    python benchmarks/learner_throughput.py --quick
 
-Models: the shapes of Qwen2.5 0.5B, 1.5B and 7B with random weights, in bfloat16 on CUDA (float32 with --quick). Batches: episodes whose
-lengths are log-normal, most of a few hundred to a few thousand tokens and some of 8192, of which about a third was sampled, in turns.
+The first command needs one GPU. The second command uses a tiny shape and runs anywhere.
 
-`crl`: a step of the learner as `crl train` takes it (clipped surrogate, one update): packed sequences, log-probs in parts. `plain`: the
-model on padded rows in the order of the batch, with transformers' own loss on the same tokens. Both take micro-batches of the same size
-(in tokens, `plain` with its padding), compute activations again or not as given, and update the same float32 master weights with the
-same AdamW. tokens/s counts the batch's own tokens, padding never. MFU: floating-point operations that the batch needs (6 per weight and
-token, 6 per head weight and trained token, causal attention; nothing that is computed twice or for padding) over seconds and over the
-rate of a large matrix product measured in the same run.
+Models have the shapes of Qwen2.5 0.5B, 1.5B and 7B and random weights, in bfloat16 on CUDA (float32
+with --quick). A batch holds episodes with log-normal lengths. Most have a few hundred to a few
+thousand tokens, some have 8192. About a third of the tokens was sampled, in turns.
+
+* `crl`: a step of the learner as in `crl train` (clipped surrogate, one update), with packed
+  sequences and log-probs computed in parts.
+* `plain`: the model on padded rows in the order of the batch, with transformers' loss on the same
+  tokens.
+
+Both use micro-batches of the same size in tokens (for `plain` including padding), the same setting
+of activation checkpointing, and the same AdamW on the same float32 master weights. tokens/s counts
+the batch's tokens without padding. MFU is the number of floating-point operations that the batch
+needs, divided by the seconds and by the rate of a large matrix product measured in the same run.
+Needed operations are 6 per weight and token, 6 per head weight and trained token, and causal
+attention. Repeated computation and padding do not count.
 """
 
 from __future__ import annotations
@@ -44,40 +52,50 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 128,
              "vocab_size": 1024, "tie_word_embeddings": True},
-    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "intermediate_size": 4864,
              "vocab_size": 151_936, "tie_word_embeddings": True},
-    "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960,
+    "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "intermediate_size": 8960,
              "vocab_size": 151_936, "tie_word_embeddings": True},
-    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18_944,
+    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "intermediate_size": 18_944,
            "vocab_size": 152_064, "tie_word_embeddings": False},
 }  # fmt: skip
 CHECKPOINTED = {"tiny": False, "0.5B": False, "1.5B": False, "7B": True}
+"""Whether activation checkpointing is used, by shape."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """episodes: of one batch; median and longest: tokens of an episode; budget: tokens of a micro-batch; repetitions: timed steps;
-    copied: MiB of the copies."""
+    """Size of the measurements."""
 
     episodes: int
+    """Episodes of one batch."""
     median: int
+    """Median tokens of an episode."""
     longest: int
+    """Maximal tokens of an episode."""
     budget: int
+    """Tokens of a micro-batch."""
     repetitions: int
+    """Timed steps."""
     copied: int
+    """MiB of the copied tensors."""
 
 
 FULL = Size(episodes=64, median=1200, longest=8192, budget=16_384, repetitions=3, copied=4096)
 QUICK = Size(episodes=8, median=40, longest=96, budget=192, repetitions=2, copied=8)
 
 
-# ── models and batches ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── models and batches ────────────────────────────────────────────────────────────────────────────
 
 
 def made(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights, which are drawn where it will be."""
+    """Return a model with random weights, which are drawn on its device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=size.longest, dtype=dtype)
@@ -92,7 +110,10 @@ def made(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> Pr
 
 
 def episodes(size: Size, vocabulary: int) -> Minibatch:
-    """One batch: log-normal lengths, in each episode turns of 40 to 160 read tokens and 20 to 80 sampled ones."""
+    """Return one batch of episodes with log-normal lengths.
+
+    The turns of an episode have 40 to 160 context tokens and 20 to 80 sampled ones.
+    """
     draw = random.Random(0)
     samples = []
     for _ in range(size.episodes):
@@ -113,7 +134,7 @@ def episodes(size: Size, vocabulary: int) -> Minibatch:
 
 
 def needed_operations(shape: str, batch: Minibatch) -> float:
-    """Floating-point operations of one forward and backward pass over the batch's tokens."""
+    """Return the floating-point operations of a forward and backward pass over the batch."""
     s = SHAPES[shape]
     h, heads = s["hidden_size"], s["num_attention_heads"]
     key_values = s["num_key_value_heads"] * (h // heads)
@@ -127,7 +148,7 @@ def needed_operations(shape: str, batch: Minibatch) -> float:
     )
 
 
-# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def optimizer_of(model: PreTrainedModel) -> torch.optim.AdamW:
@@ -197,7 +218,7 @@ def plain_step(
 
 
 def in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Consecutive samples, padded to at most `budget` tokens."""
+    """Return consecutive samples in micro-batches of at most `budget` tokens with padding."""
     cut: list[list[int]] = []
     for index, length in enumerate(lengths):
         held = [lengths[i] for i in cut[-1]] if cut else []
@@ -211,7 +232,7 @@ def in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def measured(
     shape: str, name: str, size: Size, device: torch.device, rate: float
 ) -> dict[str, Any]:
-    """One row of the results. A step that does not fit in memory is a row that says so."""
+    """Return one row of the results. The row says so if a step does not fit in memory."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     batch = episodes(size, SHAPES[shape]["vocab_size"])
     lengths = [len(s.trace.ids) for s in batch.samples]
@@ -235,7 +256,7 @@ def measured(
         model = made(shape, size, device, dtype)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         step = ways[name](model, batch, size, CHECKPOINTED[shape])
-        step()  # warms up, and makes the optimizer's state
+        step()  # warm-up; it also creates the optimizer's state
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = [timed(step, device) for _ in range(size.repetitions)]
@@ -249,11 +270,11 @@ def measured(
     }
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if name == "crl":
-        step = None  # with its optimizer and gradients: a learner of this size publishes to another GPU
+        # Free the optimizer and the gradients: a learner of this size publishes to another GPU.
+        step = None
         free(device)
-        row["snapshot_s"] = timed(
-            lambda: InProcessWeights.snapshot(model, 1), device
-        )  # with its checksum
+        # The time includes the checksum.
+        row["snapshot_s"] = timed(lambda: InProcessWeights.snapshot(model, 1), device)
     return row
 
 
@@ -276,18 +297,21 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# ── the machine's own rates ─────────────────────────────────────────────────────────────────────────────────────────
+# ── rates of the machine ──────────────────────────────────────────────────────────────────────────
 
 
 def product_rate(device: torch.device) -> float:
-    """Floating-point operations a second of a large matrix product, in the precision of training."""
+    """Return operations per second of a large matrix product, in the precision of training."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / statistics.median([timed(lambda: a @ b, device) for _ in range(13)][3:])
 
 
 def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
-    """GB/s of copies of one large tensor, and of a safetensors file in shared memory: bytes copied, not read plus written."""
+    """Return GB/s of copies of a large tensor, and of a safetensors file in shared memory.
+
+    Every copied byte counts once, although it is read and written.
+    """
     from safetensors.torch import load_file, save_file
 
     count = size.copied << 20
@@ -322,7 +346,7 @@ def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
         file.unlink(missing_ok=True)
 
 
-# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def line(row: dict[str, Any]) -> str:
@@ -331,7 +355,10 @@ def line(row: dict[str, Any]) -> str:
         return f"{start}  out of memory"
     peak = "–" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
     padding = row["read_tokens"] / row["tokens"] - 1
-    return f"{start}{statistics.median(row['seconds']):>9.3f}{row['tokens_per_s']:>12,.0f}{row['mfu']:>8.1%}{peak:>11}{padding:>10.0%}"
+    return (
+        f"{start}{statistics.median(row['seconds']):>9.3f}{row['tokens_per_s']:>12,.0f}"
+        f"{row['mfu']:>8.1%}{peak:>11}{padding:>10.0%}"
+    )
 
 
 def main() -> None:
@@ -355,7 +382,8 @@ def main() -> None:
     for name, gigabytes in copies.items():
         print(f"{name:<26}{gigabytes:>9.2f} GB/s")
     print(
-        f"\n{'shape':<6}{'step':<7}{'seconds':>9}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>11}{'padding':>10}"
+        f"\n{'shape':<6}{'step':<7}{'seconds':>9}{'tokens/s':>12}{'MFU':>8}"
+        f"{'peak GiB':>11}{'padding':>10}"
     )
     rows: list[dict[str, Any]] = []
     results = {"product_tflops": rate / 1e12, "copies_gb_per_s": copies, "rows": rows}
@@ -364,7 +392,7 @@ def main() -> None:
             rows.append(measured(shape, name, size, device, rate))
             free(device)
             print(line(rows[-1]), flush=True)
-            if arguments.out:  # after every row: what was measured is there, whatever comes next
+            if arguments.out:  # after every row, so that a later failure loses no results
                 write_results(arguments.out, results)
 
 

@@ -1,20 +1,23 @@
-"""Why does a trained actor stop following advice? Measured in the room, during training.
+"""Reasons why a trained actor stops following advice, measured in the room during training.
 
     python benchmarks/listening.py --seeds 0 1 2
     python benchmarks/listening.py --seeds 0 1 2 --steps 80 --set retrieval.per=group \\
         --set retrieval.trials=0.0 --set bank.cap=4 --set actor.optimizer.warmup_steps=0 \\
         --set complementary.listening=0.0 --out benchmarks/results/listening_eq5.json
 
-The second is eq. 5 alone, with one lesson for a group.
+The second command measures eq. 5 alone, with one lesson per group.
 
-Before the updates of every EVERY-th step, on the first turn of fixed probe places:
+The measurements are made before the updates of every EVERY-th step, on the first turn of fixed
+probe places:
 
-* `right`, `wrong`: mean log-probability (nats) of the advised first move under right and under wrong
-  advice. An actor that listens gives both a high one; one that ignores advice gives both a low one.
-* for each term of the actor's policy gradient (free episodes, and guided ones by what guided them):
-  −∇loss_term · ∇right / (‖∇loss‖ ‖∇right‖). Positive: the term teaches to follow right advice. The
-  terms sum to the cosine between the whole update direction and that of better listening.
-* `flat`: share of the term's episodes without advantage, all members of their half having won or lost.
+* `right`, `wrong`: mean log-probability (nats) of the advised first move under right and under
+  wrong advice. Both are high for an actor that listens, and low for an actor that ignores advice.
+* `projection`, for each term of the actor's policy gradient (free episodes, and guided episodes by
+  the kind of their lesson): −∇loss_term · ∇right / (‖∇loss‖ ‖∇right‖). A positive value means that
+  the term teaches the actor to follow right advice. The sum over the terms is the cosine between
+  the update direction and the direction of better listening.
+* `flat`: share of the term's episodes with advantage 0, because all members of their group half won
+  or all lost.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ from arms import Recorder
 from common import mean_and_interval, write_results
 
 EVERY = 5
+"""Steps between two measurements."""
 PLACES = 64
+"""Probe places."""
 TERMS = ("free", "nothing found", "right lesson", "wrong direction", "other lesson")
+"""Kinds of episodes by which the policy gradient is divided."""
 
 
 def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict[str, Any]]:
@@ -62,13 +68,16 @@ async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
         watch = Watch(
             loop, {advice: await advised(loop, config, advice) for advice in ("right", "wrong")}
         )
-        recorder.trajectories = watch.observe  # called with the batch before it trains
+        recorder.trajectories = watch.observe  # called with the batch before its update
         await loop.run()
     return watch.rows
 
 
 async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
-    """The first turns of the probe places under right or wrong advice, with the advised move marked as sampled."""
+    """Return the first turns of the probe places under right or wrong advice.
+
+    The advised move is marked as sampled.
+    """
     from crl.envs.room.lessons import read
     from crl.rollout.episode import EpisodeKey
     from crl.run.probe import Told, advice_texts
@@ -93,9 +102,10 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
 
 
 class Watch:
-    """Measures before updates; `rows` holds what it found. probes: traces by advice."""
+    """Measurements before updates. `rows` holds the results."""
 
     def __init__(self, loop: Any, probes: Mapping[str, Sequence[Any]]) -> None:
+        """Prepare the measurements. `probes`: traces by advice."""
         from crl.envs.room import SPEC
 
         assert SPEC.advisor is not None
@@ -158,7 +168,11 @@ class Watch:
         )
 
     def _log_probability(self, traces: Sequence[Any]) -> tuple[float, Any]:
-        """Mean log-probability of the marked tokens, summed within a trace, and its gradient."""
+        """Return a mean log-probability and its gradient.
+
+        The log-probabilities of the marked tokens are summed within a trace and averaged over
+        traces.
+        """
         from crl.learners.step import Tensors
         from crl.types import TrainSample
 
@@ -177,7 +191,7 @@ class Watch:
         return self._flat()
 
     def _flat(self) -> Any:
-        """The gradient of all parameters as one vector, which is then cleared."""
+        """Return the gradient of all parameters as one vector, and clear it."""
         import torch
 
         flat = torch.cat(
@@ -191,7 +205,7 @@ class Watch:
 
 
 def table(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """Means over seeds, by quarters of the run."""
+    """Return the table of means over seeds, by quarters of the run."""
     length = min(len(rows) for rows in runs.values())
     parts = [range(q * length // 4, (q + 1) * length // 4) for q in range(4)]
     lines = [f"{'':<30}" + "".join(f"{f'quarter {q}':>18}" for q in range(1, 5))]

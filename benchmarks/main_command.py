@@ -1,27 +1,41 @@
-"""Does co-evolution beat a frozen partner? The main command and room alone, by arm, over untouched seeds.
+"""Co-evolution compared with a frozen partner: the main command, and the room alone, by arm.
 
     python benchmarks/main_command.py --jobs 2 --out benchmarks/results/main_command.json
 
-Arms (`arms.py`): `none` (--method grpo, at equal rollouts), `static` (the extractor distils and is not
-trained), `co-evolved` (the default), `experience only` (the actor is not trained) and `always right`
-(guided by the truth: the ceiling). Settings: `room` is `crl train --tasks room`, `mixture` is
+Arms (`arms.py`):
+
+* `none`: --method grpo with an equal number of rollouts;
+* `static`: the extractor distils and is not trained;
+* `co-evolved`: the default;
+* `experience only`: the actor is not trained;
+* `always right`: episodes are guided by the truth, which is the upper bound.
+
+Settings: `room` is `crl train --tasks room`; `mixture` is
 `crl train --tasks room,webshop,alfworld`.
 
-Metrics, named before the runs, of the evaluation after the last step, by task, sampled at temperature 1:
-`online`: success in places never trained on, visits 3 to 5, with a bank that is built on the way; in the
-arm `none`, which has no bank, without one, and in `always right` with the truth in its place. `alone`: the
-same episodes without experience. `unseen`, `seen`: success without experience in places never trained on,
-and in places of the train stream. `seen, bank`: there with the run's bank. `lessons`: right lessons among
-the extractor's answers, beside those of the extractor that the run started with, of the same episodes.
-`advice`: what right advice is worth on the advice probe, (right − none) / (1 − none).
+The metrics were fixed before the runs. They are those of the evaluation after the last step, by
+task, sampled at temperature 1:
 
-Nothing was tuned on seeds 10 to 14. The seed is the unit: mean ± half the 95 % interval by Student's t,
-differences paired by seed. All arms of a seed meet the same tasks with the same draws; places never
-trained on are the same for all seeds. Training is asynchronous, so arms differ by timing too, and two runs
-of one arm and seed are not equal. An aim that is a multiple of another metric is the difference to that
-multiple, which has an interval where a ratio's denominator may be 0.
+* `online`: success in places that are never trained on, visits 3 to 5, with a bank that is built
+  during these visits. The arm `none` has no bank and plays without one. The arm `always right`
+  uses the truth instead.
+* `alone`: success in the same episodes without experience.
+* `unseen`, `seen`: success without experience in places that are never trained on, and in places of
+  the train stream.
+* `seen, bank`: success in seen places with the run's bank.
+* `lessons`: share of right lessons among the extractor's answers. For comparison, the share of the
+  initial extractor on the same episodes.
+* `advice`: benefit of right advice on the advice probe, (right − none) / (1 − none).
 
-Finished runs are kept in a .jsonl file beside --out and not repeated; one that was interrupted starts again.
+Nothing was tuned on seeds 10 to 14. The unit is the seed: mean ± half the 95 % interval by
+Student's t, differences paired by seed. All arms of a seed play the same tasks with the same draws.
+Places that are never trained on are the same for all seeds. Training is asynchronous. Therefore
+arms also differ by timing, and two runs of one arm and seed are not identical. If an aim is a
+multiple of another metric, the table shows the difference from this multiple. The difference has an
+interval even if the denominator of a ratio could be 0.
+
+Finished runs are stored in a .jsonl file beside --out and are not repeated. Interrupted runs start
+again from the beginning.
 """
 
 from __future__ import annotations
@@ -38,15 +52,19 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 SEEDS = (10, 11, 12, 13, 14)
 Metric = Callable[[Run, str], float | None]
+"""Function from a run and a task to a value."""
 
 
 def recorded(name: str) -> Metric:
-    """Return a metric that the run's last evaluation logged. name: its key, with {} for the task."""
+    """Return a metric that the run's last evaluation logged.
+
+    `name`: key of the metric, with {} for the task.
+    """
     return lambda run, task: run["metrics"].get(name.format(task))
 
 
 def advice(end: str) -> Metric:
-    """Return the metric of what right advice is worth at one end of the run: `start` or `end`."""
+    """Return the metric of the benefit of right advice. `end`: "start" or "end" of the run."""
 
     def worth(run: Run, task: str) -> float | None:
         none, right = (run["metrics"][f"{end}/probe/{task}/{told}"] for told in ("none", "right"))
@@ -56,7 +74,7 @@ def advice(end: str) -> Metric:
 
 
 def times(factor: float, metric: Metric) -> Metric:
-    """Return the metric's multiple."""
+    """Return a multiple of the metric."""
 
     def product(run: Run, task: str) -> float | None:
         value = metric(run, task)
@@ -95,14 +113,14 @@ PAIRS = (
     ("lessons", "co-evolved", "3 × lessons, untrained", "co-evolved"),
     ("advice", "co-evolved", "0.9 × advice, start", "co-evolved"),
 )
-"""(metric, arm, the metric and the arm that it is compared with)."""
+"""Comparisons: metric and arm, then the metric and the arm with which they are compared."""
 
 
-# ── tables ──────────────────────────────────────────────────────────────────────────────────────
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Render, for each setting and task, every metric by arm and the paired differences."""
+    """Return, for each setting and task, every metric by arm and the paired differences."""
     lines: list[str] = []
     for setting, tasks in SETTINGS.items():
         of_setting = [run for run in runs if run["setting"] == setting]
@@ -151,7 +169,10 @@ def pair_rows(runs: Sequence[Run], task: str) -> list[str]:
 
 
 def cost_rows(runs: Sequence[Run]) -> list[str]:
-    """Render what the training of each arm took, in environment turns and sampled tokens, means over seeds."""
+    """Return the training cost of each arm, as means over seeds.
+
+    The cost is counted in environment turns and sampled tokens.
+    """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         totals = [run["totals"] for run in runs if run["arm"] == arm]

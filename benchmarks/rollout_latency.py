@@ -1,21 +1,38 @@
-"""What experience costs a rollout: collection with it and without it, by the number of parallel environments (CRL Fig. 9c and 12).
+"""Cost of experience for rollouts, by the number of parallel environments (CRL Fig. 9c and 12).
 
     python benchmarks/rollout_latency.py --out benchmarks/results/rollout_latency.json
 
-`latency model`: an engine that computes nothing and takes as long as a 7 B model on eight GPUs (latency_model.py), and a game that acts
-at once. `tiny model`: the bundled models on the torch engine, in the real rooms, on the cores that the bank and its extractor use too.
-All else is a run's own: collector, episodes, prompts, and the bank on disk, with the paper's B, t_max and W (C.2), but nothing is merged
-and nothing trained; beside the latency model the bank holds 1,000 experiences at the start.
+Engines:
 
-Arms, in turn in one process: `off` plays without experience; `on` guides half of every group, and meanwhile what the step before it
-played is credited, queued, distilled by an extractor of its own and written to the bank, as in a run that is one step ahead; `ask`: its
-guided episodes may also ask the extractor (search_and_ask; of the latency model's answers one in nine asks, which elsewhere is an invalid
-action); `critic`: the actor judges what was found for them. Nothing of an arm is left when the next one begins. The answers' lengths are
-the same in all arms of a repetition, and differ between repetitions.
+* `latency model`: an engine that only takes the time of a 7B model on eight GPUs
+  (latency_model.py), and a game that acts immediately. The bank holds 1,000 experiences at the
+  start.
+* `tiny model`: the bundled models on the torch engine in the real rooms, on the same cores as the
+  bank and its extractor.
 
-rollout: seconds to collect all episodes of a step, mean ± 95 % over repetitions; ratio: of an arm to `off`, paired. search: milliseconds
-that an episode waits for its experience, without verdict or answer. lag: milliseconds by which a coroutine that sleeps for 5 comes late,
-while rollouts are collected. left: seconds that the extractor still needs for the step before when the rollout is over.
+All other parts are those of a run: collector, episodes, prompts and the bank on disk, with the
+paper's B, t_max and W (C.2). There are no merges and no training.
+
+Arms, which alternate in one process:
+
+* `off`: episodes without experience.
+* `on`: experience guides half of every group. At the same time, as in a run that is one step ahead,
+  the episodes of the previous step are credited, queued, distilled by a separate extractor and
+  written to the bank.
+* `ask`: as `on`; guided episodes may also ask the extractor (search_and_ask). One in nine answers
+  of the latency model is a question, which in other arms is an invalid action.
+* `critic`: as `on`; the actor judges retrieved experience.
+
+No work of an arm remains when the next arm begins. Lengths of answers are the same in all arms of a
+repetition and differ between repetitions.
+
+Metrics:
+
+* rollout: seconds to collect all episodes of a step, mean ± 95 % over repetitions.
+* ratio: rollout of an arm to rollout of `off`, paired.
+* search: milliseconds that an episode waits for its experience, without verdicts and answers.
+* lag: milliseconds by which a coroutine that sleeps 5 ms is late while rollouts are collected.
+* left: seconds that the extractor still needs for the previous step after the end of the rollout.
 """
 
 from __future__ import annotations
@@ -33,7 +50,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `crl train` is measured elsewhere
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the other measurements of `crl train`
 
 import numpy as np
 from common import half_interval, mean_and_interval, write_plot, write_results
@@ -73,8 +90,11 @@ ENVIRONMENTS = {"latency model": (16, 64, 256, 512, 1_024), "tiny model": (16, 6
 QUICK = {"latency model": (32,), "tiny model": (16,)}
 GROUP, TURNS, QUICK_TURNS = 8, 12, 2
 ENTRIES, LESSONS = 1_000, 64
+"""Experiences of the bank at the start, and different lessons of the extractor."""
 ACTION_TOKENS, LESSON_TOKENS = 60, 96
+"""Median tokens of an actor's and of an extractor's answer."""
 PROBE = 0.005
+"""Seconds that the probe of the event loop's lag sleeps."""
 GOAL = "Walk: the {place}. Find the exit."
 QUESTION = "<search_and_ask>I see no exit. Which way is it?</search_and_ask>"
 VERDICTS = [
@@ -86,24 +106,31 @@ VERDICTS = [
 
 @dataclass(frozen=True)
 class Stage:
-    """What plays: a runner whose guided episodes are judged and may ask, the bank's side of the run, the tasks, from the first one
-    again at every call, and what empties the engines' prefix caches."""
+    """Objects that play the episodes of an engine."""
 
     runner: EpisodeRunner
+    """Runner whose guided episodes are judged and may ask."""
     side: ExperienceSide
+    """Experience side of the run."""
     tasks: Callable[[], TaskSource]
+    """Function that returns the task source, reset to its first task."""
     forget: Callable[[], None]
+    """Function that clears the engines' prefix caches."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """share: of a group that is guided; 0 = the bank stands still, too."""
+    """Use of experience in rollouts."""
 
     share: float
+    """Guided share of a group. With 0 the bank is not used or updated."""
     asks: bool = False
+    """Whether guided episodes may ask."""
     judged: bool = False
+    """Whether the actor judges retrieved experience."""
 
     def runner(self, stage: Stage, retriever: Retriever) -> EpisodeRunner:
+        """Return the stage's runner with this use of experience."""
         runner = stage.runner
         if not self.asks:
             runner = replace(
@@ -124,7 +151,7 @@ ARMS = {
 
 
 class Timed:
-    """`crl.protocols.Retriever`: another one, and how long it took."""
+    """`crl.protocols.Retriever` that measures the searches of another one."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
@@ -140,11 +167,12 @@ class Timed:
         return await self._retriever.refine(question, hit)
 
 
-# ── what plays ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── engines ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @asynccontextmanager
 async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
+    """Yield the stage with the latency model."""
     path = resolve_model("tiny-actor")
     tokenizer = load_tokenizer(path)
     renderer = ChatRenderer(tokenizer, stop_ids(path, tokenizer))
@@ -221,7 +249,10 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
 
 @asynccontextmanager
 async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
-    """The parts of `crl train --tasks room`, with an extractor that is not trained. turns: the task's own."""
+    """Yield the parts of `crl train --tasks room`, with an extractor that is not trained.
+
+    `turns` is ignored: the task's limit applies.
+    """
     unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
     switches = ["ask.enabled=true", "critic.enabled=true", "critic.warmup=0"]
     config = load(
@@ -237,14 +268,13 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             loop.source.load_state(start)
             return loop.source
 
-        yield Stage(
-            loop.collector._runner, loop.experience, tasks, forget=lambda: None
-        )  # nothing is shared between episodes
+        # No prefix is shared between episodes, so there is no cache to clear.
+        yield Stage(loop.collector._runner, loop.experience, tasks, forget=lambda: None)
     monitor.close()
 
 
 async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
-    """One lesson for each task; the manager that opens the bank embeds them."""
+    """Write one lesson per task. The manager embeds the lessons when it opens the bank."""
     store = await Store.open(path)
     entries = [
         Entry(f"seed#{i}", 1, f"{t.goal} {walk(i)}", t.name, t.goal, "seed", (0, 1))
@@ -255,12 +285,15 @@ async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
 
 
 def spoken(session: str) -> list[str]:
-    """What the actor answers in this session."""
+    """Return the possible answers of the actor in this session."""
     return VERDICTS if "/critic/" in session else [*MOVES, *MOVES, QUESTION]
 
 
 def written(session: str) -> list[str]:
-    """What the extractor answers: whoever asks reads its own operation."""
+    """Return the possible answers of the extractor.
+
+    Each contains an op for distillation and an op for a question. A reader uses one of them.
+    """
     return [
         f'[{{"op": "add", "text": "{walk(i)}"}}, {{"op": "refine", "text": "{walk(i)}"}}]'
         for i in range(LESSONS)
@@ -268,28 +301,33 @@ def written(session: str) -> list[str]:
 
 
 def walk(number: int) -> str:
-    """A lesson."""
+    """Return a lesson."""
     steps = [list(MOVES)[number // 4**i % 4] for i in range(6)]
     return f"From the start walk {', then '.join(steps)}; the exit is near where the corridor ends."
 
 
-# ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one rollout ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Measured:
-    """Of one arm: a time for every repetition; waits of all of them."""
+    """Measurements of one arm. `rollout` and `left` hold one value per repetition."""
 
     rollout: list[float] = field(default_factory=list)
+    """Seconds to collect the episodes."""
     searches: list[float] = field(default_factory=list)
+    """Seconds of every search."""
     lags: list[float] = field(default_factory=list)
+    """Seconds of lag of the event loop, for every probe."""
     left: list[float] = field(default_factory=list)
+    """Seconds of distillation after the end of the rollout."""
     failed: int = 0
+    """Episodes with an error."""
 
 
 @asynccontextmanager
 async def lags() -> AsyncIterator[list[float]]:
-    """Seconds by which a coroutine of this event loop comes late, while the block runs."""
+    """Measure the lag of this event loop in seconds while the block runs."""
     late: list[float] = []
 
     async def probe() -> None:
@@ -313,7 +351,10 @@ async def rollout(
     learnt: Sequence[Trajectory],
     into: Measured,
 ) -> list[Trajectory]:
-    """The episodes of one step, while an arm with experience learns from those of the step before."""
+    """Play the episodes of one step and return them.
+
+    In an arm with experience, the episodes of the previous step are distilled at the same time.
+    """
     timed = Timed(stage.side.retriever)
     gate = StalenessGate(environments // GROUP, 0, step)
     runner = arm.runner(stage, timed if arm.share else Nothing())
@@ -325,7 +366,7 @@ async def rollout(
         await stage.side.observe(learnt)
         await stage.side.complete(step, learnt)
 
-    gc.collect()  # no arm pays for what another one left, or gains by it
+    gc.collect()  # the garbage of one arm must not affect the next one
     stage.forget()
     async with lags() as late, asyncio.TaskGroup() as tasks:
         if arm.share:
@@ -344,7 +385,7 @@ async def rollout(
 
 
 async def measure(stage: Stage, environments: int, repetitions: int) -> dict[str, Measured]:
-    """All arms, by name. The first rollout warms up."""
+    """Measure all arms and return the results by name. The first rollout is a warm-up."""
     seen = {name: Measured() for name in ARMS}
     with frozen_heap():
         async with asyncio.TaskGroup() as tasks:
@@ -358,10 +399,11 @@ async def measure(stage: Stage, environments: int, repetitions: int) -> dict[str
     return seen
 
 
-# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured]) -> dict[str, Any]:
+    """Return the result row of one arm."""
     measured = seen[name]
     return {
         "engine": engine,
@@ -380,7 +422,7 @@ def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured])
 
 
 def quantiles(seconds: Sequence[float], which: Sequence[int]) -> dict[str, float]:
-    """In milliseconds, by name; empty where there is nothing."""
+    """Return quantiles in milliseconds by name; empty without values."""
     names = {100: "max"}
     return (
         {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in which}

@@ -1,25 +1,39 @@
-"""How long episodes wait for their experience: searches at once, on banks of several sizes, idle and under load.
+"""Time that episodes wait for their experience, on banks of several sizes, idle and under load.
 
     python benchmarks/search_latency.py --out benchmarks/results/search_latency.json
 
-A burst is `waiting` episode starts at the same moment, from which each waits: groups of 8 that share a query, of four tasks in turn, on
-one shared bank of lessons about named places (16 a place), keys by HashEmbedder. Searches go through `ExperienceManager.search` with the
-paper's N, B, t_max and W. Embedders: `known` looks vectors up and costs nothing; `encoder`, idle alone, has an empty cache before every
-burst and an encoder of MiniLM-L6's size on one thread behind it, made here with random weights: it costs what such a one costs, and the
-vectors are those that `known` looks up.
+A burst is `waiting` episode starts at the same moment. Each wait is measured from this moment. A
+burst consists of groups of 8 with a common query, of four tasks in turn. All search one shared bank
+of lessons about named places (16 per place) with keys by HashEmbedder. Searches use
+`ExperienceManager.search` with the paper's N, B, t_max and W.
 
-Loads. `writes`: 16 updates a second go through submit, distillation by a scripted engine, the store and the index. `merge`: one merge of
-the whole bank after the other, by an extractor that takes MERGE_SECONDS for a chunk and of every MERGES_ONE_IN chunks makes one entry of
-two; for each entry that this costs the bank a new one is distilled, so that it stays as large as it was. Both are measured from when the
-first of it was applied on. `compute`: a thread computes in Python, as an engine's does between its kernels, and has the interpreter's
-lock whenever the event loop lets go of it.
+Embedders:
 
-Beside every burst, in turn with it, run its floors. asyncio: a future per request, resolved in batches of 16. numpy: the exact 16 nearest
-of each group's query, one after the other, and nothing else. `ray`: a plain Ray actor that does the exact search and the pick for one
-call at a time, where Ray is installed (`pip install '.[benchmarks]'`).
+* `known` looks vectors up and costs nothing.
+* `encoder` is measured only when idle. Its cache is empty before every burst. Behind the cache, an
+  encoder of MiniLM-L6's size with random weights runs on one thread. It has the cost of a real
+  encoder; the search itself uses the vectors of `known`.
 
-Every figure is over all waits of all bursts: p50, p95 and maximum (ms), searches per second of waiting; `ratio`: p95 over the sum of the
-p95 of the two floors; `updates/s`, `merges/s`: those that were applied.
+Loads:
+
+* `writes`: 16 updates per second pass through submit, distillation by a scripted engine, the store
+  and the index.
+* `merge`: the whole bank is merged again and again. The extractor takes MERGE_SECONDS per chunk.
+  For one in MERGES_ONE_IN chunks it merges two entries into one. A new entry is then distilled, so
+  that the size of the bank stays constant.
+* `compute`: a thread computes in Python, like an engine between its kernels. It holds the
+  interpreter's lock whenever the event loop releases it.
+
+`writes` and `merge` are measured after their first operation was applied.
+
+Floors are measured in alternation with every burst. asyncio: one future per request, resolved in
+batches of 16. numpy: only the exact 16 nearest keys of each group's query, one query after the
+other. `ray`: a plain Ray actor that performs the exact search and the choice for one call at a
+time. It is measured if Ray is installed (`pip install '.[benchmarks]'`).
+
+Metrics are computed over all waits of all bursts: p50, p95 and maximum (ms), and searches per
+second of waiting. `ratio`: p95 divided by the sum of the p95 of the two floors. `updates/s` and
+`merges/s`: applied operations per second.
 """
 
 from __future__ import annotations
@@ -40,9 +54,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the manager's BLAS has one thread, and so have the floors
+# One BLAS thread for the floors, as for the manager.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common import write_plot, write_results
@@ -72,20 +85,21 @@ TASKS = ("room", "maze", "shop", "lab")
 SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
 COLUMNS = ("p50", "p95", "max", "searches/s")
 COUNTED = {"writes": "update", "merge": "merge"}
-"""The operation that a load is made of."""
+"""Counted operation of each load."""
 SOME = ("ratio", *(f"{kind}s/s" for kind in COUNTED.values()))
-"""What not every row has."""
+"""Columns that only some rows have."""
 Vectors = NDArray[np.float32]
 Waits = NDArray[np.float64]
-"""Of one burst, in seconds."""
+"""Waits of one burst, in seconds."""
 Search = Callable[[SearchRequest], Awaitable[Any]]
 Load = Literal["idle", "writes", "merge", "compute"]
 
 
-# ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bank ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def goal(place: int) -> str:
+    """Return the goal of a place."""
     colours = (
         "azure",
         "crimson",
@@ -111,20 +125,27 @@ def goal(place: int) -> str:
         "chapel",
     )
     a, b, c = place % 10, place // 10 % 10, place // 100 % 10
-    return f"Find the stairs of the {colours[a]} {colours[b]} {houses[c]} {place // 1000 or ''}".strip()
+    return (
+        f"Find the stairs of the {colours[a]} {colours[b]} {houses[c]} {place // 1000 or ''}"
+    ).strip()
 
 
 def lesson(place: int, rng: random.Random) -> str:
+    """Return a random lesson about a place."""
     way = [
-        f"{rng.choice(('walk', 'go', 'run'))} {rng.choice(('north', 'south', 'east', 'west'))} {rng.randint(1, 9)} steps"
+        f"{rng.choice(('walk', 'go', 'run'))} {rng.choice(('north', 'south', 'east', 'west'))} "
+        f"{rng.randint(1, 9)} steps"
         for _ in range(3)
     ]
     return f"{goal(place)}: {', then '.join(way)}."
 
 
 class Embeddings:
-    """`crl.protocols.Embedder`: HashEmbedder's vectors, looked up where they are known; from `forget` on only after `encoder` embedded
-    the texts, behind an empty cache."""
+    """`crl.protocols.Embedder` that looks up the vectors of HashEmbedder.
+
+    After `forget`, `encoder` embeds the texts too, behind a cache that is empty at first.
+    `remember` ends this.
+    """
 
     def __init__(self, encoder: Embedder) -> None:
         self._hash, self._encoder = HashEmbedder(), encoder
@@ -133,6 +154,7 @@ class Embeddings:
         self._cached: CachedEmbedder | None = None
 
     async def learn(self, texts: Sequence[str]) -> Vectors:
+        """Compute and store the vectors of `texts`."""
         vectors = await self._hash.embed(texts)
         self.known.update(zip(texts, vectors, strict=True))
         return vectors
@@ -140,20 +162,22 @@ class Embeddings:
     async def embed(self, texts: Sequence[str]) -> Vectors:
         if self._cached:
             await self._cached.embed(texts)
-        if any(text not in self.known for text in texts):  # of an update
+        if any(text not in self.known for text in texts):  # the text of an update
             return await self._hash.embed(texts)
         return np.stack([self.known[text] for text in texts])
 
     def forget(self) -> None:
+        """Embed texts with the encoder from now on, with an empty cache."""
         self._cached = CachedEmbedder(self._encoder, 4096)
 
     def remember(self) -> None:
+        """Stop embedding texts with the encoder."""
         self._cached = None
 
 
 @contextmanager
 def random_encoder(folder: Path):
-    """An encoder of MiniLM-L6's size with random weights and the tokenizer of the tiny actor."""
+    """Yield an encoder of MiniLM-L6's size with random weights and the tiny actor's tokenizer."""
     import torch
     from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -165,7 +189,8 @@ def random_encoder(folder: Path):
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
+        intermediate_size=1536,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder)
     encoder = EncoderEmbedder(read_recipe(folder), "cpu")
@@ -176,7 +201,7 @@ def random_encoder(folder: Path):
 
 
 class Characters:
-    """Renders and tokenises by characters, and nothing between segments."""
+    """Renderer and tokenizer by characters, with nothing between segments."""
 
     stop_ids = (0,)
 
@@ -205,7 +230,7 @@ def request(step: int, member: int, text: str, *shown: Hit) -> DistilRequest:
 
 
 async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
-    """Writes a bank of `size` lessons; their keys, in order."""
+    """Write a bank of `size` lessons and return their keys, in order."""
     rng = random.Random(0)
     texts = [lesson(i // LESSONS, rng) for i in range(size)]
     keys = await embeddings.learn(texts)
@@ -234,7 +259,10 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
 
 
 class Scribe(ScriptedEngine):
-    """Writes what the first line of its prompt says; merges after a while, and of most chunks keeps everything."""
+    """Engine that writes the op in the first line of its prompt.
+
+    A merge takes MERGE_SECONDS. Only one in MERGES_ONE_IN chunks changes entries.
+    """
 
     def __init__(self, renderer: Any) -> None:
         super().__init__(renderer, self._write)
@@ -246,7 +274,7 @@ class Scribe(ScriptedEngine):
             return json.dumps([{"op": what, "target": 1, "text": f"{texts[0]}!"}])
         if next(self._chunks) % MERGES_ONE_IN:
             return "[]"
-        last = len(texts)  # those that no chunk before had
+        last = len(texts)  # the last two texts were in no earlier chunk
         return json.dumps([{"op": "merge", "targets": [last - 1, last], "text": texts[-2]}])
 
     async def generate(
@@ -272,6 +300,7 @@ def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
 
 @asynccontextmanager
 async def opened(path: Path, embeddings: Embeddings):
+    """Yield the manager of a bank, and close it at exit."""
     renderer: Any = Characters()
     prompts = Prompts(distil_prompt, merge_prompt)
     manager = await ExperienceManager.open(
@@ -285,8 +314,11 @@ async def opened(path: Path, embeddings: Embeddings):
 
 @asynccontextmanager
 async def loaded(manager: ExperienceManager, size: int, load: Load):
-    """writes: UPDATES updates a second of entries of the bank, each through the queue, the extractor, the store and the index. merge: so do
-    the entries that take the places of those that were merged away. Under way when this is entered."""
+    """Run a load on the manager while the block runs. The load is active when the block starts.
+
+    `writes`: UPDATES updates of entries per second, each through queue, extractor, store and index.
+    `merge`: merges, and new entries that replace the merged ones through the same path.
+    """
     entries, rng = manager._bank.entries, random.Random(2)
 
     async def applied() -> int:
@@ -295,7 +327,7 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
     async def updates() -> None:
         begin = time.monotonic()
         for member, uid in enumerate(itertools.cycle(list(entries))):
-            entry = entries[uid]  # as it is now, or an update of it would be none
+            entry = entries[uid]  # in its current version: an update of an old one is not applied
             shown = Hit("", ExperienceUse(uid, entry.version, entry.generation, "start"))
             await manager.submit(request(1 + time.monotonic_ns(), member, entry.goal, shown))
             await asyncio.sleep(max(0.0, begin + (member + 1) / UPDATES - time.monotonic()))
@@ -339,11 +371,14 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
             raise error
 
 
-# ── one burst ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one burst ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
-    """All requests at the same moment, from which each waits: also for those that the loop turns to first. Seconds."""
+    """Start all requests at the same moment and return their waits in seconds.
+
+    The waits are measured from this moment, also for requests that the event loop starts later.
+    """
     waits = np.zeros(len(requests))
 
     async def episode(number: int) -> None:
@@ -357,7 +392,7 @@ async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
 
 
 def figures(bursts: Sequence[Waits]) -> dict[str, float]:
-    """Over all waits of the bursts but the first, which warms up. Milliseconds."""
+    """Return statistics in milliseconds over all bursts except the first, which is a warm-up."""
     p50, p95, most = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
     return {
         "p50": p50,
@@ -368,7 +403,7 @@ def figures(bursts: Sequence[Waits]) -> dict[str, float]:
 
 
 class Futures:
-    """The asyncio floor."""
+    """Floor of asyncio: futures that are resolved in batches."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
@@ -390,12 +425,14 @@ class Futures:
 
 
 def nearest(keys: Vectors, query: Vectors) -> NDArray[np.intp]:
+    """Return the indices of the NEAREST best keys, best first."""
     scores = keys @ query
     best = np.argpartition(scores, -min(NEAREST, len(scores)))[-NEAREST:]
     return best[np.argsort(-scores[best])]
 
 
 def numpy_floor(keys: Vectors, queries: Sequence[Vectors]) -> Waits:
+    """Return the waits of exact searches that run one after the other."""
     begin, waits = time.perf_counter(), np.zeros(len(queries))
     for number, query in enumerate(queries):
         nearest(keys, query)
@@ -403,16 +440,17 @@ def numpy_floor(keys: Vectors, queries: Sequence[Vectors]) -> Waits:
     return waits
 
 
-# ── all bursts of one setting ───────────────────────────────────────────────────────────────────────────────────────
+# ── all bursts of one setting ─────────────────────────────────────────────────────────────────────
 
 
 class Episodes:
-    """Bursts of requests, every group of them new."""
+    """Bursts of requests. Every group is new."""
 
     def __init__(self, size: int) -> None:
         self._places, self._group, self._rng = math.ceil(size / LESSONS), 0, random.Random(1)
 
     def start(self, waiting: int) -> list[SearchRequest]:
+        """Return the requests of the next burst."""
         requests = []
         for member in range(waiting):
             if member % GROUP == 0:
@@ -436,7 +474,10 @@ async def measure(
     load: Load,
     seconds: float,
 ) -> dict[str, dict[str, float]]:
-    """By what ran: the floors, known, and when idle encoder; for at least `seconds` and five bursts."""
+    """Return measurements by name: the floors, `known`, and `encoder` if idle.
+
+    The measurement takes at least `seconds` and five bursts, without the warm-up.
+    """
     seen: dict[str, list[Waits]] = {"asyncio": [], "numpy": [], "known": [], "encoder": []}
 
     async def search(request: SearchRequest) -> None:
@@ -448,7 +489,8 @@ async def measure(
         while time.monotonic() - begin < seconds or len(seen["known"]) < 6:
             requests = episodes.start(waiting)
             await asyncio.sleep(0.01)
-            await burst(requests, Futures().search)  # the sleep is over, and the processor awake
+            # Warm-up: wake the processor after the sleep.
+            await burst(requests, Futures().search)
             seen["asyncio"].append(await burst(requests, Futures().search))
             seen["numpy"].append(
                 numpy_floor(keys, [embeddings.known[one.query] for one in requests[::GROUP]])
@@ -492,11 +534,11 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
     return rows
 
 
-# ── a plain Ray actor ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── a plain Ray actor ─────────────────────────────────────────────────────────────────────────────
 
 
 class PlainManager:
-    """What a bank as an actor would do, and no more: one call at a time, the exact search and eq. 6, one pick a group."""
+    """Minimal bank as an actor: one call at a time, exact search, eq. 6, one choice per group."""
 
     def __init__(self, keys: Vectors, known: Mapping[str, Vectors]) -> None:
         self._keys, self._known, self._counts = keys, known, np.zeros(len(keys))
@@ -514,7 +556,7 @@ class PlainManager:
 async def ray_latency(
     keys: Vectors, embeddings: Embeddings, waitings: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """The same bursts, each request a call of one actor; nothing where Ray is not installed."""
+    """Measure the same bursts with one actor call per request; empty if Ray is not installed."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -543,7 +585,7 @@ async def ray_latency(
     return rows
 
 
-# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def print_head() -> None:
@@ -559,13 +601,14 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row[name]:>12,.2f}" if name in row else " " * 12 for name in (*COLUMNS, *SOME)
         )
         print(
-            f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}{row['what']:<9}{cells}".rstrip(),
+            f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}"
+            f"{row['what']:<9}{cells}".rstrip(),
             flush=True,
         )
 
 
 def under_load(rows: Sequence[Mapping[str, Any]]) -> str:
-    """p95 under each load over p95 when idle; the known embedder."""
+    """Return the table of p95 under each load divided by p95 when idle, for the known embedder."""
     p95 = {
         (row["bank"], row["waiting"], row["load"]): row["p95"]
         for row in rows

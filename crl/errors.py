@@ -1,20 +1,21 @@
-"""The errors that cross room boundaries, and the exit code of each.
+"""Errors that are raised across package boundaries, with their exit codes.
 
-`RolloutError` never leaves the rollout: it becomes an error trajectory (data). Every other one ends the run. Only `crl play`, which has no
-run, ends with it.
+A `RolloutError` does not end a run: the rollout turns it into an error trajectory, which is data.
+Every other error ends the run. `crl play`, which has no run, ends with a `RolloutError` too.
 """
 
 from __future__ import annotations
 
 
 class CrlError(Exception):
-    """Base of every error that a user sees as one line. `exit_code` is the process's."""
+    """Base class of the errors that are shown to the user as one line."""
 
     exit_code = 1
+    """Exit code of the process."""
 
 
 class ConfigError(CrlError):
-    """A bad value in the user's input: what key, what value, why it is refused and what to do about it."""
+    """Invalid value in the user's input. The message has the key, value, reason and remedy."""
 
     exit_code = 2
 
@@ -23,28 +24,37 @@ class ConfigError(CrlError):
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
-        return type(self), (self.key, self.value, self.reason, self.remedy)  # it crosses processes
+        return type(self), (
+            self.key,
+            self.value,
+            self.reason,
+            self.remedy,
+        )  # errors are sent between processes
 
 
 class EngineError(CrlError):
-    """An inference engine failed as a whole; requests in flight are lost."""
+    """Failure of a whole inference engine. Running requests are lost."""
 
 
 class LearnerError(CrlError):
-    """A learner failed: its state can no longer be trusted, the last checkpoint can."""
+    """Failure of a learner. Its state may be damaged; the last checkpoint is still valid."""
 
 
 class StoreError(CrlError):
-    """The experience store cannot be read or written."""
+    """Failure to read or write the experience store."""
 
 
 class RolloutError(CrlError):
-    """One episode failed. `kind` says where; the episode becomes an error trajectory and the run goes on."""
+    """Failure of one episode. The episode becomes an error trajectory and the run continues."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+        """Part that failed, such as `engine` or `env`."""
 
 
 class TransientError(RolloutError):
-    """What failed may go well when it is tried again: an engine that refuses for now, a deadline, a connection that broke."""
+    """Failure that a retry may fix.
+
+    Examples are a temporary refusal of an engine, a timeout and a broken connection.
+    """

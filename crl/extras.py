@@ -1,4 +1,4 @@
-"""Optional packages: each is the extra of its name."""
+"""Check for optional packages, which are installed by extras with the same names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from crl.errors import ConfigError
 
 
 def require_package(package: str, key: str, value: str, remedy: str = "") -> None:
-    """Raises `ConfigError` for the setting that needs a package which is not installed. remedy: where its own extra is not all there is."""
+    """Raise `ConfigError` if `package`, which the setting `key` = `value` needs, is not installed.
+
+    `remedy` replaces the default instruction to install the extra with the package's name.
+    """
     if importlib.util.find_spec(package) is None:
         reason = f"it needs the extra {package!r}, which is not installed"
         raise ConfigError(key, value, reason, remedy or f"Run pip install 'crl[{package}]'")

@@ -1,12 +1,13 @@
-"""Means with 95 % intervals, of observations that need not be independent of one another.
+"""Means with 95 % intervals, for observations that may depend on each other.
 
-Observations come in clusters, such as the groups of one place. Those of one cluster may depend on
-each other in any way; clusters are independent. Every interval of a mean in crl is computed here,
-except that of an experience's lift, which has a prior (`crl.types.Lift`).
+Observations are grouped in clusters, such as the groups of one place. Observations of one cluster
+may depend on each other in any way; clusters are independent. This module computes every interval
+of a mean in crl, except the interval of an experience's lift, which has a prior
+(`crl.types.Lift`).
 
 The variance is the cluster-robust one of Cameron & Miller (2015, "A Practitioner's Guide to
-Cluster-Robust Inference", Journal of Human Resources 50(2)) for a regression on a constant alone,
-with Student's t over the clusters as they advise.
+Cluster-Robust Inference", Journal of Human Resources 50(2)), for a regression on a constant only.
+The interval uses Student's t over the clusters, as they recommend.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean with its 95 % interval by Student's t over clusters."""
+    """Mean with its 95 % interval from Student's t over clusters."""
 
     value: float
-    """NaN without observations."""
+    """Mean of the observations; NaN if there are none."""
     half: float
     """Half the width of the interval; NaN with fewer than two clusters."""
     n: int
-    """Observations."""
+    """Number of observations."""
     clusters: int
-    """Clusters of observations; `n` where each is independent."""
+    """Number of clusters; equal to `n` if all observations are independent."""
 
     @classmethod
     def of(cls, values: Sequence[float], clusters: Iterable[Hashable] | None = None) -> Mean:
-        """Return the mean of `values`, of which each belongs to one of `clusters`.
+        """Return the mean of `values` with its interval.
 
-        clusters: a name for each value; None where all values are independent.
+        `clusters` names the cluster of each value; None means that all values are independent.
         """
         if not values:
             return cls(math.nan, math.nan, 0, 0)
@@ -54,9 +55,9 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 
         V = k / (k − 1) · Σ_c (S_c − n_c · m)² / N²
 
-    Of k clusters, c has n_c of the N values, and S_c is their sum; m is the mean of all N. Where
-    every cluster has one value, V is the usual s² / N. Where all have equally many, V is s² / k of
-    the clusters' means.
+    There are N values with mean m, in k clusters. Cluster c has n_c values with sum S_c. If every
+    cluster has one value, V is the usual s² / N. If all clusters have the same size, V is s² / k,
+    where s² is the sample variance of the clusters' means.
     """
     members: defaultdict[Hashable, list[float]] = defaultdict(list)
     for value, name in zip(values, clusters, strict=True):
@@ -69,21 +70,21 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 
 
 def half_width(variance: float, clusters: int) -> float:
-    """Return half the 95 % interval of a mean with a variance that is estimated from clusters.
+    """Return half the width of a mean's 95 % interval; NaN with fewer than two clusters.
 
-    NaN with fewer than two clusters.
+    `variance` is the variance of the mean, estimated from `clusters` clusters.
     """
     return t_975(clusters - 1) * math.sqrt(variance) if clusters > 1 else math.nan
 
 
 @cache
 def t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with so many degrees of freedom."""
-    from scipy.special import stdtrit  # imported late: most commands compute no interval
+    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom."""
+    from scipy.special import stdtrit  # local import: most commands compute no interval
 
     return float(stdtrit(freedom, 0.975))
 
 
 def plus_minus(value: float, half: float, digits: int = 3) -> str:
-    """Return "+0.250 ± 0.120", with a dash for a half width that is unknown."""
+    """Return text like "+0.250 ± 0.120". A NaN half width is written as a dash."""
     return f"{value:+.{digits}f} ± " + ("–" if math.isnan(half) else f"{half:.{digits}f}")

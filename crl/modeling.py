@@ -1,4 +1,8 @@
-"""Hugging Face causal language models as engines and learners use them: loading, weights by name, log-probs of given tokens."""
+"""Hugging Face causal language models for engines and learners.
+
+This module loads and checks models, returns their weights by name, and computes log-probs of given
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LOGITS = 1 << 26
-"""Logits in float32 that may exist at a time in training: 256 MiB, which are 441 tokens of a vocabulary of 152 thousand."""
+"""Maximum number of elements of one float32 tensor of logits in training.
+
+The tensor takes 256 MiB. With a vocabulary of 152 thousand, it holds the logits of 441 tokens.
+"""
 
 ROW = 4096
-"""Words of 32 bits that a checksum sums up together."""
+"""Number of 32-bit words that a checksum sums together."""
 
 
 def resolve_device(device: str, key: str = "device") -> torch.device:
-    """`auto` is CUDA where there is one. Raises `ConfigError` when CUDA is asked for and absent."""
+    """Return the torch device. `auto` is CUDA if it is available, else the CPU.
+
+    Raise `ConfigError` if `device` is a CUDA device and CUDA is not available.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -36,12 +46,16 @@ def resolve_device(device: str, key: str = "device") -> torch.device:
 
 
 def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises `ConfigError` when it cannot render, encode and decode a chat, or ends no turn."""
+    """Load the tokenizer from a model's directory.
+
+    Raise `ConfigError` if the tokenizer cannot be loaded, has no chat template or no eos token, or
+    cannot render, encode and decode a chat.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # a broken file fails in many ways
+    except Exception as error:  # a broken file raises many types of errors
         reason = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "put the tokenizer's files there") from error
     if not tokenizer.chat_template:
@@ -63,7 +77,11 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
 
 
 def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> None:
-    """Without its files transformers makes an empty tokenizer, and a template's mistakes show when it is rendered."""
+    """Raise `ConfigError` if the tokenizer cannot render, encode and decode a chat.
+
+    If files are missing, transformers creates an empty tokenizer. Errors in a template only appear
+    when it is rendered.
+    """
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True
@@ -85,10 +103,11 @@ def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> N
 
 
 def silence_transformers() -> None:
+    """Disable the progress bars of transformers and all its log messages except errors."""
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    disable_progress_bar()  # of loading, and of saving later: they would litter a run's stderr
-    set_verbosity_error()  # its reports of bad checkpoints too: they become one line here
+    disable_progress_bar()  # bars of loading and saving would clutter the stderr of a run
+    set_verbosity_error()  # `load_model` reports bad checkpoints in one line
 
 
 def load_model(
@@ -98,28 +117,31 @@ def load_model(
     *,
     key: str = "actor.model",
 ) -> PreTrainedModel:
-    """A causal LM for sampling and training; `key`: the setting that named it.
+    """Load a causal LM for sampling and training. `key` is the setting that names the model.
 
-    Raises `ConfigError` for a model that cannot be loaded in full, that keeps no full-attention cache in every layer (the
-    in-process engine could not serve it), or that changes its logits after the output head (log-probs would be wrong).
+    Raise `ConfigError` if:
+
+    * the model cannot be loaded, or weights are missing in its checkpoint,
+    * a layer does not use full attention, because the in-process engine could not serve it,
+    * the output head is not linear, or the model changes the logits after the output head, because
+      log-probs would be wrong.
     """
     from transformers import AutoModelForCausalLM
 
     silence_transformers()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            path,
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,  # pyright: ignore[reportGeneralTypeIssues]
             dtype=dtype,
             attn_implementation="sdpa",
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # a broken file fails in many ways
+    except Exception as error:  # a broken file raises many types of errors
         reason = f"it cannot be loaded ({first_line(error)})"
         raise ConfigError(key, str(path), reason, "give a directory with a causal LM") from error
-    if missing := sorted(
-        report["missing_keys"]
-    ):  # transformers would go on with random numbers in their place
+    # Transformers initialises missing weights with random numbers.
+    if missing := sorted(report["missing_keys"]):
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
         raise ConfigError(key, str(path), reason, "download or make the model again")
     if kinds := _other_attention(model.config):
@@ -135,21 +157,21 @@ def load_model(
 
 
 def _other_attention(config: PreTrainedConfig) -> str:
-    """The kinds of the model's layers that are not full attention, for people; empty if all are."""
+    """Return the kinds of layers without full attention as text; an empty string if none exist."""
     declared = getattr(config, "layer_types", None)
-    if (
-        declared is None and getattr(config, "sliding_window", None) is not None
-    ):  # Mistral, Phi-3: every layer, undeclared
+    # Mistral and Phi-3 use the sliding window in all layers but do not declare `layer_types`.
+    if declared is None and getattr(config, "sliding_window", None) is not None:
         declared = ["sliding_attention"]
     return ", ".join(sorted(set(declared or ()) - {"full_attention"}))
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, without the pages that transformers appends."""
+    """Return the first line of the error's message. Transformers appends many more lines."""
     return str(error).strip().split("\n")[0]
 
 
 def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
+    """Raise `ConfigError` if the logits are not the plain output of a linear output head."""
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise ConfigError(
             key, str(path), "its output head is no linear layer", "use a model with a plain head"
@@ -168,9 +190,10 @@ def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
 
 
 def precision(name: str, path: Path, device: torch.device) -> torch.dtype:
-    """What the settings' `auto`, `float32` or `bfloat16` means for the weights of the model at `path`, trained on `device`.
+    """Return the dtype for the weights of the model at `path`, trained on `device`.
 
-    auto: bfloat16 on CUDA for a checkpoint in half precision, else float32.
+    `name` is the setting: `auto`, `float32` or `bfloat16`. `auto` is bfloat16 if the device is CUDA
+    and the checkpoint is in half precision (float16 or bfloat16), else float32.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -181,7 +204,12 @@ def precision(name: str, path: Path, device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model") -> None:
-    """Makes the model read packed sequences, and raises `ConfigError` where it then reads them otherwise than alone."""
+    """Set the model to read packed sequences and check the result.
+
+    Compare the hidden states of two packed sequences with those of each sequence alone. Raise
+    `ConfigError` if they differ or the forward pass fails. Do not check a model whose attention
+    transformers cannot replace, because it does not read packed sequences.
+    """
     ids = torch.arange(16, device=model.device) % model.config.vocab_size
     alone = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:9], ids[9:])])
     pack_sequences(model)
@@ -189,7 +217,7 @@ def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model"
         return
     try:
         together = _packed_states(model, ids, Packing((9, 7), model.device))
-    except Exception as error:  # a model of its own kind fails in its own way
+    except Exception as error:  # the type of the error depends on the model's code
         raise ConfigError(
             key,
             str(path),
@@ -209,10 +237,11 @@ def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model"
 def checkpoint_activations(
     model: PreTrainedModel, key: str = "learner.activation_checkpointing"
 ) -> None:
-    """From now on the gradient computes a layer's activations again instead of keeping them.
+    """Set the model to recompute the activations of its layers in backward passes.
 
-    Raises `ConfigError` for a model that cannot, or that has dropout: transformers couples both to its training mode, and with
-    dropout log-probs would be random.
+    Raise `ConfigError` if the model does not support this or has dropout. Transformers enables
+    activation checkpointing only in training mode, which also enables dropout. With dropout,
+    log-probs would be random.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -233,13 +262,17 @@ def checkpoint_activations(
             )
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for layer in layers:
-        layer.training = True  # of itself, not of what it holds
+        layer.training = True  # only of the layer, not of its submodules
 
 
 def stop_ids(
     model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model"
 ) -> tuple[int, ...]:
-    """Every token that ends a turn: the tokenizer's and those of the model's generation config."""
+    """Return the ids of all tokens that end a turn, in ascending order.
+
+    They are the eos token of the tokenizer and the eos tokens in the model's generation config.
+    Raise `ConfigError` if the generation config cannot be read.
+    """
     from transformers import GenerationConfig
 
     ids: list[Any] = [tokenizer.eos_token_id]
@@ -256,11 +289,15 @@ def stop_ids(
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Last hidden states [b, t, h] of right-padded ids [b, t]; causality alone keeps padding away from real tokens."""
+    """Return the last hidden states [b, t, h] of right-padded ids [b, t].
+
+    No padding mask is needed: attention is causal, so real tokens do not attend to padding.
+    """
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits of hidden states, computed by the output head."""
     return _output_head(model)(hidden)
 
 
@@ -271,23 +308,26 @@ def _output_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 class TokenFigures(NamedTuple):
-    """Of given tokens, float32 [b, t], 0 where they were not asked for. entropy: of the distributions, without gradient; kl:
-    their exact KL(model ‖ reference) in nats, 0 without a reference."""
+    """Results for given tokens, each float32 [b, t] and 0 at tokens that are not selected."""
 
     logp: torch.Tensor
+    """Log-probs of the tokens."""
     entropy: torch.Tensor
+    """Entropy of the tokens' distributions in nats, without gradient."""
     kl: torch.Tensor
+    """Exact KL(model ‖ reference) of the tokens' distributions in nats; 0 without a reference."""
 
 
 def token_logprobs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0,
     *, reference: PreTrainedModel | None = None,
 ) -> TokenFigures:  # fmt: skip
-    """Log-probs of the tokens that `mask` selects, and figures of the distributions that they come from, at `temperature`.
+    """Return log-prob, entropy and KL of the tokens that `mask` selects, at `temperature`.
 
-    ids [b, t] right-padded, mask bool [b, t] (never true in column 0). A model that reads packed sequences reads no padding, and
-    nothing behind the last selected token; any other model reads the rows as they are. Logits are computed at selected positions
-    only, and so many at a time that none of their tensors has more than LOGITS elements.
+    `ids` [b, t] is right-padded. `mask` is bool [b, t] and must be false in column 0. A model that
+    reads packed sequences reads neither padding nor tokens after the last selected token. Other
+    models read the padded rows. Logits are computed only for selected tokens, in parts, so that no
+    tensor of logits has more than `LOGITS` elements.
     """
     hidden, head = predicting_states(model, ids, mask), _output_head(model)
     held_to = None
@@ -311,7 +351,10 @@ def token_logprobs(
 def predicting_states(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Hidden states [n, h] that the n selected tokens are predicted from: those of the tokens before them."""
+    """Return the hidden states [n, h] from which the n selected tokens are predicted.
+
+    The hidden state for a token is that of the token before it.
+    """
     before = mask[:, 1:]
     if not reads_packed(model):
         return hidden_states(model, ids)[:, :-1][before]
@@ -323,7 +366,7 @@ def predicting_states(
 
 
 def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Last hidden states [T, h] of packed ids [T]."""
+    """Return the last hidden states [T, h] of packed ids [T]."""
     positions = packing.positions[None]
     return model.base_model(
         input_ids=ids[None], position_ids=positions, use_cache=False, packing=packing
@@ -332,7 +375,11 @@ def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) 
 
 @contextmanager
 def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of `module` runs `forward`: whatever gathers a module's weights around its calls does so for it too."""
+    """Replace the `forward` of `module` within the body.
+
+    The hooks of the module still run. For example, ZeRO-3 gathers the weights of the module for the
+    call.
+    """
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -344,7 +391,7 @@ def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[N
 
 
 class Softmax(NamedTuple):
-    """Distributions of n tokens: x [n, h] through a linear head, at a temperature."""
+    """Distributions of n tokens: the softmax of a linear head at x [n, h] and a temperature."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -352,22 +399,23 @@ class Softmax(NamedTuple):
     temperature: float
 
     def log(self, part: slice) -> torch.Tensor:
-        """log p [m, V] of the m tokens in `part`, float32."""
+        """Return log p [m, V] in float32 for the m tokens in `part`."""
         logits = torch.nn.functional.linear(self.x[part], self.weight, self.bias).float()
         return (logits if self.temperature == 1 else logits.div_(self.temperature)).log_softmax(-1)
 
 
 class _HeadFigures(torch.autograd.Function):
-    """A linear head's log-probs of given tokens, with the entropy and the KL of their distributions, a part of the tokens at a time.
+    """Log-probs of given tokens under a linear head, with entropy and KL of their distributions.
 
-    With z = (x Wᵀ + b) / T, p = softmax(z) and log q the reference's: ∂ logp / ∂z = 1[token] − p, ∂ KL / ∂z = p (log p − log q − KL).
-    Logits of more than one part are computed again for the gradient.
+    Tokens are processed in parts. Let z = (x Wᵀ + b) / T, p = softmax(z), and q the distribution of
+    the reference. Then ∂ logp / ∂z = 1[token] − p and ∂ KL / ∂z = p (log p − log q − KL). With more
+    than one part, the backward pass recomputes the logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, temperature: float,
-        held_to: Softmax | None,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        tokens: torch.Tensor, temperature: float, held_to: Softmax | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         logp, entropy, kl = (
             torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3)
@@ -420,21 +468,26 @@ class _HeadFigures(torch.autograd.Function):
 
 
 def _parts(n: int, vocabulary: int) -> list[slice]:
+    """Return slices of n tokens, each with at most `LOGITS` logits but at least one token."""
     size = max(1, LOGITS // vocabulary)
     return [slice(begin, begin + size) for begin in range(0, n, size)]
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's parameters by name; tied ones once."""
+    """Return the model's detached parameters by name. A tied parameter is listed once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def checksum(weights: Mapping[str, torch.Tensor], crc: int = 0) -> int:
-    """Of names, dtypes, shapes and bytes, in order: equal weights, equal number, on whatever device. crc: of those that came before.
+    """Return a checksum of the names, dtypes, shapes and bytes of the weights, in order.
 
-    Bytes are read as rows of 4,096 int32 words, the last one filled up with zeros. Of each row Σ w_i and Σ i w_i are computed where the
-    tensor is; any one word that changes, and any two that change places, change them. CRC-32 is that of these sums, a thousandth of the
-    bytes. It guards against weights that are lost or damaged on their way, not against forgery.
+    The checksum does not depend on the device. `crc` is the checksum of the preceding weights, so a
+    checksum can be computed in several calls.
+
+    The bytes are read as rows of 4,096 int32 words; the last row is padded with zeros. For each row
+    the sums Σ w_i and Σ i w_i are computed on the device of the tensor. They change if one word
+    changes, or if two different words are exchanged. The result is the CRC-32 of the sums, which
+    have about a thousandth of the size. It detects lost or damaged weights, but not forgery.
     """
     for name, tensor in weights.items():
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
@@ -443,11 +496,10 @@ def checksum(weights: Mapping[str, torch.Tensor], crc: int = 0) -> int:
 
 
 def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Both sums of each row, int64 [rows, 2], a block of rows at a time."""
+    """Return both sums of each row, int64 [rows, 2]. Process one block of rows at a time."""
     data, size, device = tensor_bytes(tensor), 4 * ROW, tensor.device
-    rows = (
-        32 if device.type == "cpu" else 1024
-    )  # of a block: half a MiB, which caches hold, or 16 MiB, in few launches
+    # Rows per block: 512 KiB on the CPU, which fit in caches; 16 MiB on a GPU, for few launches.
+    rows = 32 if device.type == "cpu" else 1024
     places, room = (
         torch.arange(1, ROW + 1, device=device),
         torch.empty(rows, ROW, dtype=torch.int64, device=device),
@@ -465,15 +517,17 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Those of its values in order, uint8 [n]; without a copy where they lie so."""
-    return (
-        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    )  # the stride of one value alone may be any
+    """Return the bytes of the tensor's values in order, uint8 [n].
+
+    The bytes are not copied if the tensor is contiguous.
+    """
+    # `as_strided` is needed because a tensor with a single value may have any stride.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class InProcessWeights:
-    """A `PublishHandle` within one process: a snapshot that engines copy from."""
+    """`PublishHandle` within one process: a snapshot of the weights that engines copy."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
@@ -482,6 +536,7 @@ class InProcessWeights:
 
     @classmethod
     def snapshot(cls, model: PreTrainedModel, version: int) -> InProcessWeights:
+        """Return a handle with copies of the model's current weights."""
         tensors = {name: tensor.clone() for name, tensor in named_weights(model).items()}
         return cls(version, tensors, checksum(tensors))
 
@@ -495,4 +550,4 @@ class InProcessWeights:
         )
 
     def discard(self) -> None:
-        """It goes with its last user."""
+        """Do nothing; the memory is freed with the last reference."""

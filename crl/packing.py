@@ -1,7 +1,8 @@
-"""Sequences of unequal length in one row, without padding, and the attention that keeps them apart.
+"""Packed sequences: several sequences of unequal length in one row, without padding.
 
-A model reads its tokens as one row [1, T]; positions start again with every sequence. Everything in it works token by token but
-attention, for which `attend` stands in: transformers' models hand it the `Packing` that they were called with.
+A model reads all tokens as one row [1, T]. Positions restart at 0 with every sequence. All parts of
+a model except attention work token by token. `attend` replaces the attention and keeps the
+sequences separate: the models of transformers pass it the `Packing` with which they were called.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKED = "crl_packed"
-"""The name under which transformers knows `attend`."""
+"""Name under which `attend` is registered in transformers."""
 
 PADDING = 1.25
-"""Positions over tokens up to which neighbours are padded to one length where attention has no kernel for unequal ones."""
+"""Maximum ratio of padded positions to tokens in a run of neighbouring sequences.
+
+Runs are used if there is no attention kernel for unequal lengths.
+"""
 
 OTHER_ATTENTION = ("softcap", "s_aux", "sliding_window", "position_bias")
-"""Options by which transformers' models ask for more than plain causal attention."""
+"""Options with which models of transformers request more than plain causal attention."""
 
-# Before 2.12 the kernel shares key-value heads without being asked to.
+# Before torch 2.12 the kernel supports shared key-value heads without this option.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -36,20 +40,21 @@ _GROUPED: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class Packing:
-    """b sequences one after the other in a row of T = Σ lengths tokens; every length is at least 1."""
+    """Layout of b concatenated sequences in a row of T = Σ lengths tokens."""
 
     lengths: Sequence[int]
+    """Number of tokens of each sequence, at least 1."""
     device: torch.device
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """int32 [b + 1]: where each sequence begins, and T."""
+        """Index of each sequence's first token, followed by T; int32 [b + 1]."""
         ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(self.device)
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """[T]: each token's sequence."""
+        """Index of each token's sequence [T]."""
         counts = torch.tensor(self.lengths, device=self.device)
         return torch.arange(len(self.lengths), device=self.device).repeat_interleave(
             counts, output_size=sum(self.lengths)
@@ -57,30 +62,38 @@ class Packing:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[T]: each token's position in its sequence."""
+        """Position of each token in its sequence [T]."""
         return torch.arange(sum(self.lengths), device=self.device) - self.offsets[self.rows]
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The row in runs of sequences that are padded to one length, so that positions ≤ PADDING × tokens."""
+        """Runs of neighbouring sequences that are padded to the same length.
+
+        In each run, the number of padded positions is at most PADDING × tokens.
+        """
         return [Run(begin, tuple(lengths), self.device) for begin, lengths in _runs(self.lengths)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring sequences, from token `begin` of the row on."""
+    """Run of neighbouring sequences in a row."""
 
     begin: int
+    """Index of the first token in the row."""
     lengths: tuple[int, ...]
     device: torch.device
 
     @property
     def tokens(self) -> slice:
+        """Tokens of the run in the row."""
         return slice(self.begin, self.begin + sum(self.lengths))
 
     @cached_property
     def padded(self) -> torch.Tensor | None:
-        """Each token's place among n × longest; None where all lengths are equal, and nothing is padded."""
+        """Index of each token in the padded run of n × longest positions.
+
+        None if all lengths are equal, because then no padding is needed.
+        """
         longest = max(self.lengths)
         if longest == min(self.lengths):
             return None
@@ -93,6 +106,7 @@ class Run:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the first token and the lengths of each run."""
     begin, run = 0, []
     for length in lengths:
         if run and max(*run, length) * (len(run) + 1) > PADDING * (sum(run) + length):
@@ -104,14 +118,17 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 def attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     *, packing: Packing, scaling: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention within each sequence, as an attention function of transformers.
+    """Return causal attention within each sequence, [1, T, heads, d].
 
-    query [1, heads, T, d], key and value [1, shared heads, T, d] → [1, T, heads, d]. Half precision on CUDA goes through torch's
-    kernel for unequal lengths, anything else through its ordinary one, in runs of about equal lengths. There is no dropout.
-    Raises `NotImplementedError` for a model with another kind of attention.
+    The signature is that of an attention function of transformers. `query` has the shape
+    [1, heads, T, d]; `key` and `value` have the shape [1, key-value heads, T, d]. Half precision on
+    CUDA uses torch's kernel for unequal lengths. All other cases use the ordinary kernel, in runs
+    of about equal lengths. There is no dropout. Raise `NotImplementedError` if the model asks for
+    another kind of attention (`OTHER_ATTENTION`).
     """
     if other := [name for name in OTHER_ATTENTION if options.get(name) is not None]:
         raise NotImplementedError(f"packed sequences are not attended to with {', '.join(other)}")
@@ -142,11 +159,12 @@ def attend(
 def _attend_run(
     run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
+    """Return causal attention [t, heads, d] within each sequence of a run."""
     n, padded = len(run.lengths), run.padded
     size = n * max(run.lengths)
     if padded is not None:
         q, k, v = (Scatter.apply(x, padded, size) for x in (q, k, v))
-    # A token sees those before it, and padding stands behind: none of them sees it.
+    # Causal attention hides padding from real tokens, because padding is at the end of a sequence.
     q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
@@ -156,7 +174,10 @@ def _attend_run(
 
 
 class Scatter(torch.autograd.Function):
-    """Rows of x at `places` of `size` rows, the others 0. No place occurs twice, so the gradient is a plain gather."""
+    """Scatter of the rows of x to the indices `places` of a zero tensor with `size` rows.
+
+    The indices must be distinct, so the gradient is a plain gather.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
@@ -164,12 +185,17 @@ class Scatter(torch.autograd.Function):
         return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class Gather(torch.autograd.Function):
-    """Rows of x at `places`, none of which occurs twice: the gradient is copied, where an index's would be added up."""
+    """Rows of x at the indices `places`, which must be distinct.
+
+    The backward pass copies the gradient. The backward pass of ordinary indexing would add it up.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -178,16 +204,19 @@ class Gather(torch.autograd.Function):
         return x.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(
             0, ctx.saved_tensors[0], grad.contiguous()
         ), None
 
 
 def pack_sequences(model: PreTrainedModel) -> None:
-    """From now on the model reads packed sequences, and only those: `packing` must be given with every forward pass.
+    """Set the model to read packed sequences only.
 
-    A model whose attention transformers cannot replace stays as it is, see `reads_packed`.
+    Every forward pass then needs the argument `packing`. A model whose attention transformers
+    cannot replace is not changed; see `reads_packed`.
     """
     from transformers import AttentionInterface
 
@@ -196,4 +225,5 @@ def pack_sequences(model: PreTrainedModel) -> None:
 
 
 def reads_packed(model: PreTrainedModel) -> bool:
+    """Return whether the model reads packed sequences."""
     return model.config._attn_implementation == PACKED

@@ -1,6 +1,9 @@
-"""The contracts between the rooms. Parts are built from these and never see the loop that wires them.
+"""Interfaces between packages.
 
-A *method* (`crl/methods`) fills the extension points of the second half; plain RL is an all-free `RolloutPlanner`, not an `if`.
+Components receive objects with these interfaces. They never see the loop that wires them.
+
+The second half defines the extension points, which a *method* (`crl/methods`) implements. Plain RL
+is a `RolloutPlanner` that makes every member free; it is not a special case in the loop.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ if TYPE_CHECKING:
     import torch
 
 State = dict[str, Any]
-"""JSON-serialisable state of one part; what `state()` returns `load_state()` takes back."""
+"""JSON-serialisable state of one component. `load_state()` accepts the value of `state()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Names, dtypes and shapes of published tensors, in sending order."""
+    """Names, dtypes and shapes of the published tensors, in the order in which they are sent."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -45,7 +48,7 @@ class WeightManifest:
 
 
 class PublishHandle(Protocol):
-    """Weights on their way to an engine, which takes them by `update_weights`."""
+    """Published weights of one policy version. An engine loads them in `update_weights`."""
 
     @property
     def version(self) -> int: ...
@@ -57,12 +60,15 @@ class PublishHandle(Protocol):
     def manifest(self) -> WeightManifest: ...
 
     def discard(self) -> None:
-        """Gives up what was kept for receivers, once they have it or never will."""
+        """Free the resources that were held for receivers.
+
+        Called when the receivers have loaded the weights or failed to load them.
+        """
         ...
 
 
 class Engine(Protocol):
-    """Generates with one model at one policy version."""
+    """Inference engine of one model at one policy version."""
 
     @property
     def version(self) -> int: ...
@@ -79,43 +85,51 @@ class Engine(Protocol):
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        """Samples one completion of `ids`. `rng` seeds this request's private generator; `session` names its conversation.
+        """Sample one completion of the prompt `ids`.
 
-        Raises `RolloutError` when this request cannot be served, `TransientError` when it may be another time, `EngineError` when
-        the engine is gone.
+        `session` names the request's conversation. `rng` seeds the private random generator of the
+        request.
+
+        Raise `RolloutError` if the request cannot be served, `TransientError` if a retry may
+        succeed, and `EngineError` if the engine has failed.
         """
         ...
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
-        """log p(ids[i] | ids[:i]) at temperature 1 for i ≥ 1: one value fewer than ids."""
+        """Return log p(ids[i] | ids[:i]) at temperature 1 for i ≥ 1: one value fewer than `ids`."""
         ...
 
     async def update_weights(self, handle: PublishHandle) -> None:
-        """Swaps weights between decode steps, when no request is decoding, however long those in flight take to end; from then on a
-        transfer between processes has a deadline. Raises `EngineError` where it overruns that or another checksum arrives, and the
-        sender's `LearnerError`.
+        """Swap the weights when no request is decoding.
+
+        The swap waits for the requests in flight without a time limit. After that, a transfer
+        between processes has a deadline. Raise `EngineError` if the transfer exceeds the deadline
+        or the checksum differs. A `LearnerError` of the sender is passed on.
         """
         ...
 
     async def health(self) -> None:
-        """Raises `EngineError` when the engine can no longer serve."""
+        """Raise `EngineError` if the engine can no longer serve requests."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class Learner(Protocol):
-    """Owns one model's trained weights and its optimizer. One `step` is one batch: one update per minibatch."""
+    """Owner of the trained weights of one model and of its optimizer.
+
+    One `step` processes one batch: one optimizer update per minibatch.
+    """
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats: ...
     async def publish(self) -> PublishHandle: ...
     async def save(self, directory: Path) -> None:
-        """Writes the model in Hugging Face format, and the optimizer's state beside it."""
+        """Write the model in Hugging Face format and the optimizer state to `directory`."""
         ...
 
     async def load(self, directory: Path) -> None: ...
     async def watch(self) -> None:
-        """Never returns. Raises `LearnerError` when the learner is lost, also while nothing is asked of it."""
+        """Raise `LearnerError` when the learner fails, even if it is idle; never return."""
         ...
 
     def state(self) -> State: ...
@@ -124,7 +138,7 @@ class Learner(Protocol):
 
 
 class Environment(Protocol):
-    """One text game at a time. Errors become `RolloutError`s of kind env at the host's boundary."""
+    """One text game at a time. The host converts errors to `RolloutError`s of kind `env`."""
 
     async def reset(self, task: Task) -> Observation: ...
     async def step(self, text: str) -> StepResult: ...
@@ -132,7 +146,10 @@ class Environment(Protocol):
 
 
 class EnvironmentPool(Protocol):
-    """Lends environments to episodes; a lent one is private until it is given back."""
+    """Pool of environments for episodes.
+
+    An acquired environment is private to its episode until it is released.
+    """
 
     async def acquire(self, task: Task) -> Environment: ...
     async def release(self, environment: Environment) -> None: ...
@@ -144,134 +161,160 @@ class Embedder(Protocol):
     dim: int
 
     async def embed(self, texts: Sequence[str]) -> Any:
-        """float32 [len(texts), dim], unit norm."""
+        """Return the embeddings: float32 [len(texts), dim], unit norm."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A retrieved experience: its text, the use that the episode must record, and the goal of the episode that taught it."""
+    """Retrieved experience."""
 
     text: str
+    """Text that the agent is shown."""
     use: ExperienceUse
+    """Use that the episode must record."""
     goal: str = ""
+    """Goal of the episode that the experience was distilled from."""
     record: Record = NO_RECORD
-    """Of the entry, at the time of the search."""
+    """Record of the entry at the time of the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """asked: which question of its episode it is, from 1; 0 = the search at the start."""
+    """Search for one experience on behalf of one episode."""
 
     query: str
     task: Task
     group: int
     member: int
     asked: int = 0
+    """Number of the question within its episode, from 1; 0 for the search at the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an agent asks in the middle of an episode (search_and_ask, CRL §3.2.2).
-
-    name: the episode's address and the question's number, unique within the run; query: in the agent's words, may be empty; segments:
-    the episode so far, the question included.
-    """
+    """Question of an agent during an episode (search_and_ask, CRL §3.2.2)."""
 
     name: str
+    """Address of the episode and number of the question; unique within the run."""
     task: Task
     query: str
+    """Question in the agent's words; may be empty."""
     segments: tuple[Segment, ...]
+    """Conversation so far, including the question."""
 
 
 class Retriever(Protocol):
     async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
-        """At the start of episodes, or for a question within one: the best experience for each, or None."""
+        """Return the best experience for each request, or None where none is found.
+
+        A request belongs to the start of an episode or to a question within an episode.
+        """
         ...
 
     async def refine(self, question: Question, hit: Hit) -> Hit:
-        """What was found, fitted to the situation of the agent that asks; `hit` itself where it is not."""
+        """Return `hit` rewritten for the situation of the asking agent, or `hit` unchanged."""
         ...
 
 
-# ── the extension points that a method assembles ────────────────────────────────────────────────────────────────────
+# ── extension points that a method implements ─────────────────────────────────────────────────────
 
 
 class TaskSource(Protocol):
-    """Where the next groups come from. `observe` sees train trajectories only."""
+    """Source of the tasks of the next groups."""
 
-    def draw(self, n: int) -> Sequence[Task]: ...
-    def observe(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def draw(self, n: int) -> Sequence[Task]:
+        """Return the next `n` tasks, one per group."""
+        ...
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        """Observe finished train trajectories. Evaluation trajectories are never passed."""
+        ...
+
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
 
 
 class RolloutPlanner(Protocol):
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
-        """One plan per member of a group of `step`: its condition, and with it what it may see."""
+        """Return one plan for each of the `members` of a group of `step`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A parsed completion: the text that goes to the environment, and whatever else was found in it. query: what the agent asks, where
-    it calls search_and_ask; the action is then what the text is without such a tool."""
+    """Parsed completion."""
 
     action: str
+    """Text for the environment, parsed as if the tool did not exist even if `query` is set."""
     extras: Mapping[str, str]
+    """Other parts of the completion by name, such as the thinking."""
     query: str | None = None
+    """Question of a search_and_ask call; None if the agent does not ask."""
 
 
 class Distiller(Protocol):
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Which of a batch's finished trajectories are distilled into experience."""
+        """Return the finished trajectories of a batch that are distilled into experiences."""
         ...
 
 
 class ContextProvider(Protocol):
-    """Writes the prompts of an episode and reads its completions."""
+    """Writer of an episode's prompts and parser of its completions."""
 
     def query_observes(self, task: Task) -> bool:
-        """Whether the query depends on the first observation."""
+        """Return whether the retrieval query depends on the first observation."""
         ...
 
     def query(self, task: Task, observation: Observation | None) -> str:
-        """What an experience for this episode is searched by. observation: the first one; may be None where the query does not observe."""
+        """Return the retrieval query of an episode.
+
+        `observation` is the first observation. It may be None if `query_observes` is False.
+        """
         ...
 
     def opening(
         self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0
     ) -> Sequence[Segment]:
-        """asks: questions that the agent may ask; with 0 it is told of no tool."""
+        """Return the segments before the agent's first turn.
+
+        `asks` is the number of questions that the agent may ask. If it is 0, the tool is not
+        mentioned.
+        """
         ...
 
-    def following(self, result: StepResult) -> Sequence[Segment]: ...
-    def parse(self, task: Task, completion: str) -> Response: ...
+    def following(self, result: StepResult) -> Sequence[Segment]:
+        """Return the segments that report the result of an action."""
+        ...
+
+    def parse(self, task: Task, completion: str) -> Response:
+        """Parse the text of a completion."""
+        ...
 
     def asked(self, task: Task, query: str) -> str:
-        """What an experience for a question is searched by."""
+        """Return the retrieval query for a question."""
         ...
 
     def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
-        """What the agent is told that asked."""
+        """Return the segments that answer a question; `found` is None if nothing was found."""
         ...
 
 
 class RewardShaper(Protocol):
     def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """Named reward channels, with the whole trajectory in view; their sum is the training reward."""
+        """Return the reward channels of a complete trajectory; their sum is the training reward."""
         ...
 
 
 class AdvantageTerm(Protocol):
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        """One advantage per trajectory [n]; a method's terms are summed."""
+        """Return one advantage per trajectory, [n]. The terms of a role are summed."""
         ...
 
 
 class TrainView(Protocol):
     def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
-        """The samples that the trainer sees of a trajectory; empty: it is not trained."""
+        """Return the training samples of a trajectory; empty if it is not trained on."""
         ...
 
 
@@ -286,66 +329,80 @@ class Loss(Protocol):
         weights: torch.Tensor,
         total_tokens: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss of one micro-batch: summed over the micro-batches of a minibatch it is the minibatch's loss.
+        """Return the loss of one micro-batch and its metrics.
 
-        logp, old_logp, mask: [b, t]; advantage: [b] or [b, t]; weights: [b] of the whole minibatch's; total_tokens: its
-        trained tokens.
+        The losses of the micro-batches of a minibatch sum to the loss of the minibatch.
+
+        * logp, old_logp, mask: [b, t].
+        * advantage: [b] or [b, t].
+        * weights: [b], computed over the whole minibatch.
+        * total_tokens: trained tokens of the whole minibatch.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One trained model of a method: how its samples come about, and the loss. A method without roles trains nothing.
-
-    distillation: weight of the next-token loss on each trajectory's answers after the prompts of an
-    unguided episode; 0: no such sample. None: of no trajectory.
-    """
+    """Trained model of a method, with the definition of its samples and its loss."""
 
     name: str
     terms: tuple[AdvantageTerm, ...]
     view: TrainView
     loss: Loss
     distillation: AdvantageTerm | None = None
+    """Self-distillation: weight of the next-token loss for each trajectory.
+
+    The loss is computed on the trajectory's answers after the prompts of an unguided episode. A
+    trajectory with weight 0 gives no distillation sample. None disables self-distillation.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractorRole:
-    """The extractor as a trained model: `batch` credit units make a step. Its samples and their advantages (CRL eq. 3, 7) are
-    the ExperienceManager's."""
+    """Extractor as a trained model.
+
+    The `ExperienceManager` provides its samples and their advantages (CRL eq. 3, 7).
+    """
 
     loss: Loss
     batch: int
+    """Number of credit units in one training step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a method is made of. `crl/methods/NAME.py` builds it from the run's config.
-
-    distiller: None = a run without experience; no extractor is loaded and there is no bank. extractor: None = it is not trained.
-    """
+    """Components of a method. `crl/methods/NAME.py` builds them from the run's config."""
 
     planner: RolloutPlanner
     context: ContextProvider
     shaper: RewardShaper
     actor: Role
     distiller: Distiller | None = None
+    """None for a run without experiences: no extractor is loaded and there is no bank."""
     extractor: ExtractorRole | None = None
+    """None if the extractor is not trained."""
 
 
 class Monitor(Protocol):
-    """Where figures and trajectories go. Every line is flushed when the call returns."""
+    """Sink for metrics and trajectories. Every line is flushed before the call returns."""
 
-    def log(
-        self, step: int, kind: str, figures: Mapping[str, float | int | str | None]
-    ) -> None: ...
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+        """Record metrics by name."""
+        ...
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record finished trajectories."""
+        ...
+
     def experiences(self, experiences: Sequence[Experience]) -> None:
-        """Entries of the bank with their counters, those that guided an episode last first; called once a step."""
+        """Show bank entries with their counters, the most recently retrieved first.
+
+        Called once per step.
+        """
         ...
 
     def note(self, text: str) -> None:
-        """A line for people: the log and the screen."""
+        """Write a line for readers to the log and the screen."""
         ...
 
     def close(self) -> None: ...

@@ -1,8 +1,9 @@
-"""Temporary folders per process for what must not outlive it, and the removal of those whose process is gone.
+"""Temporary folders of a process, and the removal of folders of killed processes.
 
-A process that is killed cannot tidy up: NetHack leaves 250 KB per game, a model's weights in shared memory are gigabytes of the machine's
-memory. So everything of a process lies in folders that hold a file lock for as long as the process lives; whoever can take the lock of a
-folder knows that it is stale.
+A killed process cannot clean up. NetHack leaves 250 KB per game, and a model's weights in shared
+memory use gigabytes of the machine's memory. Therefore all temporary files of a process are in
+folders with a file lock, which the process holds while it lives. A folder whose lock another
+process can acquire is stale.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import threading
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where a file is memory that processes share."""
+"""Folder whose files are shared memory."""
 
 _PREFIX = "crl-scratch-"
 _LOCK_NAME = "lock"
 _guard = threading.Lock()
 _folders: dict[tuple[int, Path], Path] = {}
-"""By process id, for a forked process has its own, and parent."""
+"""Folders by process id and parent folder. A forked process gets its own folders."""
 
 
 def scratch_folder(parent: Path | None = None) -> Path:
-    """This process's folder in `parent` (default: the system's temporary folder). Made on the first call, when stale ones there are
-    swept; removed when the process exits."""
+    """Return this process's folder in `parent`; the default is the system's temporary folder.
+
+    The first call creates the folder and removes stale folders from `parent`. The folder is removed
+    when the process exits.
+    """
     parent = parent or Path(tempfile.gettempdir())
     with _guard:
         own = os.getpid(), parent
@@ -40,13 +44,16 @@ def scratch_folder(parent: Path | None = None) -> Path:
 
 
 def sweep_all() -> None:
-    """`sweep_scratch` wherever folders are usually made."""
+    """Remove stale folders from the system's temporary folder and from shared memory."""
     for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
         sweep_scratch(parent)
 
 
 def sweep_scratch(parent: Path) -> int:
-    """Removes the folders in `parent` whose process is gone; returns how many. Other users' and living ones stay."""
+    """Remove the folders in `parent` whose process is gone. Return the number of removed folders.
+
+    Folders of running processes and of other users are not removed.
+    """
     removed = 0
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
@@ -65,7 +72,11 @@ def sweep_scratch(parent: Path) -> int:
 
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
-    """The folder, and the descriptor that holds its lock. It gets its name only once locked: a sweep never meets an unlocked living one."""
+    """Create a locked folder. Return the folder and the descriptor that holds its lock.
+
+    The folder gets its final name after it is locked. A sweep therefore never finds an unlocked
+    folder of a running process.
+    """
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     descriptor = os.open(hidden / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -73,6 +84,7 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
 
 
 def _remove_own(process: int, folder: Path, descriptor: int) -> None:
+    """Remove the folder at exit. Do nothing in a forked process, which does not own the folder."""
     if process == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)

@@ -1,7 +1,8 @@
-"""Weights that travel between processes in a file: a learner writes it tensor by tensor, engines read it where it lies.
+"""Transfer of weights between processes, in a file or over NCCL.
 
-The file is in the safetensors format, so anything that loads models can read it. It belongs in memory that processes share
-(`weights_path`), where writing it costs one copy.
+A learner writes the file tensor by tensor, and engines read it. The file has the safetensors
+format, so other programs that load models can read it. It should be in shared memory
+(`weights_path`), where writing the file costs only one copy.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from crl.scratch import SHARED_MEMORY, scratch_folder
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What the format calls a dtype."""
+"""Names of dtypes in the safetensors format."""
 
 MEETING = "127.0.0.1"
-"""Where learners and engines meet, which are on one machine."""
+"""Address at which learners and engines connect. They run on the same machine."""
 
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A `PublishHandle`: one version of a model's weights in a safetensors file. Tied weights are in it once."""
+    """`PublishHandle` for weights in a safetensors file. Tied weights are stored once."""
 
     path: Path
     version: int
@@ -44,41 +46,47 @@ class FileWeights:
 
     @classmethod
     def write(cls, path: Path, tensors: Mapping[str, torch.Tensor], version: int) -> FileWeights:
-        """The weights as they are now. Raises `OSError` when there is no room for them."""
+        """Write the tensors to `path` and return the handle.
+
+        Raise `OSError` if the file cannot be written, for example because the disk is full.
+        """
         manifest = manifest_of(tensors)
         return cls(path, version, write_tensors(path, manifest, tensors.values()), manifest)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """By name, in the manifest's order, on the CPU; the file's pages are read when they are used."""
+        """CPU tensors by name, in the manifest's order. Pages of the file are read on first use."""
         with safe_open(self.path, "pt") as file:
             return {name: file.get_tensor(name) for name in self.manifest.names}
 
     def discard(self) -> None:
-        """Removes the file; whoever still reads it keeps what it opened."""
+        """Remove the file. A process that has opened the file can still read it."""
         self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class NcclWeights:
-    """A `PublishHandle`: weights that rank 0 of `world_size` NCCL ranks broadcasts, packed as vLLM does it, while the others receive.
-
-    send: has it done by the learner; the receiver calls it beside its own part, once nothing decodes any more, with the port of this
-    machine where the ranks meet before the first transfer. Raises `LearnerError`.
-    """
+    """`PublishHandle` for weights that a learner broadcasts over NCCL, packed in vLLM's format."""
 
     world_size: int
+    """Number of ranks in the NCCL group. Rank 0 broadcasts and the other ranks receive."""
     version: int
     checksum: int
     manifest: WeightManifest
     send: Callable[[int], Awaitable[None]]
+    """Function that makes the learner broadcast the weights. It may raise `LearnerError`.
+
+    The receiver calls it when no request is decoding any more, and receives the weights at the same
+    time. The argument is a port of this machine, where the ranks connect before the first transfer.
+    """
     transport: str = "nccl"
 
     def discard(self) -> None:
-        """It leaves nothing behind."""
+        """Do nothing; there is no resource to release."""
 
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
+    """Return names, dtypes and shapes of the tensors, in order."""
     named = tensors.items()
     return WeightManifest(
         tuple(tensors),
@@ -88,6 +96,7 @@ def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
 
 
 def weight_bytes(manifest: WeightManifest) -> int:
+    """Return the total size of the tensors in bytes."""
     sizes = zip(manifest.shapes, manifest.dtypes, strict=True)
     return sum(
         math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
@@ -101,10 +110,11 @@ def write_tensors(
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """A safetensors file of `tensors`, which come one at a time in the manifest's order and need not exist together.
+    """Write a safetensors file and return the `crl.modeling.checksum` of the tensors.
 
-    Returns their `crl.modeling.checksum`. Raises `ValueError` for a tensor that is not as the manifest says, and `OSError`;
-    then no file is left.
+    `tensors` yields the tensors in the manifest's order. They are written one at a time, so they
+    need not exist at the same time. Raise `ValueError` if a tensor's dtype or shape differs from
+    the manifest, and `OSError` if the file cannot be written. The file is removed after an error.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -134,13 +144,17 @@ def write_tensors(
 
 
 def weights_path(size: int) -> Path:
-    """A new name for a file of `size` bytes: in shared memory where two of them fit, so that two models' may be written at the same time;
-    else among temporary files. What killed processes left there is removed first."""
+    """Return a new path for a file of `size` bytes in this process's scratch folder.
+
+    The folder is in shared memory if more than two files of this size fit there, because two models
+    may be published at the same time. Otherwise it is in the system's temporary folder. If the
+    scratch folder does not exist yet, stale folders of killed processes are removed first.
+    """
     parents = [scratch_folder(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
     roomy = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
     return beside((*roomy, scratch_folder())[0] / "weights")
 
 
 def beside(path: Path) -> Path:
-    """A new name in the same folder."""
+    """Return a new path for a weight file in the folder of `path`."""
     return path.with_name(f"weights-{uuid.uuid4().hex}.safetensors")

@@ -1,8 +1,11 @@
-"""From segments to tokens. The model's own chat template renders; what the engine sampled is never tokenised again.
+"""Conversion of segments to tokens with the model's chat template.
 
-`ChatRenderer` wraps a tokenizer. `Conversation` is one episode: it turns segments into prompts and records every token
-once, in `TokenTrace`s. Where the template would rewrite an earlier turn (thinking models drop old thoughts), or where the
-context policy is a window, the next prompt starts a new trace.
+Sampled tokens are recorded as they were sampled and are never tokenised again.
+
+`ChatRenderer` wraps a tokenizer. `Conversation` represents one episode: it converts segments to
+prompts and records every token once, in `TokenTrace`s. The next prompt starts a new trace in two
+cases: the template rewrites an earlier turn (thinking models drop old thoughts), or the context
+policy is a window.
 """
 
 from __future__ import annotations
@@ -17,23 +20,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_ORIGINS = frozenset({"task", "experience", "tool_spec"})
-"""Opening segments that a window never drops."""
+"""Origins of the opening segments that a window never drops."""
 
 SAMPLED_ORIGINS = frozenset({"policy", "tool_call"})
-"""What the policy wrote itself."""
+"""Origins of the segments that the policy wrote."""
 
 
 class ChatRenderer:
-    """Renders segments with a tokenizer's chat template.
+    """Renderer of segments with a tokenizer's chat template.
 
-    Control tokens in text that the policy did not write (`<|im_end|>` in an observation, say) are defused: they stay
-    readable and are no longer tokens.
+    Control tokens in text that the policy did not write are escaped, for example `<|im_end|>` in an
+    observation. Their text stays readable, but it is no longer tokenised as a control token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        # `all_special_tokens` has only those that a role was given (eos, pad, …); Llama's turn headers are not among them.
+        # `all_special_tokens` only lists tokens with a role (eos, pad, …). It does not list Llama's
+        # turn headers.
         added = {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         }
@@ -42,7 +46,7 @@ class ChatRenderer:
         )
 
     def messages(self, segments: Iterable[Segment]) -> list[dict[str, str]]:
-        """Chat messages: neighbouring segments of one role are joined by a newline."""
+        """Return chat messages. Neighbouring segments of the same role are joined by a newline."""
         messages: list[dict[str, str]] = []
         for segment in segments:
             text = (
@@ -55,7 +59,7 @@ class ChatRenderer:
         return messages
 
     def text(self, segments: Iterable[Segment]) -> str:
-        """The prompt as text, ending where the assistant is to speak."""
+        """Return the prompt as text, ending where the assistant's turn begins."""
         rendered = self.tokenizer.apply_chat_template(
             self.messages(segments), tokenize=False, add_generation_prompt=True
         )
@@ -63,9 +67,11 @@ class ChatRenderer:
         return rendered
 
     def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`. No special tokens are added."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, including special tokens."""
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -73,6 +79,7 @@ class ChatRenderer:
         return text
 
     def _defused(self, text: str) -> str:
+        """Return `text` with a space after the first character of every control token."""
         for token in self._control:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -80,35 +87,44 @@ class ChatRenderer:
 
 
 class Conversation:
-    """One episode's conversation: give it segments, take prompts, tell it what was sampled.
+    """Conversation of one episode.
 
-    `window`: None keeps the whole episode in one sequence; n renders each turn anew with the last n turns.
+    Call `add` with new segments, `prompt` for the next prompt, and `sampled` with the completion.
     """
 
     def __init__(self, renderer: ChatRenderer, window: int | None = None) -> None:
+        """Start an empty conversation.
+
+        Without `window`, the whole episode is one sequence. With a window of n, each prompt is
+        rendered anew from the last n turns.
+        """
         self._renderer = renderer
         self._window = window
         self._turns: list[list[Segment]] = [[]]
         self._finished: list[TokenTrace] = []
         self._trace = TokenTrace()
-        self._text = ""  # what the current trace says
+        self._text = ""  # text of the current trace
 
     @property
     def segments(self) -> tuple[Segment, ...]:
+        """All segments so far."""
         return tuple(segment for turn in self._turns for segment in turn)
 
     @property
     def traces(self) -> tuple[TokenTrace, ...]:
-        """The training samples so far, each up to its last sampled token; a prompt that nothing was sampled from is no sample."""
+        """Training samples so far. Each one ends with its last sampled token.
+
+        A trace without sampled tokens is not a sample.
+        """
         samples = (trace.until_last_sampled() for trace in [*self._finished, self._trace])
         return tuple(sample for sample in samples if sample.ids)
 
     def add(self, segments: Iterable[Segment]) -> None:
-        """What the agent is told before it speaks next."""
+        """Add segments that precede the agent's next completion."""
         self._turns[-1].extend(segments)
 
     def prompt(self) -> tuple[int, ...]:
-        """The token ids to sample from."""
+        """Return the token ids of the next prompt and record its new tokens as context."""
         text = self._renderer.text(self._visible())
         if self._window is None and text.startswith(self._text):
             self._trace = self._trace.with_context(self._renderer.encode(text[len(self._text) :]))
@@ -119,7 +135,10 @@ class Conversation:
         return self._trace.ids
 
     def sampled(self, completion: Completion, *, trained: bool = True) -> str:
-        """Records what the engine sampled; returns its text without the stop token. trained = False: it is nobody's sample."""
+        """Record a completion and return its text without the stop token.
+
+        If `trained` is false, the completion is recorded as context and is not trained.
+        """
         self._trace = (
             self._trace.with_sampled(completion)
             if trained
@@ -133,12 +152,13 @@ class Conversation:
         return text
 
     def asked(self) -> None:
-        """What was sampled last is a call of the tool: the turn goes on."""
+        """Mark the last completion as a tool call. The turn continues."""
         self._turns.pop()
         call = self._turns[-1].pop()
         self._turns[-1].append(replace(call, origin="tool_call"))
 
     def _visible(self) -> list[Segment]:
+        """Return the segments of the next prompt."""
         if self._window is None or len(self._turns) <= self._window:
             return list(self.segments)
         head = [segment for segment in self._turns[0] if segment.origin in HEAD_ORIGINS]

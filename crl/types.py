@@ -1,6 +1,10 @@
-"""The data that travels between the rooms. Frozen, and checked when it is made: a bad record fails where it was born.
+"""Data types that packages exchange.
 
-Task → Trajectory (segments for people, token traces for training) → TrainSample → Minibatch → PublishHandle.
+All of them are frozen. Values that can be invalid are checked in the constructor, so that a bad
+record raises `ValueError` where it is created.
+
+Data flow: Task → Trajectory (segments for readers, token traces for training) → TrainSample →
+Minibatch → PublishHandle.
 """
 
 from __future__ import annotations
@@ -16,14 +20,23 @@ Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
 Condition = Literal["guided", "free"]
 Split = Literal["train", "known", "new"]
+"""Origin of a task: the train stream, the seen eval split (`known`) or the unseen one (`new`)."""
+
 Finish = Literal["stop", "length"]
 ExperienceStatus = Literal["active", "evicted", "merged"]
 UseKind = Literal["start", "ask", "ask_unrefined"]
+"""How an experience reached an episode.
+
+* start: retrieved at the start of the episode.
+* ask: retrieved for a question of the agent and rewritten by the extractor.
+* ask_unrefined: retrieved for a question of the agent and returned unchanged.
+"""
+
 Verdict = Literal["accept", "refine", "reject"]
 Param = int | float | str | bool
 
 GUIDANCE_ORIGINS = frozenset({"experience", "tool_spec", "tool_call", "tool_result"})
-"""Segments that only an experience-guided episode may hold; a stripped view drops them."""
+"""Origins of segments that only a guided episode may contain. Unguided views drop them."""
 
 
 def _one_of(name: str, value: object, literal: Any) -> None:
@@ -39,9 +52,9 @@ def _same_length(**columns: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One episode's definition: layout *and* dynamics. `reset(task)` twice is the same episode.
+    """Definition of one episode, including layout *and* dynamics.
 
-    `params` carries what one seed cannot, such as NetHack's `lgen` (layout) and `core` (dynamics).
+    Two calls of `reset(task)` start the same episode.
     """
 
     name: str
@@ -49,6 +62,7 @@ class Task:
     split: Split
     goal: str
     params: Mapping[str, Param] = field(default_factory=dict)
+    """Parameters beyond `seed`, such as NetHack's seeds `lgen` (layout) and `core` (dynamics)."""
 
     def __post_init__(self) -> None:
         _one_of("split", self.split, Split)
@@ -59,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a conversation and where it came from. Prompts are lists of segments (see `crl.tokens`)."""
+    """Part of a conversation, with its origin. Prompts are lists of segments (see `crl.tokens`)."""
 
     role: Role
     text: str
@@ -72,14 +86,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one completion. Temperature only: truncation (top-p, top-k) would make importance ratios wrong.
+    """Sampling parameters of one completion.
 
-    `temperature` 0 is greedy. `max_tokens` counts sampled tokens, the stop token included.
+    Truncated sampling (top-p, top-k) is not supported: it would make importance ratios wrong.
     """
 
     max_tokens: int
+    """Maximum number of sampled tokens, including the stop token."""
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy decoding."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -90,11 +106,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled: token ids, the log-prob of each under the sampling distribution, and the policy version of each."""
+    """Tokens that an engine sampled. The three columns have equal length."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Log-prob of each token under the sampling distribution."""
     versions: tuple[int, ...]
+    """Policy version that sampled each token."""
     finish: Finish
 
     def __post_init__(self) -> None:
@@ -104,16 +122,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """Append-only token record of one training sample: what was sampled is trained as it was sampled.
+    """Append-only token record of one training sample.
 
-    Columns of equal length: `ids`; `mask` (1 on sampled tokens only); `logprobs` of the behaviour policy and the
-    `versions` that sampled (0.0 and -1 where the mask is 0).
+    Sampled token ids are trained unchanged. The four columns have equal length.
     """
 
     ids: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
+    """1 for sampled tokens, 0 for context tokens."""
     logprobs: tuple[float, ...] = ()
+    """Log-probs under the behaviour policy; 0.0 where the mask is 0."""
     versions: tuple[int, ...] = ()
+    """Policy version that sampled each token; −1 where the mask is 0."""
 
     def __post_init__(self) -> None:
         _same_length(ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions)
@@ -121,7 +141,7 @@ class TokenTrace:
             raise ValueError("the mask holds only 0 and 1")
 
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
-        """This trace and then `ids`, which nobody sampled."""
+        """Return this trace with `ids` appended as context, with mask 0."""
         n = len(ids)
         return TokenTrace(
             self.ids + ids,
@@ -131,7 +151,7 @@ class TokenTrace:
         )
 
     def with_sampled(self, completion: Completion) -> TokenTrace:
-        """This trace and then what the policy sampled."""
+        """Return this trace with `completion` appended as sampled tokens, with mask 1."""
         return TokenTrace(
             self.ids + completion.ids,
             self.mask + (1,) * len(completion.ids),
@@ -140,33 +160,34 @@ class TokenTrace:
         )
 
     def until_last_sampled(self) -> TokenTrace:
-        """This trace without the context that nothing was sampled after; empty when nothing was sampled at all."""
+        """Return this trace up to its last sampled token; empty if it has no sampled token."""
         end = max((i + 1 for i, sampled in enumerate(self.mask) if sampled), default=0)
         return TokenTrace(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
 
 
 @dataclass(frozen=True, slots=True)
 class Lift:
-    """What an experience adds: success with it minus success without any, in the same groups.
+    """Effect of an experience on success: success with it minus success without any experience.
 
-    A group gives one difference: the mean success of the members that the experience guided minus
-    that of the group's experience-free members. The sum of two lifts is that of their groups
-    together.
+    Both are measured in the same groups. Each group yields one difference: the mean success of the
+    members that the experience guided minus the mean success of the group's free members. The sum
+    of two lifts is the lift over the groups of both.
 
-    The interval of the mean is a credible interval. The sample variance of a few groups says
-    little: differences that happen to be equal have none. The variance of a difference therefore
-    has a scaled inverse-χ² prior with one degree of freedom and scale 1, the largest variance of
-    values in [−1, 1]; the prior of the mean is uniform. The posterior of the mean is Student's t
-    with `groups` degrees of freedom, centre `mean` and squared scale (1 + m2) / groups² (Gelman et
-    al., Bayesian Data Analysis, 3rd ed., sections 3.2 and 3.3). The interval of one group is wide.
+    The interval of the mean is a credible interval. The sample variance of a few groups is
+    unreliable: it is 0 if the differences happen to be equal. Therefore the variance of a
+    difference has a scaled inverse-χ² prior with one degree of freedom and scale 1, which is the
+    largest variance of values in [−1, 1]. The prior of the mean is uniform. The posterior of the
+    mean is Student's t with `groups` degrees of freedom, centre `mean` and squared scale
+    (1 + m2) / groups² (Gelman et al., Bayesian Data Analysis, 3rd ed., sections 3.2 and 3.3).
+    The interval from a single group is wide.
     """
 
     groups: int
-    """Groups that gave a difference, at least one."""
+    """Number of groups that yielded a difference; at least 1."""
     mean: float
     """Mean of the differences, in [−1, 1]."""
     m2: float = 0.0
-    """Sum of the squared deviations from the mean."""
+    """Sum of the squared deviations of the differences from their mean."""
 
     def __post_init__(self) -> None:
         if (
@@ -179,7 +200,7 @@ class Lift:
             )
 
     def __add__(self, other: Lift) -> Lift:
-        """Pool the groups of both (Chan, Golub & LeVeque 1983)."""
+        """Return the lift over the groups of both (Chan, Golub & LeVeque 1983)."""
         groups, apart = self.groups + other.groups, other.mean - self.mean
         mean = self.mean + apart * other.groups / groups
         return Lift(
@@ -196,34 +217,34 @@ class Lift:
 
     @property
     def sign(self) -> int:
-        """1 or −1 where the 95 % credible interval is above or below 0, else 0."""
+        """1 if the 95 % credible interval is above 0, −1 if it is below 0, otherwise 0."""
         return 0 if abs(self.mean) <= self.half else 1 if self.mean > 0 else -1
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % credible interval; −1, the least possible lift, if below that."""
+        """Lower end of the 95 % credible interval, at least −1 (the lowest possible lift)."""
         return max(-1.0, self.mean - self.half)
 
 
 def lift_order(lift: Lift | None) -> tuple[float, float]:
-    """Return a sort key: the highest lower end first, then the highest mean; unknown ones last.
+    """Return a sort key: the highest `low` first, then the highest mean; None last.
 
-    Lifts with a lower end of −1, such as those of one group, are ordered by their means. An order
-    by the mean alone would put the luck of a few groups first.
+    Lifts with equal `low`, such as the −1 of a single group, are ordered by their means. Sorting by
+    the mean alone would put lifts first that are high by chance, because they have few groups.
     """
     return (-lift.low, -lift.mean) if lift else (1.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How the episodes ended that one version of an experience guided."""
+    """Outcomes of the episodes that one version of an experience guided."""
 
     credited: int = 0
-    """Episodes that were counted."""
+    """Number of credited episodes."""
     won: int = 0
-    """Those of them that succeeded."""
+    """Number of credited episodes that succeeded."""
     lift: float | None = None
-    """Mean success with the experience minus without any, in [−1, 1]; None where it is not known."""
+    """Mean success with the experience minus without one, in [−1, 1]; None if unknown."""
 
 
 NO_RECORD = Record()
@@ -231,23 +252,29 @@ NO_RECORD = Record()
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A bank entry at one version. `span`: its tokens' range in the generation that wrote it; `goal`: of the episode that taught
-    it; `parents`: its lineage."""
+    """Bank entry at one version, with the counters of that version."""
 
     uid: str
     version: int
     text: str
     task: str
     generation: str
+    """Id of the generation that wrote this version."""
     span: tuple[int, int]
+    """Tokens [start, stop) of this entry in the sampled tokens of its generation."""
     goal: str = ""
+    """Goal of the episode that this entry was distilled from."""
     parents: tuple[str, ...] = ()
+    """Versions that this version was made from, as `uid@version`."""
     status: ExperienceStatus = "active"
     retrieved: int = 0
+    """Number of times that a search returned this version."""
     credited: int = 0
+    """Number of credited episodes that this version guided."""
     credit: float = 0.0
+    """Σ r over the credited episodes, with r = ±1."""
     lift: Lift | None = None
-    """None before the first group that has experience-free members too."""
+    """None before the first group that also has free members."""
 
     def __post_init__(self) -> None:
         _one_of("status", self.status, ExperienceStatus)
@@ -257,16 +284,18 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceUse:
-    """That an episode was guided by one version of one experience, and how it got there.
-
-    verdict: what the actor said of it; None where it was not asked.
-    """
+    """Use of one version of an experience in an episode."""
 
     uid: str
     version: int
     generation: str
+    """Id of the generation that wrote the text: the entry's, or the refinement's for `ask`."""
     how: UseKind
     verdict: Verdict | None = None
+    """Actor's verdict on the experience; None if it was not judged.
+
+    In runs that judge experiences, an experience for a question is accepted without being judged.
+    """
 
     def __post_init__(self) -> None:
         _one_of("how", self.how, UseKind)
@@ -275,35 +304,38 @@ class ExperienceUse:
 
     @property
     def reworded(self) -> bool:
-        """Whether the agent read other words than the experience's: the extractor's answer to its question, or its own."""
+        """Whether the agent read a text that differs from the entry's.
+
+        The text is then the extractor's answer to a question or the actor's own refinement.
+        """
         return self.how == "ask" or self.verdict == "refine"
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment shows at the start of an episode."""
+    """First observation of an episode."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one action did. An invalid action does not advance the game: `valid` is False and `text` tells the agent.
-
-    score: how well the episode has gone so far, in [0, 1], where the environment grades that apart from its reward.
-    """
+    """Result of one action."""
 
     text: str
+    """Observation for the agent. After an invalid action it says that the action is invalid."""
     reward: float = 0.0
     done: bool = False
     success: bool = False
     valid: bool = True
+    """False for an invalid action, which does not advance the game."""
     score: float | None = None
+    """Grade of the episode so far, in [0, 1]; None if the environment grades by reward alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """What one member of a group may see."""
+    """Plan for one member of a group. The condition determines what the member may see."""
 
     condition: Condition
 
@@ -313,16 +345,7 @@ class RolloutPlan:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode. `segments` is the conversation as the agent saw it; `traces` are its training samples.
-
-    `reward` is the training reward, the sum of the channels in `rewards`; `success` is the environment's own verdict, `score` its
-    grade in [0, 1] where it gives one: neither is trained on.
-    `truncated`: ended by the turn, generation or context limit. `error`: None, or why the episode could not be finished;
-    such a trajectory is never trained on. `used`: the experiences that guided it; `shown`: their texts, in the same order;
-    `rejected`: those that it went on without. `turns`: environment turns that count;
-    `overtime_turns`: those played after them, which are neither rewarded nor trained on.
-    `sampled_tokens`: tokens that the actor sampled, overtime included.
-    """
+    """Finished episode. `step`, `group` and `member` are its address in the run."""
 
     task: Task
     step: int
@@ -330,20 +353,35 @@ class Trajectory:
     member: int
     condition: Condition
     segments: tuple[Segment, ...] = ()
+    """Conversation as the agent saw it."""
     traces: tuple[TokenTrace, ...] = ()
+    """Training samples of the episode."""
     rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward channels by name."""
     reward: float = 0.0
+    """Training reward: the sum of the channels."""
     success: bool = False
+    """Whether the environment reported a success; not part of the reward."""
     score: float | None = None
+    """Environment's grade in [0, 1], None if it gives none; not part of the reward."""
     turns: int = 0
+    """Environment turns within the turn limit."""
     overtime_turns: int = 0
+    """Environment turns after the turn limit, which are neither rewarded nor trained on."""
     invalid_actions: int = 0
+    """Invalid actions within the turn limit."""
     sampled_tokens: int = 0
+    """Tokens that the actor sampled, including overtime."""
     used: tuple[ExperienceUse, ...] = ()
+    """Experiences that guided the episode."""
     shown: tuple[str, ...] = ()
+    """Texts of the experiences in `used`, in the same order."""
     rejected: tuple[ExperienceUse, ...] = ()
+    """Experiences that the actor rejected; the episode continued without them."""
     truncated: bool = False
+    """Whether the episode reached its turn limit, a generation limit or the context limit."""
     error: str | None = None
+    """Reason why the episode failed, else None. A failed trajectory is never trained on."""
 
     def __post_init__(self) -> None:
         _one_of("condition", self.condition, Condition)
@@ -354,7 +392,8 @@ class Trajectory:
             self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)
         ):
             raise ValueError(
-                "an experience-free trajectory must not have seen an experience, nor a tool to ask for one"
+                "an experience-free trajectory must not have seen an experience, "
+                "nor a tool to ask for one"
             )
         if any(use.verdict == "reject" for use in self.used) or any(
             use.verdict != "reject" for use in self.rejected
@@ -365,17 +404,19 @@ class Trajectory:
         object.__setattr__(self, "rewards", dict(self.rewards))
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:
-        """This trajectory with other reward channels; its reward is their sum."""
+        """Return this trajectory with `rewards` as its channels and their sum as its reward."""
         return replace(self, rewards=rewards, reward=sum(rewards.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One sequence for a learner: a trace, its advantage (one number, or one per token) and its weight in the minibatch."""
+    """Training sequence for a learner."""
 
     trace: TokenTrace
     advantage: float | tuple[float, ...]
+    """Advantage of the whole sequence, or one advantage per token."""
     weight: float
+    """Weight of the sequence in its minibatch."""
 
     def __post_init__(self) -> None:
         if isinstance(self.advantage, tuple) and len(self.advantage) != len(self.trace.ids):
@@ -384,20 +425,23 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The samples of one optimizer update. `total_tokens` counts trained tokens before samples without signal were dropped. `probe`: is
-    not trained; on it the trainer's log-probs are held against the engine's."""
+    """Samples of one optimizer update."""
 
     samples: tuple[TrainSample, ...]
     total_tokens: int
+    """Trained tokens (mask 1), counted before samples without signal were dropped."""
     probe: tuple[TokenTrace, ...] = ()
+    """Traces for comparing the learner's log-probs with the engine's. They are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What a learner's step did: `updates` optimizer updates applied, `skipped` refused by the NaN guard."""
+    """Result of a learner's step."""
 
     updates: int
+    """Optimizer updates that were applied."""
     skipped: int
+    """Optimizer updates that were skipped because the loss or the gradient was not finite."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

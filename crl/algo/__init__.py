@@ -1,6 +1,7 @@
-"""The algorithms, as pure functions: advantages, losses, batching, and the experience formulas (eq. 6, 7, 8).
+"""Pure functions of the algorithms: advantages, losses, batching, experience (eq. 6, 7, 8).
 
-Names are loaded on first use, so that `import crl.algo`, or taking a formula that needs no torch, does not import torch.
+Names are loaded on first use. Therefore `import crl.algo`, and the use of a formula that needs no
+torch, do not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Advantages, returns and the weights of sequences in a loss.
 
-Statistics are computed in float64 and returned in the rewards' own float type. A cell (a group, a subgroup, an anchor) whose
-values are all equal gets exactly 0, so that samples without signal can be told apart and dropped.
+Statistics are computed in float64 and returned in the rewards' float type. A cell is a group, a
+group half (guided or free), or an anchor state within a group. Samples of a cell whose values are
+all equal get exactly 0, so that samples without signal can be recognised and dropped.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from torch import Tensor
 
 Scale = Literal["std", "none"]
 Values = Tensor | Sequence[float]
+"""Numbers, one per sample."""
 Keys = Tensor | Sequence[Hashable]
+"""Labels, one per sample."""
 
-# ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_advantages(
     rewards: Values, groups: Keys, *, scale: Scale = "std", eps: float = 1e-6
 ) -> Tensor:
-    """Â_i = (r_i − mean_g) / (std_g + eps) over i's group g: CRL eq. 4 (GRPO).
+    """Return Â_i = (r_i − mean_g) / (std_g + eps), with g the group of i: CRL eq. 4 (GRPO).
 
-    rewards: [n], finite; groups: [n], one label per reward. `scale="none"` leaves the division out. std is the sample's
-    (ddof 1). A group of one, and a group of equal rewards, get 0. Returns [n]; raises `ValueError` on wrong shapes,
-    an unknown scale, a negative eps.
+    `rewards`: [n], finite. `groups`: [n], one label per reward. std is the sample standard
+    deviation (ddof 1). `scale="none"` omits the division. A group of one member and a group of
+    equal rewards get 0. The result has shape [n].
+
+    Raise `ValueError` on wrong shapes, an unknown scale or a negative eps.
     """
     values = _vector("rewards", rewards)
     return _normalise(values, _cells(values, groups=groups), scale=scale, eps=eps)
@@ -40,16 +45,18 @@ def split_group_advantages(
     scale: Scale = "std",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Â_c = (r(τ_c) − mean_c) / (std_c + eps) within each subgroup c ∈ {guided, free} of a group: CRL eq. 5.
+    """Return Â_i = (r_i − mean_c) / (std_c + eps), with c the group half of i: CRL eq. 5.
 
-    rewards, groups, guided: [n]. Everything else is `group_advantages` with subgroups for groups: a subgroup of one gets 0.
+    A group half c holds the guided or the free members of one group. `rewards`, `groups`,
+    `guided`: [n]. All other rules are those of `group_advantages`, applied to group halves: a half
+    with one member gets 0.
     """
     values = _vector("rewards", rewards)
     return _normalise(values, _cells(values, groups=groups, guided=guided), scale=scale, eps=eps)
 
 
 def batch_advantages(rewards: Values) -> Tensor:
-    """Â_i = r_i − mean of the batch: CRL eq. 3. rewards: [n], finite. Returns [n]."""
+    """Return Â_i = r_i − mean of the batch: CRL eq. 3. `rewards` and the result: [n], finite."""
     values = _vector("rewards", rewards)
     return _normalise(values, torch.zeros_like(values, dtype=torch.long), scale="none", eps=0.0)
 
@@ -62,18 +69,24 @@ def step_advantages(
     scale: Scale = "std",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Â_j = (R_j − mean_c) / (std_c + eps) over the cell c = (group, anchor) of step j: the step term of GiGPO (arXiv 2505.10978).
+    """Return Â_j = (R_j − mean_c) / (std_c + eps), with c = (group, anchor) of step j.
 
-    returns: [m], the discounted return of every step of every trajectory; groups: [m]; anchors: [m] hashable, the state in
-    which the step was taken. Steps of one group that met the same state are compared; a state met once gets 0.
-    `scale`, `eps` and the errors are those of `group_advantages`.
+    This is the step term of GiGPO (arXiv 2505.10978). Steps of one group that were taken in the
+    same state are compared with each other. A state that occurs once in its group gets 0.
+
+    `returns`: [m], the discounted return of every step of every trajectory. `groups`: [m].
+    `anchors`: [m] hashable, the state in which each step was taken. `scale`, `eps` and the errors
+    raised are those of `group_advantages`.
     """
     values = _vector("returns", returns)
     return _normalise(values, _cells(values, groups=groups, anchors=anchors), scale=scale, eps=eps)
 
 
 def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
-    """R_t = Σ_{k ≥ t} γ^{k − t} r_k of one episode. step_rewards: [T]; gamma in [0, 1], else `ValueError`. Returns [T]."""
+    """Return R_t = Σ_{k ≥ t} γ^{k − t} r_k for the steps of one episode.
+
+    `step_rewards` and the result: [T]. Raise `ValueError` if gamma is outside [0, 1].
+    """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be in [0, 1], not {gamma}")
     rewards = _vector("step_rewards", step_rewards)
@@ -84,7 +97,7 @@ def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
     return torch.tensor(returns[::-1], dtype=rewards.dtype, device=rewards.device)
 
 
-# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def sequence_weights(
@@ -93,14 +106,20 @@ def sequence_weights(
     trajectories: Keys | None = None,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The weight of every sample in its optimizer minibatch: the ½ Σ_c 1/K_c of CRL eq. 5, averaged over groups.
+    """Return the weight of every sample in its optimizer minibatch.
 
         w_i = 1/G · 1/C_g · 1/K_gc · length_i / Σ lengths of i's trajectory
 
-    G groups are present; C_g conditions (1 or 2) are present in the sample's group; K_gc trajectories are in its group
-    and condition. groups, guided: [n]; trajectories: [n] labels, unique within a group and condition (None: every sample is
-    a trajectory of its own); lengths: [n] trained tokens (None, or all 0 in a trajectory: its samples share equally).
-    Returns float32 [n] that sums to 1; raises `ValueError` on wrong shapes or a negative length.
+    This is the factor ½ Σ_c 1/K_c of CRL eq. 5, averaged over groups. G is the number of groups
+    that are present. C_g (1 or 2) is the number of conditions present in the sample's group. K_gc
+    is the number of trajectories in the sample's group and condition.
+
+    `groups`, `guided`: [n]. `trajectories`: [n] labels, unique within a group and condition; if
+    None, every sample is a separate trajectory. `lengths`: [n] trained tokens. The samples of a
+    trajectory share its weight equally if `lengths` is None or all its lengths are 0. The result is
+    float32 [n] and sums to 1.
+
+    Raise `ValueError` on wrong shapes or a negative length.
     """
     n = len(groups)
     ones = torch.ones(
@@ -122,13 +141,13 @@ def sequence_weights(
 
 
 def _children(parent: Tensor, child: Tensor) -> Tensor:
-    """[n]: how many distinct children the parent of each sample has."""
+    """Return, for each sample, the number of distinct children of its parent: [n]."""
     pairs = torch.unique(torch.stack([parent, child]), dim=1)
     return torch.bincount(pairs[0])[parent]
 
 
 def _length_shares(trajectory: Tensor, lengths: Tensor) -> Tensor:
-    """[n]: each sample's part of its trajectory, by length."""
+    """Return each sample's share of its trajectory, by length: [n]."""
     if lengths.shape != trajectory.shape:
         raise ValueError(
             f"lengths must be [{len(trajectory)}] like groups, not {list(lengths.shape)}"
@@ -140,11 +159,11 @@ def _length_shares(trajectory: Tensor, lengths: Tensor) -> Tensor:
     return lengths / _sums(trajectory, lengths)[trajectory]
 
 
-# ── cells and their statistics ──────────────────────────────────────────────────────────────────────────────────────
+# ── cells and their statistics ────────────────────────────────────────────────────────────────────
 
 
 def _vector(name: str, values: Values) -> Tensor:
-    """`values` as a finite 1-d float tensor."""
+    """Return `values` as a 1-d float tensor. Raise `ValueError` if it is not 1-d or not finite."""
     vector = torch.as_tensor(values)
     if vector.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not {list(vector.shape)}")
@@ -155,7 +174,10 @@ def _vector(name: str, values: Values) -> Tensor:
 
 
 def _cells(values: Tensor, **keys: Keys) -> Tensor:
-    """[n] integers 0, 1, …: samples that agree on all keys are in the same cell."""
+    """Return the cell number (0, 1, …) of each sample: [n].
+
+    Samples that agree on all keys are in the same cell. Raise `ValueError` on wrong shapes.
+    """
     columns = {name: _labels(name, column) for name, column in keys.items()}
     for name, column in columns.items():
         if len(column) != len(values):
@@ -174,13 +196,16 @@ def _labels(name: str, column: Iterable[Hashable]) -> list[Hashable]:
 
 
 def _sums(cells: Tensor, values: Tensor) -> Tensor:
-    """[number of cells]: the sum of `values` in each cell."""
+    """Return the sum of `values` in each cell: [number of cells]."""
     count = int(cells.max()) + 1 if cells.numel() else 0
     return values.new_zeros(count).index_add_(0, cells, values)
 
 
 def _normalise(values: Tensor, cells: Tensor, *, scale: Scale, eps: float) -> Tensor:
-    """(value − mean) / (std + eps) within each cell, or value − mean; exactly 0 where a cell holds one value only."""
+    """Return (value − mean) / (std + eps) within each cell, or value − mean if scale is "none".
+
+    The result is exactly 0 in cells whose values are all equal.
+    """
     if scale not in ("std", "none"):
         raise ValueError(f"scale must be 'std' or 'none', not {scale!r}")
     if not eps >= 0:
@@ -191,14 +216,14 @@ def _normalise(values: Tensor, cells: Tensor, *, scale: Scale, eps: float) -> Te
     if scale == "std":
         variance = _sums(cells, deviations.square()) / (counts - 1).clamp(min=1)
         deviations = deviations / (variance.sqrt() + eps)[cells]
-    # The mean of equal numbers can be off by a rounding error, which the division would blow up.
+    # The computed mean of equal numbers can have a rounding error. The division would amplify it.
     return torch.where(_constant(cells, exact), torch.zeros_like(exact), deviations).to(
         values.dtype
     )
 
 
 def _constant(cells: Tensor, values: Tensor) -> Tensor:
-    """bool [n]: whether all values in the sample's cell are equal."""
+    """Return whether all values in the sample's cell are equal: bool [n]."""
     count = int(cells.max()) + 1 if cells.numel() else 0
     empty = values.new_zeros(count)
     high = empty.scatter_reduce(0, cells, values, "amax", include_self=False)

@@ -1,4 +1,8 @@
-"""How samples become optimizer minibatches and micro-batches. No gradient depends on it: see `crl.algo.losses`."""
+"""Packing of samples into optimizer minibatches and micro-batches.
+
+The gradient of a minibatch does not depend on its division into micro-batches; see
+`crl.algo.losses`.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,26 @@ if TYPE_CHECKING:
 
 
 SelfDistilled = tuple[float, Sequence[TokenTrace]]
-"""The advantage of a trajectory's further samples, and their traces."""
+"""Advantage of a trajectory's self-distillation samples, and the traces of these samples."""
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
-    """Indices of `lengths`, each exactly once, so that every micro-batch has at most `budget` tokens; padded: rows × longest row.
+    """Return indices of `lengths` in micro-batches of at most `budget` tokens each.
 
-    lengths: tokens of each sample, ≥ 1; budget ≥ 1, else `ValueError`. A sample longer than the budget gets a micro-batch of its
-    own. Longest first, ties by index: neighbours in length share a micro-batch, so padding is small where there is any, and a step
-    that does not fit in memory fails at its start.
+    Every index appears exactly once. `lengths` are the tokens of each sample. If `padded` is true,
+    a micro-batch counts rows × longest row. A sample longer than the budget gets a micro-batch
+    with no other sample. Samples are ordered by length, longest first, ties by index. Therefore
+    samples of similar length share a micro-batch, which keeps padding small, and a step that does
+    not fit in memory fails at its start.
+
+    Raise `ValueError` if the budget or any length is below 1.
     """
     if budget < 1:
         raise ValueError(f"budget must be at least 1 token, not {budget}")
     if any(length < 1 for length in lengths):
         raise ValueError("every length must be at least 1 token")
     batches: list[list[int]] = []
-    tokens = 0  # of the last micro-batch
+    tokens = 0  # tokens of the last micro-batch
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[batches[-1][0]] if padded and batches else lengths[index]
         if batches and tokens + length <= budget:
@@ -44,11 +52,14 @@ def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) 
 
 
 def rank_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of `lengths` for each of `ranks`, each index exactly once, so that the ranks have about equally many tokens.
+    """Return indices of `lengths` for each rank, so that ranks have about equally many tokens.
 
-    Longest first, ties by index, each to the rank that has the fewest tokens so far (the first of those): no rank has more than the
-    mean by over one sample, and as `micro_batches` goes from the longest too, the micro-batches that ranks work on at the same time
-    are alike. Raises `ValueError` on ranks < 1.
+    Every index appears exactly once. Samples are taken longest first, ties by index. Each is
+    assigned to the rank with the fewest tokens so far (the first of these on a tie). No rank
+    exceeds the mean by more than one sample. `micro_batches` also starts with the longest sample,
+    so micro-batches that run on different ranks at the same time have similar sizes.
+
+    Raise `ValueError` if ranks < 1.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, not {ranks}")
@@ -62,14 +73,17 @@ def rank_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def optimizer_minibatches(groups: Sequence[int], count: int, rng: random.Random) -> list[list[int]]:
-    """Indices of `groups` (the group of each item) in at most `count` minibatches, every group whole.
+    """Return indices of `groups` in at most `count` minibatches. No group is divided.
 
-    The groups are shuffled with `rng` and dealt in turn, so minibatches differ by one group at most and none is empty: with fewer
-    groups than `count` there are fewer minibatches. Within a minibatch indices ascend. Raises `ValueError` on count < 1.
+    `groups` holds the group of each item. The groups are shuffled with `rng` and distributed in
+    turn, so the numbers of groups in two minibatches differ by at most one. No minibatch is empty:
+    with fewer groups than `count` there are fewer minibatches. Indices ascend within a minibatch.
+
+    Raise `ValueError` if count < 1.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1 minibatch, not {count}")
-    order = list(dict.fromkeys(groups))  # not a set: its order would not be reproducible
+    order = list(dict.fromkeys(groups))  # the order of a set would not be reproducible
     rng.shuffle(order)
     hands = {group: position % count for position, group in enumerate(order)}
     dealt: list[list[int]] = [[] for _ in range(min(count, len(order)))]
@@ -87,18 +101,23 @@ def build_minibatches(
     rng: random.Random,
     distilled: Mapping[int, SelfDistilled] = MappingProxyType({}),
 ) -> tuple[Minibatch, ...]:
-    """The optimizer minibatches of one batch of trajectories.
+    """Return the optimizer minibatches of one batch of trajectories.
 
-    advantages: one per trajectory, finite; views: the train samples of each trajectory, possibly none (then it takes no part in the
-    weights). Whole groups are dealt with `optimizer_minibatches`; `sequence_weights` (CRL eq. 5) and the total of trained
-    tokens are computed over all samples of a minibatch, and only then are samples without signal dropped: those whose advantage is
-    exactly 0 or whose mask is all 0. A minibatch with no sample left is omitted.
-    distilled: further samples, by their trajectory's index; together they have its weight.
-    Raises `ValueError` on wrong lengths.
+    `advantages`: one finite number per trajectory. `views`: the training samples of each
+    trajectory. A trajectory without samples is ignored when weights are computed. `distilled`:
+    self-distillation samples by trajectory index; together they have their trajectory's weight.
+
+    Groups are distributed by `optimizer_minibatches` and never divided. `sequence_weights` (CRL
+    eq. 5) and the total of trained tokens are computed over all samples of a minibatch. After that,
+    samples without signal are dropped: samples whose advantage is exactly 0 or whose mask is all 0.
+    A minibatch without remaining samples is omitted.
+
+    Raise `ValueError` if the lengths differ or an advantage is not finite.
     """
     if not len(trajectories) == len(advantages) == len(views):
         raise ValueError(
-            f"trajectories, advantages and views differ in length: {len(trajectories)}, {len(advantages)}, {len(views)}"
+            "trajectories, advantages and views differ in length: "
+            f"{len(trajectories)}, {len(advantages)}, {len(views)}"
         )
     signals = [float(advantage) for advantage in advantages]
     if not all(math.isfinite(signal) for signal in signals):
@@ -114,10 +133,9 @@ def _minibatch(
     members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float],
     views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, SelfDistilled],
 ) -> Minibatch:  # fmt: skip
-    """The minibatch of the trajectories at `members`."""
-    from crl.algo.advantages import (
-        sequence_weights,
-    )  # here, so that the packing above needs no torch
+    """Return the minibatch of the trajectories at indices `members`."""
+    # Imported here so that the functions above need no torch.
+    from crl.algo.advantages import sequence_weights
 
     rows = [(index, trace) for index in members for trace in views[index]]
     owners = [index for index, _ in rows]

@@ -1,13 +1,18 @@
-"""The losses: inputs in, (loss, metrics) out.
+"""Loss functions. Each returns (loss, metrics).
 
-Shapes are [b, t]: b sequences padded to t tokens; log-probs are natural logarithms; a token is trained where `mask` (bool, int or
-float) is not 0. What lies under the mask may be anything, infinities and NaN too: it is replaced before it is used, so it reaches
-neither loss nor metrics nor gradients. `weights` and `total_tokens` belong to the whole optimizer minibatch, so the losses
-of its micro-batches sum to its loss, however it is cut.
+Shapes are [b, t]: b sequences padded to t tokens. Log-probs are natural logarithms. A token is
+trained where `mask` (bool, int or float) is not 0. Values at masked positions are ignored: they may
+be infinite or NaN. They are replaced before use and reach neither loss nor metrics nor gradients.
+`weights` and `total_tokens` belong to the whole optimizer minibatch. Therefore the losses of its
+micro-batches sum to the loss of the minibatch, for every division into micro-batches.
 
-Metrics are detached scalars over the trained tokens of the call (0 if there are none): `ratio_mean`, `ratio_max` (of the ratio that
-the loss used), `clip_fraction`, `approx_kl` = mean(ρ − 1 − log ρ) of the token ratios (the k3 estimator of KL(old ‖ new), Schulman
-2020), and `masked_fraction`, the share of the b·t positions that the mask hides.
+Metrics are detached scalars over the trained tokens of the call (0 if there are none):
+
+* `ratio_mean`, `ratio_max`: of the importance ratios that the loss used, before clipping;
+* `clip_fraction`: see each loss;
+* `approx_kl`: mean(ρ − 1 − log ρ) over the token ratios, the k3 estimator of KL(old ‖ new)
+  (Schulman 2020);
+* `masked_fraction`: share of the b·t positions that the mask hides.
 """
 
 from __future__ import annotations
@@ -21,7 +26,10 @@ Metrics = dict[str, Tensor]
 Ratio = Literal["token", "sequence"]
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are bounded to ±20 (ρ ≤ 4.9e8) before exp: a freak token must not turn the loss or its gradient into inf or NaN."""
+"""Bound on the absolute log-ratio before exp (ρ ≤ 4.9e8).
+
+Without it a single extreme token could make the loss or its gradient infinite or NaN.
+"""
 
 
 def clipped_surrogate(
@@ -35,15 +43,21 @@ def clipped_surrogate(
     ratio: Ratio = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate of CRL eq. 4 and 5, with token ratios and a mean per sequence (**ours**, see the README's departures).
+    """Return the clipped surrogate loss of CRL eq. 4 and 5, and its metrics.
 
-        loss = −Σ_i w_i · mean over i's unmasked tokens t of min(ρ_it Â_it, clip(ρ_it, 1 − clip_low, 1 + clip_high) Â_it)
+        loss = −Σ_i w_i · mean over i's unmasked tokens t of
+               min(ρ_it Â_it, clip(ρ_it, 1 − clip_low, 1 + clip_high) Â_it)
 
-    ρ_it = exp(logp_it − old_logp_it); with `ratio="sequence"` every token of i has the length-normalised
-    ρ_i = exp(mean over i's unmasked tokens of logp − old_logp) (GSPO, arXiv 2507.18071).
-    logp, old_logp, mask: [b, t]; adv: [b] or [b, t]; weights: [b], default 1/b. A sequence without unmasked tokens adds 0.
-    `clip_fraction` counts the tokens at which the clipped branch is the smaller one, so no gradient flows.
-    Raises `ValueError` on wrong shapes, an unknown ratio, a negative clip.
+    **Ours**: token ratios and a mean per sequence; see the README's departures.
+    ρ_it = exp(logp_it − old_logp_it). With `ratio="sequence"` every token of i has the
+    length-normalised ratio ρ_i = exp(mean over i's unmasked tokens of logp − old_logp) (GSPO,
+    arXiv 2507.18071).
+
+    `logp`, `old_logp`, `mask`: [b, t]. `adv`: [b] or [b, t]. `weights`: [b], default 1/b. A
+    sequence without unmasked tokens adds 0. `clip_fraction` is the share of tokens at which the
+    clipped branch is smaller, so that they have no gradient.
+
+    Raise `ValueError` on wrong shapes, an unknown ratio or a negative clip.
     """
     _not_negative(clip_low=clip_low, clip_high=clip_high)
     if ratio not in ("token", "sequence"):
@@ -71,13 +85,19 @@ def cispo(
     eps_high: float,
     total_tokens: int | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """CISPO, CRL eq. 3: a policy gradient whose importance ratio is clipped but whose tokens all keep their gradient.
+    """Return the CISPO loss of CRL eq. 3, and its metrics.
 
-        loss = −Σ_it sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) Â_it logp_it / total_tokens,    ρ_it = exp(logp_it − old_logp_it)
+        loss = −Σ_it sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) Â_it logp_it / total_tokens
+        ρ_it = exp(logp_it − old_logp_it)
 
-    logp, old_logp, mask: [b, t]; adv: [b] or [b, t]; total_tokens: the trained tokens of the whole minibatch, default the mask's
-    count (0 trained tokens: the loss is 0). `clip_fraction` counts the tokens whose ratio lies outside the bounds.
-    Raises `ValueError` on wrong shapes, a negative eps, total_tokens < 1.
+    This is a policy gradient with clipped importance ratios in which every token keeps its
+    gradient. sg is stop-gradient.
+
+    `logp`, `old_logp`, `mask`: [b, t]. `adv`: [b] or [b, t]. `total_tokens`: trained tokens of the
+    whole minibatch, default the mask's count. Without trained tokens the loss is 0.
+    `clip_fraction` is the share of tokens whose ratio is outside the bounds.
+
+    Raise `ValueError` on wrong shapes, a negative eps or total_tokens < 1.
     """
     _not_negative(eps_low=eps_low, eps_high=eps_high)
     if total_tokens is not None and not total_tokens >= 1:
@@ -93,10 +113,10 @@ def cispo(
 
 
 def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood: loss = −Σ_i w_i · mean over i's unmasked tokens of logp.
+    """Return the negative log-likelihood −Σ_i w_i · mean over i's unmasked tokens of logp.
 
-    logp, mask: [b, t]; weights: [b], default 1/b. Metrics: `nll`, the mean over all unmasked tokens in nats, and
-    `masked_fraction`. Raises `ValueError` on wrong shapes.
+    `logp`, `mask`: [b, t]. `weights`: [b], default 1/b. The metrics are `nll`, the mean over all
+    unmasked tokens in nats, and `masked_fraction`. Raise `ValueError` on wrong shapes.
     """
     keep = _kept(mask, logp=logp)
     kept_logp = _select(logp, keep)
@@ -110,10 +130,14 @@ def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tens
 def truncated_importance_weights(
     trainer_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float
 ) -> Tensor:
-    """min(exp(trainer_logp − engine_logp), cap) at unmasked tokens, 0 elsewhere: truncated importance sampling (Ionides 2008).
+    """Return min(exp(trainer_logp − engine_logp), cap) at unmasked tokens and 0 elsewhere.
 
-    Corrects for an engine whose log-probs differ from the trainer's at the same weights; multiplies a per-token advantage, and is
-    legal only with recomputed old log-probs. All [b, t]; detached. Raises `ValueError` on wrong shapes, cap ≤ 0.
+    This is truncated importance sampling (Ionides 2008). The weights correct for an engine whose
+    log-probs differ from the trainer's at the same model weights. They multiply a per-token
+    advantage and are valid only with recomputed old log-probs. All tensors are [b, t]; the result
+    is detached.
+
+    Raise `ValueError` on wrong shapes or cap ≤ 0.
     """
     if not cap > 0:
         raise ValueError(f"cap must be positive, not {cap}")
@@ -122,7 +146,7 @@ def truncated_importance_weights(
     return _select(log_ratio.exp().clamp(max=cap), keep)
 
 
-# ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checks ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _not_negative(**values: float) -> None:
@@ -132,7 +156,11 @@ def _not_negative(**values: float) -> None:
 
 
 def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
-    """bool [b, t]: the unmasked tokens, after a check that every column has the mask's shape."""
+    """Return the unmasked tokens: bool [b, t].
+
+    Raise `ValueError` if a column does not have the mask's shape, or if the mask is not [b, t]
+    with b, t ≥ 1.
+    """
     if mask.ndim != 2 or mask.numel() == 0:
         raise ValueError(f"mask must be [b, t] with b, t ≥ 1, not {list(mask.shape)}")
     for name, column in columns.items():
@@ -144,7 +172,7 @@ def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
 
 
 def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
-    """`adv`, [b] or [b, t], at every unmasked token."""
+    """Return `adv` ([b] or [b, t]) expanded to [b, t], detached, and 0 at masked tokens."""
     if adv.shape == keep.shape[:1]:
         adv = adv[:, None].expand(keep.shape)
     if adv.shape != keep.shape:
@@ -155,7 +183,7 @@ def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
 
 
 def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
-    """`weights`, [b], or 1/b for each sequence."""
+    """Return `weights` ([b]), detached, or 1/b for each sequence if None."""
     if weights is None:
         return logp.new_full(
             logp.shape[:1], 1 / len(logp), dtype=torch.promote_types(logp.dtype, torch.float32)
@@ -165,22 +193,28 @@ def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
     return weights.detach()
 
 
-# ── masked arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── masked arithmetic ─────────────────────────────────────────────────────────────────────────────
 
 
 def _select(values: Tensor, keep: Tensor) -> Tensor:
-    """`values` where kept, else 0, in float32 or better. Not a product with the mask: 0 · inf is NaN."""
+    """Return `values` at unmasked positions and 0 elsewhere, in float32 or better.
+
+    A product with the mask would not do this, because 0 · inf is NaN.
+    """
     kept = torch.where(keep, values, torch.zeros_like(values))
     return kept.to(torch.promote_types(kept.dtype, torch.float32))
 
 
 def _count(keep: Tensor, dim: int | None = None) -> Tensor:
-    """How many are kept, along `dim` or in all; at least 1, for use as a divisor."""
+    """Return the number of unmasked tokens, along `dim` or in total.
+
+    The result is at least 1, so it can be used as a divisor.
+    """
     return keep.sum(dim).clamp(min=1)
 
 
 def _mean(values: Tensor, keep: Tensor, dim: int | None = None) -> Tensor:
-    """The mean of the kept values, along `dim` or of all; 0 where none is kept."""
+    """Return the mean of the unmasked values, along `dim` or of all; 0 where there are none."""
     return _select(values, keep).sum(dim) / _count(keep, dim)
 
 
@@ -194,7 +228,11 @@ def _masked_fraction(keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _ratio_metrics(log_ratio: Tensor, used: Tensor, clipped: Tensor, keep: Tensor) -> Metrics:
-    """The metrics of the module's docstring, from the token log-ratios, the ratios that the loss used, and whether it clipped."""
+    """Return the metrics that the module's docstring lists.
+
+    `log_ratio`: token log-ratios. `used`: importance ratios that the loss used. `clipped`: whether
+    the loss clipped each token. `keep`: unmasked tokens.
+    """
     bounded = _bounded(log_ratio)
     return {
         "ratio_mean": _mean(used, keep),

@@ -1,4 +1,9 @@
-"""`crl bank`: looking into a bank, of a run that is under way too, and keeping it. What needs more than typer is imported inside."""
+"""Commands of `crl bank`: inspect, export, import and prune a bank.
+
+The bank of a running run can be inspected too.
+
+Modules that need more than typer are imported inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,11 @@ Run = Annotated[
     Path,
     typer.Argument(metavar="RUN", readable=False, help="A run directory, or a bank.sqlite file."),
 ]
-"""Whether it can be read is for the command to say, in its own words."""
+"""Path of a bank.
+
+typer does not check that it is readable (`readable=False`), so that commands can report the error
+themselves.
+"""
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
 TaskName = Annotated[
@@ -44,18 +53,22 @@ TaskName = Annotated[
 
 
 SHOWN = 10
-"""Experiences that `prune` shows before it asks."""
+"""Number of experiences that `prune` shows before it asks for confirmation."""
 
 
 class Sort(StrEnum):
+    """Sort orders of `ls`."""
+
     lift, credit, uses, age = "lift", "credit", "uses", "age"
 
 
 class Status(StrEnum):
+    """Filters of `ls` by status."""
+
     active, evicted, merged, all = "active", "evicted", "merged", "all"
 
 
-# ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── inspection ──────────────────────────────────────────────────────────────────────────────────
 
 
 @app.command("ls")
@@ -65,7 +78,10 @@ def list_entries(
     sort: Annotated[
         Sort,
         typer.Option(
-            help="Best lift (the lower end of its 95 % interval), best credit (won − lost episodes), most uses, or newest first."
+            help=(
+                "Best lift (the lower end of its 95 % interval), best credit (won − lost "
+                "episodes), most uses, or newest first."
+            )
         ),
     ] = Sort.lift,
     reverse: Annotated[
@@ -102,7 +118,7 @@ def list_entries(
     fits.sort(key=keys[sort])
     if reverse:
         fits.reverse()
-        if sort is Sort.lift:  # by the upper end; what is unknown stays last
+        if sort is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
             fits.sort(key=lambda entry: lift_order(entry.lift and -entry.lift))
     _print_rows(fits, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
@@ -115,15 +131,20 @@ def show(
         str,
         typer.Argument(
             metavar="UID",
-            help="As ls prints it, or what alone begins with it; or the id of an answer to a question.",
+            help=(
+                "As ls prints it, or what alone begins with it; or the id "
+                "of an answer to a question."
+            ),
         ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Tell the story of one experience.
+    """Show one experience with its history.
 
-    Its text and lineage, its lift and credit over time, the episodes that it guided, the questions that it answered, and the answer of the
-    extractor that wrote it. Of an answer to a question: what was told, what it was made from, and what it earned.
+    The output contains its text and lineage, its lift and credit over time, the episodes that it
+    guided, the questions that it answered, and the extractor's answer that wrote it. For an answer
+    to a question, the output contains the text that the agent read, the experience that it was made
+    from, and the reward of the episode.
     """
     from crl.manager.reading import reading, short_uids
 
@@ -150,9 +171,9 @@ def search(
     limit: Limit = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Find experiences as retrieval does.
+    """Search experiences like retrieval does.
 
-    Active ones, the most similar first (cosine).
+    Active experiences are listed, the highest cosine similarity first.
     """
     from crl.cli.bank_text import entry_table
     from crl.manager.reading import reading, short_uids
@@ -194,10 +215,7 @@ def stats(run: Run, as_json: AsJson = False) -> None:
 @app.command()
 @command
 def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
-    """List episodes that are to be distilled.
-
-    In work, or waiting; in their order.
-    """
+    """List episodes that wait for distillation or are being distilled, in queue order."""
     _print_requests(run, ("leased", "pending"), limit, as_json)
 
 
@@ -219,7 +237,7 @@ def dead(
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List episodes that could not be distilled."""
+    """List episodes whose distillation failed."""
     if not retry:
         if episodes:
             raise ConfigError(
@@ -259,9 +277,9 @@ def diff(
     limit: Limit = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two banks.
+    """Compare the active experiences of two banks.
 
-    Active experiences are the same where task, goal and text are.
+    Experiences are the same if their task, goal and text are equal.
     """
     from crl.cli.bank_text import diff_lines
     from crl.manager.reading import Comparison, compare, reading
@@ -277,7 +295,7 @@ def diff(
         _print(diff_lines(found, run, other, limit or None, _width()))
 
 
-# ── keeping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @app.command("export")
@@ -300,15 +318,15 @@ def import_entries(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export printed.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a new bank of exported lines.
+    """Create a new bank from exported lines.
 
-    It can be the bank.init of a run.
+    A run can start from it with bank.init.
     """
     from crl.manager.upkeep import make_bank, parse_exported
     from crl.run.signals import terminable
 
     entries = parse_exported(file)
-    with terminable():  # what it makes beside the bank is removed
+    with terminable():  # removes temporary files on SIGTERM
         make_bank(bank, entries)
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
@@ -328,7 +346,10 @@ def prune(
         typer.Option(
             metavar="STEP",
             min=0,
-            help="Evict what was written before this step, or in an earlier run, and not retrieved since.",
+            help=(
+                "Evict what was written before this step, or in an earlier run, "
+                "and not retrieved since."
+            ),
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
@@ -336,7 +357,7 @@ def prune(
 ) -> None:
     """Evict experiences by one criterion.
 
-    They stay in the history. Not while a run has the bank open.
+    Evicted experiences remain in the history. The bank must not be open in a run.
     """
     from crl.cli.bank_text import entry_table
     from crl.manager.reading import reading, short_uids
@@ -375,18 +396,19 @@ def prune(
         _print([f"nothing to evict among {len(entries):,} active experiences"])
 
 
-# ── what the commands share ─────────────────────────────────────────────────────────────────────────────────────────
+# ── shared helpers ──────────────────────────────────────────────────────────────────────────────
 
 
 def _file(run: Path) -> Path:
+    """Return the bank file of a run directory, or `run` itself if it is not a directory."""
     from crl.monitor.run_dir import RunDir
 
-    return (
-        RunDir(run).bank if os.path.isdir(run) else run
-    )  # Path.is_dir raises where it may not look
+    # `Path.is_dir` would raise an error for a path without permission.
+    return RunDir(run).bank if os.path.isdir(run) else run
 
 
 def _require_unicode(name: str, text: str) -> None:
+    """Raise `ConfigError` under `name` if the text contains lone surrogates."""
     from crl.manager.ops import is_unicode
 
     if not is_unicode(text):
@@ -394,13 +416,17 @@ def _require_unicode(name: str, text: str) -> None:
 
 
 def _width() -> int | None:
-    """Of the terminal; None where the output goes elsewhere, and nothing is to be cut."""
+    """Return the width of the terminal.
+
+    Return None if the output is not a terminal; then nothing is cut.
+    """
     import shutil
 
     return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
 def _print(lines: Iterable[str]) -> None:
+    """Print lines, with an escape for every character that is not printable."""
     from crl.cli.draw import printable
 
     for line in lines:
@@ -408,6 +434,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _say_how_many(shown: int, of: int) -> None:
+    """Report on stderr if rows were left out or if there are none."""
     if shown < of:
         typer.echo(f"{shown:,} of {of:,}; --limit 0 for all", err=True)
     if not of:
@@ -415,7 +442,7 @@ def _say_how_many(shown: int, of: int) -> None:
 
 
 def _print_json(value: Any) -> None:
-    """In one line, with an escape for whatever a terminal would obey."""
+    """Print a value as one line of JSON. Characters that are not printable are escaped."""
     text = json.dumps(_plain(value), ensure_ascii=False)
     typer.echo(
         text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
@@ -423,12 +450,13 @@ def _print_json(value: Any) -> None:
 
 
 def _escape(character: str) -> str:
+    """Return the JSON escape of a character."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; a lift with the half width of its interval."""
+    """Return a value as JSON types. A lift gets the half width of its interval."""
     if is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, Lift):
@@ -438,6 +466,7 @@ def _plain(value: Any) -> Any:
 
 
 def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json: bool) -> None:
+    """Print the requests in one of `states`."""
     from crl.cli.bank_text import request_table
     from crl.manager.reading import reading, short_uids
 
@@ -450,7 +479,10 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
 def _print_rows(
     found: list[Row], limit: int, as_json: bool, table: Callable[[list[Row]], list[str]]
 ) -> None:
-    """The first `limit` (0: all) of what was found, as JSON or as a table; how many there are goes to stderr."""
+    """Print the first `limit` rows as JSON or as a table.
+
+    0 = all rows. The total is reported on stderr if rows are left out.
+    """
     rows = found[: limit or None]
     if as_json:
         _print_json(rows)
@@ -460,7 +492,7 @@ def _print_rows(
 
 
 def _embedder(file: Path) -> EmbedderSection:
-    """The run's; the default where the bank lies alone."""
+    """Return the embedder of the run, or the default if there is no config.json beside the bank."""
     from crl.config.load import load_saved
     from crl.config.schema import EmbedderSection
 
@@ -474,7 +506,11 @@ def _embedder(file: Path) -> EmbedderSection:
 async def _similarities(
     text: str, entries: Sequence[EntryView], keys: Keys, section: EmbedderSection
 ) -> list[float]:
-    """The cosine of the query and of what each entry is found by; where that is not made yet, of the entry's text."""
+    """Return the cosine similarity of the query and the key of each entry.
+
+    If the bank has no vectors yet, the entries' texts are embedded and compared. Raise
+    `ConfigError` if the bank's vectors were made by another embedder.
+    """
     from crl.embedders import open_embedder
 
     async with open_embedder(section) as embedder:
@@ -495,6 +531,7 @@ async def _similarities(
 
 
 def _story(bank: BankReader, name: str) -> Story | Told:
+    """Return all data on the experience, or on the answer to a question, that `name` identifies."""
     from crl.cli.bank_text import Story, Told
 
     if refinement := bank.refinement(name):
@@ -515,6 +552,9 @@ def _story(bank: BankReader, name: str) -> Story | Told:
 
 
 def _with_texts(story: Story | Told, generation: GenerationView, file: Path) -> Story | Told:
+    """Return the story with the decoded prompt and answer of its generation, or with the reason why
+    they cannot be decoded.
+    """
     from dataclasses import replace
 
     try:
@@ -525,7 +565,10 @@ def _with_texts(story: Story | Told, generation: GenerationView, file: Path) -> 
 
 
 def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
-    """Of the extractor's tokens, by the tokenizer alone. Raises `ConfigError` where there is none."""
+    """Return a function that decodes the extractor's tokens. Only the tokenizer is loaded.
+
+    Raise `ConfigError` if the tokenizer is missing or cannot be read.
+    """
     from tokenizers import Tokenizer
 
     from crl.config.load import load_saved
@@ -542,7 +585,7 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library's own errors have no other type
+    except Exception as error:  # the library raises no more specific type
         raise ConfigError(
             "extractor.model", str(path), f"it cannot be read ({error})", "Restore the file"
         ) from error

@@ -1,4 +1,7 @@
-"""What `crl bank` prints, as lines. What a bank says is model output: nothing of it reaches a terminal that it would obey."""
+"""Lines that `crl bank` prints.
+
+The contents of a bank are model output. Every character that a terminal would interpret is escaped.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ from crl.manager.reading import (
 from crl.types import Lift
 
 LAST = 10
-"""Episodes, questions and versions that `show` lists."""
+"""Number of episodes, questions and versions that `show` lists."""
 
 PERIODS = 8
-"""Parts of an entry's history that `show` tells apart at most."""
+"""Maximum number of periods that `show` divides an entry's history into."""
 
 LEFT = frozenset(
     {
@@ -52,16 +55,20 @@ LEFT = frozenset(
         "when",
     }
 )
-"""Columns of words; the others hold numbers."""
+"""Columns of text, which are aligned on the left. All other columns contain numbers."""
 
 Short = Mapping[str, str]
-"""Uids as they are printed."""
+"""Printed uid by full uid."""
 
-# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
-    """Cells by column under a header, in at most `width` where the last two columns can give way. None: nothing is cut."""
+    """Return a header line and one line per row. `columns`: cells by column name.
+
+    `width`: maximum number of terminal cells in a line. Only the last two columns are cut, and
+    together they keep at least 20 cells. None: nothing is cut.
+    """
     cells = [
         [name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()
     ]
@@ -79,6 +86,7 @@ def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
 
 
 def _fitted(text: str, width: int, left: bool) -> str:
+    """Return a text of exactly `width` cells: cut with an ellipsis, or padded with spaces."""
     if cell_len(text) > width:
         return set_cell_size(text, width - 1) + "…"
     padding = " " * (width - cell_len(text))
@@ -86,28 +94,33 @@ def _fitted(text: str, width: int, left: bool) -> str:
 
 
 def won_of(won: int, credited: int) -> str:
-    """Return "3/4"; – before the first credited episode."""
+    """Return for example "3/4", or "–" before the first credited episode."""
     return f"{won}/{credited}" if credited else "–"
 
 
 def lift_text(lift: Lift | None) -> str:
-    """Return a lift with half its 95 % interval; – where it is unknown."""
+    """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
     return plus_minus(lift.mean, lift.half, 2) if lift else "–"
 
 
 def _step(step: int | None) -> str:
-    """– in another run."""
+    """Return the step, or "–" for a step of another run."""
     return "–" if step is None else str(step)
 
 
 def _when(step: int | None) -> str:
+    """Return the step in words. None = in another run."""
     return "in an earlier run" if step is None else f"at step {step}"
 
 
 def entry_table(
     entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]
 ) -> list[str]:
-    """more: columns in front. Task and status are told where they differ, votes where there are any."""
+    """Return a table of entries. `more`: columns to the left of the others.
+
+    Task and status are left out if they are equal in all rows. Votes are left out if there are
+    none.
+    """
     columns = {
         **more,
         "uid": [short[entry.uid] for entry in entries],
@@ -128,7 +141,10 @@ def entry_table(
 
 
 def request_table(requests: Sequence[RequestView], short: Short, width: int | None) -> list[str]:
-    """Of a queue; or with reasons, which are never cut, of dead requests."""
+    """Return a table of requests.
+
+    Dead requests are shown with their reasons, which are never cut.
+    """
     columns: dict[str, Sequence[str]] = {
         "episode": [request.id for request in requests],
         "state": [request.state for request in requests],
@@ -146,35 +162,46 @@ def request_table(requests: Sequence[RequestView], short: Short, width: int | No
 
 
 def block(text: str) -> Iterator[str]:
-    """A text of several lines, as it is, indented."""
+    """Yield the lines of a text, indented and with escapes."""
     for part in text.split("\n"):
         yield f"  {printable(part.expandtabs(4))}".rstrip()
 
 
 def line(text: str) -> str:
-    """A text on one line, whole."""
+    """Return a text on one line, without cutting it."""
     return one_line(text, len(text))
 
 
-# ── show ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── show ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What is known of the answer of the extractor that wrote this. prompt, answer: its texts; unreadable: why these cannot be told."""
+    """Information on the generation that wrote an entry or an answer."""
 
     generation: GenerationView | None
+    """Generation of the extractor. None if it is not stored in this bank."""
     prompt: str | None = None
+    """Decoded prompt. None if it could not be decoded."""
     answer: str | None = None
+    """Decoded completion. None if it could not be decoded."""
     unreadable: str | None = None
+    """Reason why prompt and answer could not be decoded."""
 
     def _written(self) -> Iterator[str]:
+        """Yield the lines about the generation."""
         made = self.generation
         if made is None:
-            yield "The answer that wrote it is not here: it came from elsewhere, or there is nothing more to learn from it."
+            yield (
+                "The answer that wrote it is not here: it came from elsewhere, or there is "
+                "nothing more to learn from it."
+            )
             return
         last = "" if made.trained_at is None else f", for the last time at step {made.trained_at}"
-        yield f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} tokens, finish {made.finish}"
+        yield (
+            f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} "
+            f"tokens, finish {made.finish}"
+        )
         yield f"{_often('trained on', made.trained)}{last}"
         if self.prompt is None or self.answer is None:
             yield f"Its text cannot be told: {line(self.unreadable or '')}"
@@ -187,7 +214,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Story(Written):
-    """All that is known of an entry."""
+    """Information on an entry."""
 
     entry: EntryView
     lineage: Sequence[VersionView]
@@ -198,6 +225,7 @@ class Story(Written):
     eviction: Eviction | None
 
     def lines(self, short: Short) -> Iterator[str]:
+        """Yield the output of `show`. `short`: printed uid by full uid."""
         entry = self.entry
         yield f"{line(entry.uid)}, version {entry.version}, {self._status()}"
         yield f"task  {line(entry.task)}"
@@ -214,9 +242,15 @@ class Story(Written):
         )
         if entry.lift:
             groups = f"{entry.lift.groups:,} groups" if entry.lift.groups > 1 else "one group"
-            yield f"lift {lift_text(entry.lift)} over {groups}: success of their guided − of their free members (of this version)"
+            yield (
+                f"lift {lift_text(entry.lift)} over {groups}: success of their guided − of their "
+                "free members (of this version)"
+            )
         elif entry.credited:
-            yield "lift unknown: no group that it guided has free members to compare with (of this version)"
+            yield (
+                "lift unknown: no group that it guided has free members to "
+                "compare with (of this version)"
+            )
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
         title = _first("lineage, the newest first", min(LAST, len(self.lineage)), len(self.lineage))
@@ -244,32 +278,40 @@ class Story(Written):
 
     @property
     def absent(self) -> list[str]:
-        """Versions that the lineage names and the bank does not have, as one that was imported."""
+        """Versions that the lineage names but that are not in the bank, as after an import."""
         there = {f"{version.uid}@{version.version}" for version in self.lineage}
         return sorted({parent for version in self.lineage for parent in version.parents} - there)
 
     def _status(self) -> str:
+        """Return the status, and for an evicted entry the step and the reason."""
         if self.eviction is None:
             return self.entry.status
         if self.eviction.why == "room" and self.eviction.by is None:
-            return f"evicted {_when(self.eviction.step)} to fit the bounds of the run that opened the bank"
+            return (
+                f"evicted {_when(self.eviction.step)} to fit the bounds of "
+                "the run that opened the bank"
+            )
         how = {
             "room": "to make room for",
             "votes": "by the votes up to",
             "discarded": "by",
             "pruned": "by",
         }[self.eviction.why]
-        return f"evicted {_when(self.eviction.step)} {how} {line(self.eviction.by or 'crl bank prune')}"
+        return (
+            f"evicted {_when(self.eviction.step)} {how} "
+            f"{line(self.eviction.by or 'crl bank prune')}"
+        )
 
 
 @dataclass(frozen=True)
 class Told(Written):
-    """All that is known of an answer to a question."""
+    """Information on an answer to a question."""
 
     refinement: RefinementView
     uses: Sequence[UseView]
 
     def lines(self, short: Short) -> Iterator[str]:
+        """Yield the output of `show`. `short`: printed uid by full uid."""
         told = self.refinement
         yield f"{line(told.id)}, an answer to a question {_when(told.step)}"
         yield f"made from  {line(short.get(told.uid, told.uid))}@{told.version}"
@@ -284,6 +326,10 @@ class Told(Written):
 
 
 def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield an empty line, the title and the indented lines.
+
+    Yield nothing if there are no lines.
+    """
     if lines:
         yield ""
         yield title
@@ -291,6 +337,7 @@ def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
+    """Return a table of versions, or nothing if there are none."""
     if not versions:
         return []
     columns = {
@@ -304,6 +351,7 @@ def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
 
 
 def _uses(uses: Sequence[UseView]) -> list[str]:
+    """Return a table of credited episodes, or nothing if there are none."""
     columns = {
         "step": [_step(use.step) for use in uses],
         "episode": [use.episode for use in uses],
@@ -314,6 +362,7 @@ def _uses(uses: Sequence[UseView]) -> list[str]:
 
 
 def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
+    """Return a table of answers to questions, or nothing if there are none."""
     columns = {
         "step": [_step(told.step) for told in refinements],
         "answer": [told.id for told in refinements],
@@ -324,12 +373,16 @@ def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
 
 
 def _last(what: str, n: int) -> str:
+    """Return a title that says whether only the last items are listed."""
     return f"the last {LAST} of the {n:,} {what}" if n > LAST else f"the {what}"
 
 
 def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str]:
-    """Lift and won of credited episodes by step, neighbouring steps together where there are more than PERIODS; those of earlier runs
-    together."""
+    """Return a table of lift and won episodes over time.
+
+    Each row is a period of consecutive steps. There are at most PERIODS of them, and one more for
+    all earlier runs.
+    """
     earlier = [use for use in uses if use.step is None]
     steps = [
         list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None
@@ -354,27 +407,36 @@ def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str
 
 
 def _period(first: int | None, last: int | None) -> str:
+    """Return the name of a period. `first` = None: earlier runs."""
     if first is None:
         return "earlier runs"
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
 def _often(what: str, n: int) -> str:
+    """Return how often something happened, in words."""
     return f"never {what}" if n == 0 else f"{what} once" if n == 1 else f"{what} {n:,} times"
 
 
-# ── stats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── stats ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the output of `stats`. `stats`: result of `BankReader.stats`."""
     used = stats["used"]
     voted = f", {used['voted']:,} voted on" if used["voted"] else ""
     last = "" if stats["step"] is None else f", the last at step {stats['step']}"
     earlier = f", after {stats['earlier']:,} of earlier runs" if stats["earlier"] else ""
     rows = {
-        "bank": f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, {stats['log']:,} operations{last}{earlier}",
+        "bank": (
+            f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, "
+            f"{stats['log']:,} operations{last}{earlier}"
+        ),
         "found by": line(stats["keys"] or "nothing yet: the run that opens it makes the vectors"),
-        "used": f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, {used['credited']:,} credited{voted}",
+        "used": (
+            f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, "
+            f"{used['credited']:,} credited{voted}"
+        ),
         "operations": _counts(stats["ops"]) or "–",
         "dropped": _counts(stats["dropped"]) or "–",
         "queue": _counts(stats["queue"]),
@@ -399,16 +461,19 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
+    """Return counts by name on one line."""
     return "  ".join(f"{line(name)} {number:,}" for name, number in counts.items())
 
 
 def _lift_counts(counts: Mapping[str, int]) -> list[str]:
+    """Return one line per class of lift."""
     names = {"above": "above 0", "around": "around 0", "below": "below 0", "unknown": "unknown"}
     widest = len(f"{max(counts.values()):,}")
     return [f"{text:<8}  {counts[name]:>{widest},}" for name, text in names.items()]
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
+    """Return one line with a bar per bin of the share of won episodes."""
     widest, longest = len(f"{max(counts):,}"), max(counts)
     rows = []
     for i, count in enumerate(counts):
@@ -419,22 +484,32 @@ def _histogram(counts: Sequence[int]) -> list[str]:
     return rows
 
 
-# ── diff ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── diff ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def diff_lines(
     found: Comparison, a: Path, b: Path, limit: int | None, width: int | None
 ) -> Iterator[str]:
+    """Yield the output of `diff`.
+
+    `limit`: maximum number of rows per table. `width`: as in `table`.
+    """
     yield f"A {line(str(a))}"
     yield f"B {line(str(b))}"
-    yield f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in both {len(found.both):,}"
+    yield (
+        f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in "
+        f"both {len(found.both):,}"
+    )
     credited = [pair for pair in found.both if all(lesson.credited for lesson in pair)]
     if credited:
         of_a, of_b = (
             won_of(sum(one.won for one in side), sum(one.credited for one in side))
             for side in zip(*credited, strict=True)
         )
-        yield f"the {len(credited):,} that were credited in both won {of_a} episodes of A, {of_b} of B"
+        yield (
+            f"the {len(credited):,} that were credited in both won {of_a} "
+            f"episodes of A, {of_b} of B"
+        )
     inside = width and width - 2
     for title, lessons in {"only in A": found.only_a, "only in B": found.only_b}.items():
         rows = lessons[:limit]
@@ -447,6 +522,10 @@ def diff_lines(
 
 
 def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[str]:
+    """Return a table of lessons.
+
+    `sides`: lessons by the label of their bank; all sides list the same lessons.
+    """
     columns: dict[str, Sequence[str]] = {}
     for side, lessons in sides.items():
         columns[f"lift {side}".rstrip()] = [lift_text(lesson.lift) for lesson in lessons]
@@ -459,4 +538,5 @@ def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[s
 
 
 def _first(title: str, shown: int, of: int) -> str:
+    """Return the title, with the number of shown rows if rows are left out."""
     return title if shown == of else f"{title} (the first {shown:,} of {of:,})"

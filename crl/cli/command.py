@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Exit of a command: exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from crl.errors import CrlError
 
 
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
-    """Turns what a command raises or returns into the process's exit code; a `CrlError`, or what the system refuses, is one line on
-    stderr."""
+    """Return a command that ends the process with an exit code.
+
+    The exit code is the value that `run` returns, or that of the `CrlError` that `run` raises, 1
+    for an `OSError`, and 130 for an interrupt. A `CrlError` or an `OSError` is printed as one line
+    on stderr. Broken pipes and errors without a number are left to click.
+    """
 
     @functools.wraps(run)
     def with_exit_code(*args: Any, **kwargs: Any) -> None:
         try:
             code = run(*args, **kwargs)
-            if sys.stdout:  # None where it was closed
+            if sys.stdout:  # None if it was closed
                 sys.stdout.flush()
         except CrlError as error:
             _say(error)
             code = error.exit_code
         except OSError as error:
-            if error.errno in (
-                None,
-                errno.EPIPE,
-            ):  # of no system call; nobody reads on, which click knows
+            # Errors without a number come from no system call. A broken pipe means that the reader
+            # has ended; click handles it.
+            if error.errno in (None, errno.EPIPE):
                 raise
             _say(error)
             _give_up_output()
@@ -44,13 +47,17 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def _say(error: Exception) -> None:
+    """Print the error on stderr, as one line."""
     from crl.cli.draw import printable
 
     typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
 
 
 def _give_up_output() -> None:
-    """Python would try to write what is left of it once more as it ends, and say that it failed."""
+    """Redirect stdout to the null device if it cannot be written to.
+
+    Otherwise Python would write the rest of the buffer again at exit and report a second error.
+    """
     try:
         if sys.stdout:
             sys.stdout.flush()

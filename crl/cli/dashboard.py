@@ -1,7 +1,10 @@
-"""The run in a terminal, live: `render` draws a snapshot and nothing else; `Dashboard` keeps it on the alternate screen.
+"""Live view of a run in the terminal.
 
-Sections stand below one another and are given lines in the order of their weight, so that a small window loses the least
-important first. What comes from models, environments and people is shown as plain text whatever it holds.
+`render` draws a snapshot and has no side effects. `Dashboard` shows it on the alternate screen.
+
+Sections are arranged vertically. They receive lines in the order of `WEIGHT`, so that a small
+window leaves out the least important sections first. Texts of models, environments and users are
+always shown as plain text with escapes.
 """
 
 from __future__ import annotations
@@ -53,18 +56,19 @@ from crl.monitor.snapshot import (
 from crl.types import Experience, Trajectory, lift_order
 
 REFRESH_PER_S = 4
+"""Number of redraws per second."""
 
 LONGEST = 10_000
-"""Characters of one line that are kept."""
+"""Maximum number of characters of one line. The rest is dropped."""
 
 TWO_COLUMNS = 76
-"""Width from which the figures of the run stand beside those of the models."""
+"""Minimum width at which the metrics of the run are shown to the right of the models."""
 
 ROOMY = 30
-"""Height from which the models have their further rows, and the notes a title."""
+"""Minimum height at which the models have further rows and the notes have a title."""
 
 VALUE = 11
-"""Width of a value in the models' table."""
+"""Width of a value in the table of models."""
 
 MODEL_ROWS = (
     ("loss", "loss", "+.4f"),
@@ -76,14 +80,14 @@ MODEL_ROWS = (
     ("updates", "updates", ",.0f"),
     ("version", "version", ",.0f"),
 )
-"""(label, field of `Model`, format)."""
+"""Rows of the table of models: (label, field of `Model`, format)."""
 
 FURTHER_ROWS = (
     ("reward", "reward", "+.3f"),
     ("mismatch", "mismatch_kl", ".4f"),
     ("train s", "seconds", ",.1f"),
 )
-"""Rows for which it takes a roomy window, and a value."""
+"""Rows that are only shown in a window of at least `ROOMY` lines, and only if they have a value."""
 
 TRENDS = frozenset(
     {
@@ -97,7 +101,7 @@ TRENDS = frozenset(
         "seconds",
     }
 )
-"""Fields of `Model` whose history is drawn where there is room."""
+"""Fields of `Model` whose history is drawn if the window is wide enough."""
 
 PARTS = {
     "wait": ("░", "blue"),
@@ -108,9 +112,10 @@ PARTS = {
     "eval": ("▚", "cyan"),
     "probe": ("▘", "cyan"),
 }
-"""How the parts of a step's time are drawn, and in which order."""
+"""Glyph and style of each part of a step's time, in the order in which the parts are drawn."""
 
 OTHER_PART = ("▞", "white")
+"""Glyph and style of all other parts."""
 
 WEIGHT = (
     "header",
@@ -124,7 +129,7 @@ WEIGHT = (
     "probe",
     "stats",
 )
-"""Who gets its least lines first."""
+"""Order in which sections receive their minimum number of lines."""
 
 GROWTH = (
     "header",
@@ -138,14 +143,14 @@ GROWTH = (
     "notes",
     "experiences",
 )
-"""Who gets more of what is left."""
+"""Order in which sections receive the remaining lines."""
 
 
-# ── the snapshot ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the snapshot ────────────────────────────────────────────────────────────────────────────────
 
 
 def render(snapshot: Snapshot, width: int, height: int) -> Group:
-    """The snapshot in at most `height` lines of at most `width` cells."""
+    """Return a drawing of the snapshot in at most `height` lines of at most `width` cells."""
     models, stats = (
         _models(snapshot, width, height),
         Section(list(_stats(snapshot, width)), least=3, title="run"),
@@ -177,6 +182,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
 
 
 def _header(s: Snapshot, width: int) -> Iterator[Text]:
+    """Yield the title line and the progress bar."""
     name, tasks = one_line(s.run.name, width), one_line(", ".join(s.run.tasks), width)
     yield Text.assemble(
         ("crl ", DIM), (name, GOOD), "  ", (one_line(s.run.method, width), ""), (" on ", DIM), tasks
@@ -196,6 +202,7 @@ def _header(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _success(s: Snapshot, width: int) -> Iterator[Text]:
+    """Yield the success rates of the group halves, or of all episodes if none are guided."""
     r = s.rollout
     if r.guided.values:
         yield _rate(
@@ -216,7 +223,9 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
-    """Success and actions of each of several tasks, and how many of its guided episodes were guided by something."""
+    """Yield one line per task, if there are several: success rate, actions per episode, and the
+    share of guided episodes that received an experience.
+    """
     for name, task in s.tasks.items():
         label = Text(one_line(name, width))
         label.truncate(LABEL - 1, overflow="ellipsis")
@@ -234,7 +243,7 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
 def _rate(
     label: str, series: Series, width: int, style: str, name: str = "", more: str = ""
 ) -> Text:
-    """A success rate, its history and one more figure."""
+    """Return a line with a success rate, its history and one further metric."""
     end = cell(name, more) if more else Text()
     room = min(HISTORY, width - LABEL - 7 - 2 - end.cell_len)
     history = spark(series, room, 0, 1)
@@ -248,6 +257,7 @@ def _rate(
 
 
 def _evals(s: Snapshot, width: int) -> Iterator[Text]:
+    """Yield the last success rates of each eval set."""
     label = "eval"
     for name, found in s.evals.items():
         cells = [
@@ -263,7 +273,10 @@ def _evals(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _interval(condition: str, rate: Rate, width: int) -> Text:
-    """A success rate in an evaluation; with room, how far it came since the first one."""
+    """Return a success rate of an evaluation with its interval.
+
+    A wide window also shows the change since the first evaluation.
+    """
     style = GUIDED if condition == "guided" else FREE
     interval = (
         f" [{figure(rate.low, '.3f')}, {figure(rate.high, '.3f')}]" if rate.low is not None else ""
@@ -279,7 +292,7 @@ def _interval(condition: str, rate: Rate, width: int) -> Text:
 
 
 def _models(s: Snapshot, width: int, height: int) -> Section:
-    """A table with a column for each trained model."""
+    """Return a table with one column per trained model."""
     models = {"actor": s.actor, **({"extractor": s.extractor} if s.extractor else {})}
     rows = [
         *MODEL_ROWS,
@@ -306,7 +319,10 @@ def _models(s: Snapshot, width: int, height: int) -> Section:
 
 
 def _value(series: Series, form: str, trend: int, gap: int) -> Text:
-    """A value and, where `trend` is not 0, its history in so many cells; `gap` cells in any case."""
+    """Return a value and `gap` cells.
+
+    If `trend` is not 0, the cells contain the value's history.
+    """
     history = spark(series, trend - 2)
     return Text.assemble(
         figure(series.last, form, VALUE - 1).rjust(VALUE),
@@ -315,12 +331,12 @@ def _value(series: Series, form: str, trend: int, gap: int) -> Text:
 
 
 def _left(width: int) -> int:
-    """Width of the left one of two columns: the bare table, or half where there is room for histories."""
+    """Return the width of the left column: a table without histories, or half of a wide window."""
     return LABEL + 2 * VALUE if width < 110 else (width - 3) // 2
 
 
 def _beside(models: Section, s: Snapshot, width: int) -> Section:
-    """The models on the left, the figures of the run on the right."""
+    """Return a section with the models on the left and the metrics of the run on the right."""
     left = _left(width)
     stats = list(_stats(s, width - left - 3)) if models.lines else []
     lines = []
@@ -332,12 +348,16 @@ def _beside(models: Section, s: Snapshot, width: int) -> Section:
 
 
 def _stats(s: Snapshot, width: int) -> Iterator[Text]:
-    """What the run does beside training: a line or more for each subject that there are figures for."""
+    """Yield the metrics that do not belong to a model.
+
+    Each subject with values has at least one line.
+    """
     for label, cells in _subjects(s):
         yield from flow(label, cells, width)
 
 
 def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
+    """Yield the label and the cells of each subject."""
     if b := s.bank:
         yield "bank", [*_cells(("size", b.size, ",.0f")), Text(spark(b.size, 16))]
         yield (
@@ -382,14 +402,21 @@ def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
 
 
 def _cells(*items: tuple[str, Series, str]) -> list[Text]:
-    """(name, series, format): the last values of those that have been named at all."""
+    """Return cells with the last values.
+
+    `items`: (name, series, format). Series without values are left out.
+    """
     return [
         cell(name, figure(series.last, form), GOOD) for name, series, form in items if series.values
     ]
 
 
 def _losses(b: Bank) -> list[Text]:
-    """Episodes that will not be distilled: those that the extractor could not be asked about, or turned away by a full queue."""
+    """Return cells with the number of dead requests and the number of episodes that a full queue
+    refused.
+
+    These episodes are not distilled.
+    """
     dead, refused = (series.last or 0 for series in (b.dead, b.refused))
     return [
         *([cell("dead", figure(dead, ",.0f"), BAD if dead else GOOD)] if b.dead.values else []),
@@ -398,7 +425,7 @@ def _losses(b: Bank) -> list[Text]:
 
 
 def _time(s: Snapshot, width: int) -> Iterator[Text]:
-    """Where the last step's time went."""
+    """Yield the parts of the last step's time as a bar, and its legend."""
     if not s.seconds:
         return
     total = Text.assemble(
@@ -423,11 +450,12 @@ def _time(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _order(part: str) -> int:
+    """Return the position of a part in the bar."""
     return list(PARTS).index(part) if part in PARTS else len(PARTS)
 
 
 def _probes(s: Snapshot, width: int) -> Iterator[Text]:
-    """What advice does to the success rate."""
+    """Yield the success rates of the advice probe for each task."""
     cells = [
         Text.assemble(f"{one_line(task, width)} ", _advice(probe))
         for task, probe in s.probes.items()
@@ -436,12 +464,13 @@ def _probes(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _advice(p: Probe) -> Text:
+    """Return the success rates without advice, with right and with wrong advice."""
     rates = (("none", p.none, ""), ("right", p.right, GUIDED), ("wrong", p.wrong, "red"))
     return Text("  ").join(cell(name, figure(rate, ".3f"), style) for name, rate, style in rates)
 
 
 def _experiences(s: Snapshot, width: int) -> list[Text]:
-    """Return those of the snapshot, the best lift first."""
+    """Return the experiences of the snapshot, the best lift first."""
     return [
         _experience(experience, width)
         for experience in sorted(s.experiences, key=lambda e: lift_order(e.lift))
@@ -449,6 +478,7 @@ def _experiences(s: Snapshot, width: int) -> list[Text]:
 
 
 def _experience(e: Experience, width: int) -> Text:
+    """Return a line with uses, lift, task and text of an experience."""
     style = ("", GUIDED, "red")[e.lift.sign] if e.lift else ""
     task = Text(one_line(e.task, width), DIM)
     task.truncate(12, overflow="ellipsis")
@@ -463,7 +493,10 @@ def _experience(e: Experience, width: int) -> Text:
 
 
 def _notes(s: Snapshot, height: int) -> Section:
-    """The last lines; where there are experiences too, those have the larger part of what is left."""
+    """Return the last notes.
+
+    If there are experiences too, the notes leave most of the space to them.
+    """
     texts = [printable(line[:LONGEST].expandtabs(4)) for line in s.notes]
     if s.experiences:
         texts = texts[-max(1, (height - 18) // 6) :]
@@ -472,14 +505,17 @@ def _notes(s: Snapshot, height: int) -> Section:
     return Section([Text.assemble(("note".ljust(LABEL), DIM), text) for text in texts], tail=True)
 
 
-# ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the screen ──────────────────────────────────────────────────────────────────────────────────
 
 
 class Dashboard:
-    """A `Monitor` that has the terminal from its first note or line until `close`, and then gives it back as it was.
+    """`Monitor` that occupies the terminal from its first note or metrics line until `close`.
 
-    Notes, and what Python code prints meanwhile, are kept, and printed once the terminal is back. A thread draws; it only
-    ever reads a snapshot, so no call here waits for the terminal.
+    Notes, and the output that Python code prints meanwhile, are buffered and printed after the
+    terminal is restored. A separate thread draws. It only reads snapshots, so no call here waits
+    for the terminal.
+
+    `stream`: terminal to draw on, by default stdout. `clock`: returns the time in seconds.
     """
 
     def __init__(
@@ -513,7 +549,10 @@ class Dashboard:
         self._begin()
 
     def close(self) -> None:
-        """Leaves the alternate screen and prints what was kept. Later notes are printed at once."""
+        """Leave the alternate screen and print the buffered lines.
+
+        Notes after that are printed immediately.
+        """
         if self._closed:
             return
         try:
@@ -526,6 +565,7 @@ class Dashboard:
                 _write(stream, text)
 
     def _begin(self) -> None:
+        """Start drawing and redirect stdout and stderr. Do nothing if started or closed."""
         if self._live or self._closed:
             return
         self._live = Live(
@@ -538,7 +578,7 @@ class Dashboard:
             redirect_stderr=False,
         )
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if stream.isatty():  # what goes elsewhere does not disturb the screen
+            if stream.isatty():  # output to a file does not disturb the screen
                 lines = self._redirected.enter_context(
                     closing(Lines(stream, partial(self._keep, stream)))
                 )
@@ -546,17 +586,20 @@ class Dashboard:
         self._live.start(refresh=True)
 
     def _frame(self) -> Group:
+        """Return a drawing of the current snapshot."""
         return render(self._run.snapshot(), *self._console.size)
 
     def _leave(self, live: Live) -> None:
+        """Stop drawing and restore the terminal."""
         try:
             live.stop()
-        except BaseException:  # it was interrupted while it began, or is now
+        except BaseException:  # interrupted, now or while the screen was being opened
             self._console.set_alt_screen(False)
             self._console.show_cursor(True)
             raise
 
     def _keep(self, stream: IO[str], text: str) -> None:
+        """Buffer a text, or print it if the dashboard is closed."""
         if self._closed:
             _write(stream, text)
         else:
@@ -565,6 +608,7 @@ class Dashboard:
 
 
 def _write(stream: IO[str], text: str) -> None:
+    """Print a text with escapes."""
     print(
         "\n".join(printable(line.expandtabs()) for line in text.split("\n")),
         file=stream,
@@ -573,13 +617,16 @@ def _write(stream: IO[str], text: str) -> None:
 
 
 class Lines(io.TextIOBase):
-    """Stands for `stream` and hands on every whole line that is written, from whichever thread; of a line that was
-    overwritten, as progress bars are, the last form."""
+    """Text stream that replaces `stream` and passes every complete line to `hand_on`.
+
+    Any thread may write. Of a line that was overwritten with carriage returns, such as a progress
+    bar, only the last version is passed on.
+    """
 
     def __init__(self, stream: IO[str], hand_on: Callable[[str], None]) -> None:
         self._stream, self._hand_on = stream, hand_on
         self._rest = ""
-        self._lock = threading.RLock()  # a finalizer may warn at any time
+        self._lock = threading.RLock()  # re-entrant: a finalizer may print a warning at any time
 
     def writable(self) -> bool:
         return True
@@ -588,6 +635,7 @@ class Lines(io.TextIOBase):
         return self._stream.fileno()
 
     def write(self, text: str, /) -> int:
+        """Pass on the complete lines and buffer the rest. Return the number of characters."""
         with self._lock:
             *lines, rest = (self._rest + text).split("\n")
             self._rest = rest[-LONGEST:]
@@ -596,6 +644,7 @@ class Lines(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
+        """Pass on the rest as a line."""
         if self._rest:
             self.write("\n")
         super().close()

@@ -1,4 +1,4 @@
-"""`crl doctor`."""
+"""Command `crl doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def doctor(
         bool, typer.Option("--report", help="Print what a bug report needs; no secrets.")
     ] = False,
 ) -> int:
-    """Check whether this machine can train: versions, GPUs, models, space, limits. Exit code 1 where it can't."""
+    """Check whether this machine can train: versions, GPUs, models, disk space and limits.
+
+    The exit code is 1 if it cannot.
+    """
     from crl.run import doctor as checks
 
     found = checks.diagnose(preset)

@@ -1,4 +1,4 @@
-"""What the dashboard is drawn with: plain text made safe, numbers, sparklines, bars, and sections that share out a window's lines."""
+"""Elements of the dashboard: escaped text, numbers, sparklines, bars and sections."""
 
 from __future__ import annotations
 
@@ -11,26 +11,35 @@ from rich.text import Text
 from crl.monitor.snapshot import Series
 
 LABEL = 10
-"""Width of the column of labels."""
+"""Width of the label column."""
 
 GUIDED, FREE, GOOD, BAD, DIM = "green", "cyan", "bold", "bold red", "dim"
 
 
-# ── text ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def printable(line: str) -> str:
-    """`line` with an escape in place of every character that a terminal would obey or hide."""
+    """Return the line with an escape for every character that is not printable.
+
+    A terminal would interpret or hide these characters.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def one_line(text: str, limit: int) -> str:
-    """The first `limit` characters of `text` or so, on one line and printable."""
+    """Return the first `limit` characters of a text on one line.
+
+    White space is collapsed, and characters that are not printable are escaped.
+    """
     return printable(" ".join(text[:limit].split()))
 
 
 def figure(value: float | None, form: str, width: int = 11) -> str:
-    """A number in `form`, or in few digits where that is wider than `width`; – where there is none."""
+    """Return a number in the format `form`, or with two digits if it is wider than `width`.
+
+    Return "–" for None.
+    """
     if value is None:
         return "–"
     text = format(value, form)
@@ -38,7 +47,7 @@ def figure(value: float | None, form: str, width: int = 11) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """1:02:03, or – when it is not known."""
+    """Return a duration, for example "1:02:03", or "–" for None."""
     if seconds is None:
         return "–"
     minutes, second = divmod(int(seconds), 60)
@@ -47,7 +56,11 @@ def duration(seconds: float | None) -> str:
 
 
 def spark(series: Series, width: int, low: float | None = None, high: float | None = None) -> str:
-    """The last `width` values as blocks between `low` and `high`, which are the values' own extremes unless given."""
+    """Return the last `width` values as block characters.
+
+    `low` and `high` are the ends of the scale; by default, the smallest and the largest of the
+    values.
+    """
     values = series.values[-width:] if width > 0 else ()
     known = [value for value in values if value is not None]
     if not known:
@@ -57,14 +70,17 @@ def spark(series: Series, width: int, low: float | None = None, high: float | No
 
 
 def _block(value: float, low: float, high: float) -> str:
-    share = (
-        (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
-    )  # halves: the difference of finite numbers may not be
+    """Return the block character of a value on the scale from `low` to `high`."""
+    # The values are halved because the difference of two finite numbers may be infinite.
+    share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
     return "▁▂▃▄▅▆▇█"[min(7, max(0, int(share * 8)))]
 
 
 def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
-    """`width` cells shared out in proportion to (size, glyph, style)."""
+    """Return a bar of `width` cells, divided in proportion to the sizes.
+
+    `parts`: (size, glyph, style).
+    """
     total = sum(size for size, _, _ in parts)
     edges = [
         round(width * (end / total)) if total > 0 else 0
@@ -79,11 +95,15 @@ def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
 
 
 def cell(name: str, value: str, style: str = "") -> Text:
+    """Return a cell with a dim name and a value."""
     return Text.assemble((f"{name} " if name else "", DIM), (value, style))
 
 
 def flow(label: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
-    """The cells after a label, in as many lines as it takes."""
+    """Yield lines with the label and the cells.
+
+    A new line starts when the next cell does not fit.
+    """
     line, indent = Text(label.ljust(LABEL), DIM), Text(" " * LABEL)
     empty = True
     for item in cells:
@@ -96,24 +116,28 @@ def flow(label: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
         yield line
 
 
-# ── sections ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sections ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that belong together, below a rule when there is a title. Of fewer than `least` lines nothing is shown; the lines
-    that are shown are the first ones, or with `tail` the last ones."""
+    """Group of lines in the dashboard."""
 
     lines: Sequence[Text]
+    """All lines of the section. If not all fit, the first ones are shown."""
     least: int = 1
+    """Minimum number of lines. With less space, the section is not shown."""
     title: str = ""
+    """Title of the rule above the lines. Empty = no rule."""
     tail: bool = False
+    """If true, the last lines are shown instead of the first ones."""
 
     def cost(self, lines: int) -> int:
-        """Lines of the screen for so many of its own."""
+        """Return the number of screen lines for `lines` lines of the section and its rule."""
         return lines + bool(self.title) if lines else 0
 
     def draw(self, lines: int, width: int) -> Iterator[Text]:
+        """Yield the rule and `lines` lines of the section."""
         if lines and self.title:
             yield Text(f"── {self.title} ".ljust(width, "─"), DIM)
         yield from self.lines[len(self.lines) - lines :] if self.tail else self.lines[:lines]
@@ -122,8 +146,12 @@ class Section:
 def share_out(
     sections: Mapping[str, Section], height: int, *, weight: Sequence[str], growth: Sequence[str]
 ) -> dict[str, int]:
-    """How many of its lines each section shows, in `height` lines together. weight: who gets its least lines first; growth: who gets
-    more of what is left then."""
+    """Return the number of lines that each section shows, so that all fit into `height` screen
+    lines.
+
+    `weight`: order in which sections receive their minimum. `growth`: order in which shown sections
+    receive the remaining lines.
+    """
     shown = dict.fromkeys(sections, 0)
     for name in weight:
         section = sections[name]

@@ -1,4 +1,7 @@
-"""The command line. Commands are thin; what imports torch is imported inside them, so that `crl --help` is instant."""
+"""Command line of crl. Commands contain little code.
+
+Modules that need torch are imported inside the commands, so that `crl --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ app = typer.Typer(
     help="Train LLM agents in text environments with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # help and usage errors as plain text
+    rich_markup_mode=None,  # help texts and usage errors as plain text
     pretty_exceptions_enable=False,
 )
 
@@ -33,11 +36,15 @@ app.add_typer(bank.app, name="bank")
 
 
 def main() -> None:
-    """The entry point `crl`. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run the command line `crl`.
+
+    Exit codes: 0 = done, 1 = failed, 2 = invalid input, 130 = interrupted.
+    """
     app(prog_name="crl")
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if wanted."""
     if wanted:
         typer.echo(f"crl {crl.__version__}")
         raise typer.Exit
@@ -94,7 +101,7 @@ def train(
         bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")
     ] = False,
 ) -> int:
-    """Train on one or several tasks."""
+    """Train on one or more tasks."""
     from crl.config.load import load
     from crl.monitor.run_dir import require_free
 
@@ -139,7 +146,7 @@ def train(
 
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
-    """The dashboard where there is a terminal that can show it, else log lines."""
+    """Return the dashboard if stdout is a terminal that can show it, otherwise log lines."""
     if plain or not _is_terminal():
         from crl.monitor.plain import PlainMonitor
 
@@ -151,7 +158,7 @@ def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
 
 
 def _is_terminal() -> bool:
-    """Whether stdout goes to a terminal that obeys control sequences and has more than ASCII."""
+    """Return whether stdout is a terminal that supports control sequences and Unicode."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     return (
         sys.stdout.isatty()
@@ -168,7 +175,7 @@ def evaluate(
     """Repeat the evaluation of a run's last checkpoint."""
     from crl.config.load import load_saved
 
-    load_saved(run)  # a wrong path is an error at once, before torch is imported
+    load_saved(run)  # report a wrong path immediately, before torch is imported
     from crl.run.main import evaluate_run
 
     return evaluate_run(run)
@@ -187,7 +194,7 @@ def make_models(
     ] = Path("models"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of every random draw.")] = 0,
 ) -> None:
-    """Make the tiny bundled models from scratch."""
+    """Create the bundled tiny models from scratch."""
     from crl.models.recipe import make
 
     make(out, seed)

@@ -1,4 +1,7 @@
-"""`crl tasks` and `crl play`. What needs more than typer is imported inside."""
+"""Commands `crl tasks` and `crl play`.
+
+Modules that need more than typer are imported inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ if TYPE_CHECKING:
 
 
 class RenderingName(StrEnum):
+    """Renderings of an environment."""
+
     full, compact = "full", "compact"
 
 
 class SplitName(StrEnum):
+    """Splits of a task's episodes."""
+
     train, known, new = "train", "known", "new"
 
 
@@ -30,7 +37,7 @@ class SplitName(StrEnum):
 def list_tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """List the tasks that can be played, and what is missing for more."""
+    """List the tasks that can be played, and what the others need."""
     from crl.run.installed import gem_problem, mixtures, task_offers
 
     offers, mixed, gem = task_offers(), mixtures(), gem_problem()
@@ -62,6 +69,7 @@ def list_tasks(
 
 
 def _row(offer: TaskOffer) -> list[str]:
+    """Return the row of a task."""
     turns = ", ".join(f"{n} {rendering}" for rendering, n in offer.turns.items())
     return [offer.name, offer.environment, offer.hosting, turns, offer.problem or offer.data or ""]
 
@@ -88,7 +96,7 @@ def play(
         bool, typer.Option("--scripted", help="Watch the environment's scripted player.")
     ] = False,
 ) -> None:
-    """Play a task yourself, with the actor's view: one line, one action."""
+    """Play a task yourself with the actor's view. One line of input is one action."""
     from crl.run.play import Person, Table
 
     table = Table.of(task, cast("Rendering", rendering.value))
@@ -109,20 +117,23 @@ def play(
 
 
 def _read() -> str:
+    """Read one action from stdin. Raise `EOFError` at its end."""
     line = input("> ")
     if not sys.stdin.isatty():
-        typer.echo(line)  # a terminal has shown it
+        typer.echo(line)  # a terminal has already shown the input
     typer.echo()
     return line
 
 
 def _show(text: str) -> None:
+    """Print a text with escapes, followed by an empty line."""
     from crl.cli.draw import printable
 
     typer.echo("\n".join(printable(line.expandtabs()) for line in text.split("\n")) + "\n")
 
 
 def _outcome(played: Played) -> str:
+    """Return the result of an episode in words."""
     turns = len(played.actions)
     how = "won" if played.success else "lost" if played.done else "the turns are over: lost"
     return f"{how} in {turns} turn{'' if turns == 1 else 's'}, reward {played.reward:g}"

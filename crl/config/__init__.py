@@ -1,4 +1,7 @@
-"""The run's configuration: its schema, how it is put together from layers, how a model is found. No torch."""
+"""Configuration of a run: its schema, its assembly from layers, and the lookup of models.
+
+Imports no torch.
+"""
 
 from crl.config.load import dump, load, load_saved
 from crl.config.models import resolve_model

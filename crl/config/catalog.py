@@ -1,5 +1,7 @@
-"""What the installation offers by name: tasks, mixtures of them, presets, methods. Listed from the file system, so nothing heavy is
-imported."""
+"""Catalog of the installation: names of tasks, mixtures, presets and methods.
+
+The names are read from the file system, so nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,38 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def tasks_dir() -> Path:
-    """The shipped TOML files: `crl/_tasks` in a wheel, the repository's `tasks/` in a source checkout."""
+    """Return the folder of the shipped TOML files: `crl/_tasks` in a wheel, `tasks/` of the
+    repository in a source checkout.
+    """
     installed = PACKAGE / "_tasks"
     return installed if installed.is_dir() else PACKAGE.parent / "tasks"
 
 
 def tasks() -> list[str]:
-    """The shipped tasks and mixtures."""
+    """Return the names of the shipped tasks and mixtures."""
     return sorted(path.stem for path in tasks_dir().glob("*.toml"))
 
 
 @dataclass(frozen=True)
 class MixtureFile:
-    """A file in tasks/ that names tasks instead of being one: `tasks = ["room", "webshop"]`, then a table of changed settings for each
-    task that has some."""
+    """TOML file that lists several tasks instead of defining one.
+
+    It contains `tasks = ["room", "webshop"]` and one table of changed settings for each task that
+    needs one.
+    """
 
     path: Path
     tasks: Sequence[str]
     changes: Mapping[str, Any]
+    """Changed settings, by the stem of the task's file name."""
 
     def task_files(self) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-        """The file of each of its tasks, and what is changed; paths start at the mixture's folder. Raises `ConfigError`."""
+        """Yield the file and the changed settings of each task.
+
+        Relative paths start at the mixture's folder.
+
+        Raise `ConfigError` for a task that does not exist or that is a mixture itself.
+        """
         for name in self.tasks:
             try:
                 path = task_file(str(self.path.parent / name) if name.endswith(".toml") else name)
@@ -56,7 +69,10 @@ class MixtureFile:
 
 
 def mixture(path: Path) -> MixtureFile | None:
-    """The mixture in a file; None for the file of one task. Raises `ConfigError`."""
+    """Return the mixture in a file, or None if the file defines a single task.
+
+    Raise `ConfigError` if the file cannot be read or its list or tables are invalid.
+    """
     data = read_toml(path, "tasks")
     if "tasks" not in data:
         return None
@@ -78,33 +94,46 @@ def mixture(path: Path) -> MixtureFile | None:
 
 
 def presets() -> list[str]:
+    """Return the names of the shipped presets."""
     return sorted(path.stem for path in (tasks_dir() / "presets").glob("*.toml"))
 
 
 def methods() -> list[str]:
-    """The modules of crl/methods that define `build`; the others there are parts of methods."""
+    """Return the names of the methods: the modules of crl/methods that define `build`.
+
+    The other modules there are parts of methods.
+    """
     modules = (PACKAGE / "methods").glob("*.py")
     return sorted(path.stem for path in modules if "\ndef build(" in path.read_text("utf-8"))
 
 
 def task_file(name: str) -> Path:
-    """The file of a shipped task, or `name` itself when it is the path of a TOML file. Raises `ConfigError`."""
+    """Return the file of a shipped task, or `name` itself if it is the path of a TOML file.
+
+    Raise `ConfigError` if there is no such task or file.
+    """
     return _file("tasks", name, tasks_dir(), tasks())
 
 
 def preset_file(name: str) -> Path:
-    """The same for a preset."""
+    """Return the file of a shipped preset, or `name` itself if it is the path of a TOML file.
+
+    Raise `ConfigError` if there is no such preset or file.
+    """
     return _file("preset", name, tasks_dir() / "presets", presets())
 
 
 def require_method(name: str) -> None:
-    """Raises `ConfigError` when there is no such method."""
+    """Raise `ConfigError` if there is no such method."""
     if name not in methods():
         raise ConfigError("method", name, "is not a method", did_you_mean(name, methods()))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A remedy for a misspelt word: the closest known one when there is one, and all of them."""
+    """Return a remedy for a misspelt word.
+
+    It lists the most similar known word, if any, and all known words.
+    """
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     listing = f"Available: {', '.join(known) or 'none'}"
@@ -112,6 +141,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
+    """Return the file of a known name, or the path `name`. Raise `ConfigError` under `key`."""
     if name in known:
         return folder / f"{name}.toml"
     if not name.endswith(".toml"):

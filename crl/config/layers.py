@@ -1,6 +1,8 @@
-"""Layers of settings before they are checked: TOML files, options and `--set`, merged so that the later one wins.
+"""Layers of settings before validation: TOML files, options and `--set`.
 
-Every value's origin is kept, so that an error can say where the value came from.
+Later layers override earlier ones.
+
+The origin of every value is stored, so that an error message can name it.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ _SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one place; `origin` names it for people."""
+    """Settings from one source."""
 
     origin: str
+    """Name of the source in error messages."""
     data: Mapping[str, Any]
 
 
 def merge(layers: Iterable[Layer]) -> tuple[Tree, dict[str, str]]:
-    """One tree from all layers, the later one winning, and the origin of each of its dotted keys."""
+    """Return one tree of all layers, and the origin of each dotted key.
+
+    Later layers override earlier ones.
+    """
     tree: Tree = {}
     origins: dict[str, str] = {}
     for layer in layers:
@@ -41,7 +47,10 @@ def merge(layers: Iterable[Layer]) -> tuple[Tree, dict[str, str]]:
 
 
 def put(tree: Tree, key: str, value: Any) -> None:
-    """Sets a dotted key. Raises `ConfigError` when an earlier layer put a value where a table is needed."""
+    """Set a dotted key in `tree`.
+
+    Raise `ConfigError` if an earlier layer put a value where a table is needed.
+    """
     *parents, leaf = key.split(".")
     for depth, parent in enumerate(parents):
         tree = tree.setdefault(parent, {})
@@ -54,13 +63,14 @@ def put(tree: Tree, key: str, value: Any) -> None:
 
 
 def nested(key: str, value: Any) -> Tree:
-    """The tree with one dotted key."""
+    """Return a tree that contains one dotted key."""
     tree: Tree = {}
     put(tree, key, value)
     return tree
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every dotted key of a table with its value."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -69,7 +79,11 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def read_toml(path: Path, key: str) -> Tree:
-    """The file's tables. Raises `ConfigError` under `key`, with file and line where the TOML is broken."""
+    """Return the tables of a TOML file.
+
+    Raise `ConfigError` under `key` if the file cannot be read or is not valid TOML. The error names
+    the file and the line.
+    """
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,7 +101,10 @@ def read_toml(path: Path, key: str) -> Tree:
 
 
 def parse_set(text: str) -> Layer:
-    """`key=value` of the command line: the value is a TOML value, and a bare word is a string. Raises `ConfigError`."""
+    """Return the layer of a `key=value` argument of the command line.
+
+    The value is parsed as TOML. A bare word is a string. Raise `ConfigError` for any other form.
+    """
     key, equals, value = text.partition("=")
     key, value = key.strip(), value.strip()
     if not equals or not _KEY.fullmatch(key):
@@ -101,10 +118,11 @@ def parse_set(text: str) -> Layer:
 
 
 def _parse_value(text: str, value: str) -> Any:
+    """Return the value of a `--set` argument. `text` is the whole argument, for error messages."""
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError as error:
-        if value[:1] in ("[", "{", '"', "'"):  # meant as TOML, so not a bare word
+        if value[:1] in ("[", "{", '"', "'"):  # meant as TOML, not as a bare word
             raise ConfigError(
                 "--set",
                 text,
@@ -113,5 +131,5 @@ def _parse_value(text: str, value: str) -> Any:
             ) from error
         return float(value) if _SHORT_FLOAT.fullmatch(value) else value
     if len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time):
-        return value  # several lines, or a date: no setting is one, a name may look like one
+        return value  # several lines, or a date: no setting is a date, but a name may look like one
     return parsed["value"]

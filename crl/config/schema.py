@@ -1,7 +1,11 @@
-"""The run's configuration: one frozen tree. Defaults are the paper's values (CRL C.2); a preset overrides them.
+"""Schema of a run's configuration: one frozen tree of sections.
 
-Each fact has one place. The docstring under a field says what it is and in which unit; it feeds error texts. Checks of one
-field are its annotation; checks between sections stand at the end, in `RunConfig`, and raise `ConfigError` themselves.
+The defaults are the values of the paper (CRL C.2). A preset overrides them.
+
+Each fact is stored in one place. The docstring under a field is its description: what the value is,
+its unit, and what special values mean. Error messages quote the description. Constraints on a
+single field are part of its annotation. Checks that involve several sections are at the end of this
+module. They are called by `RunConfig` and raise `ConfigError` themselves.
 """
 
 from __future__ import annotations
@@ -19,24 +23,28 @@ from crl.config.shapes import KNOWN
 from crl.errors import ConfigError
 
 SEQUENCE_CLIP = 3e-4
-"""Clip width of the length-normalised sequence ratio (GSPO's order of magnitude)."""
+"""Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
 
 SEQUENCE_CLIP_LIMIT = 1e-2
-"""Wider than this, the clip of a sequence ratio never acts: averaged over an episode's tokens, the ratio stays that close to 1."""
+"""Largest clip width that is accepted for a sequence ratio.
+
+The ratio is averaged over the tokens of an episode and stays so close to 1 that a wider clip never
+takes effect.
+"""
 
 RATE_WINDOW = 64
-"""Free episodes of a goal, or of a task, over which its success rate is taken: the last ones."""
+"""Number of most recent free episodes of a goal or task over which a success rate is taken."""
 
 OVERALL = "overall"
-"""What all tasks together are called in figures, so no task is."""
+"""Name of the aggregate over all tasks in metric names. No task may have this name."""
 
 WITHOUT_EXPERIENCE = ("grpo",)
-"""Methods that have neither an extractor nor a bank."""
+"""Methods without an extractor and without a bank."""
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
 DEEPSPEED = frozenset({"ranks", "zero", "offload", "deadline"})
-"""Settings of the learner that are deepspeed's alone."""
+"""Settings of `learner` that only apply to `kind = "deepspeed"`."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
@@ -44,22 +52,34 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 def _absolute(path: str) -> str:
+    """Return the absolute path, with `~` expanded and symbolic links resolved."""
     return os.path.realpath(os.path.expanduser(path))
 
 
 PromptFile = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
-"""Saved absolute: a saved run must find it from any working directory."""
+"""Path of a prompt file.
+
+It is saved as an absolute path, so that a saved run can be loaded from any working directory.
+"""
 BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute(path))]
-"""The same; empty = none."""
+"""Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
 Environment = Annotated[
     str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)
 ]
-"""The same, where it is named by its file."""
+"""Name of an environment.
+
+An environment in a `.py` file is named by its path, made absolute like a `PromptFile`.
+"""
 Device = Literal["auto", "cpu", "cuda"]
+"""Device of an engine, a learner or an encoder. auto = cuda if available, else cpu."""
 
 
 class Section(BaseModel):
-    """Frozen and strict: no unknown key, no silent conversion ("2" is not 2), no NaN."""
+    """Base of all sections.
+
+    Sections are frozen and strict: no unknown keys, no silent conversions ("2" is not 2), no NaN or
+    infinity.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -67,479 +87,809 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
+    """Length, seed and schedule of a run."""
+
     seed: Natural = 0
-    """root of every named random generator"""
+    """Seed from which the seed of every random generator in the run is derived."""
     steps: Natural = 128
-    """actor steps of the run; 0 only evaluates"""
+    """Number of actor steps in the run. 0 = evaluate only."""
     deterministic: bool = False
-    """the same seed gives the same run on the same machine; needs rollout.max_staleness = 0"""
+    """Reproducibility: the same seed gives the same run on the same machine.
+
+    Requires rollout.max_staleness = 0. Not available with engine.kind = "vllm".
+    """
     checkpoint_every: Natural = 0
-    """steps between checkpoints; 0 = only at the end"""
+    """Number of actor steps between two checkpoints. 0 = one checkpoint, at the end of the run."""
     eval_every: Natural = 0
-    """steps between evaluations; 0 = only before and after the run"""
+    """Number of actor steps between two evaluations.
+
+    0 = only before the first step and after the last one.
+    """
 
 
 class RolloutSection(Section):
+    """Collection of training episodes: batch size, staleness and environment workers."""
+
     groups: Count = 16
-    """groups of one step, over all tasks (the paper's batch of 128 rollouts / 8)"""
+    """Number of groups in one step, summed over all tasks.
+
+    The paper uses batches of 128 rollouts, which is 16 groups of 8.
+    """
     group_size: Annotated[int, Field(ge=2)] = 8
-    """K: rollouts of one identical task in a group; at least 2, since advantages compare them"""
+    """Number K of rollouts of one identical task in a group.
+
+    At least 2, because advantages compare the members of a group.
+    """
     max_staleness: Natural = 1
-    """steps that a rollout may start ahead of the last finished one; 0 = synchronous"""
+    """Maximum number of steps that collection may run ahead of training.
+
+    0 = synchronous: the rollouts of a step start when the previous step is completed.
+    """
     env_threads: Count = 4
-    """threads that step environments"""
+    """Number of threads that run environments in this process."""
     env_processes: Count = 2
-    """processes that step environments which need some of their own (ALFWorld), about 100 MB each; started when they are needed"""
+    """Maximum number of worker processes for environments that need their own process (ALFWorld).
+
+    A worker process takes about 100 MB and is started when it is first needed.
+    """
     env_deadline: Annotated[float, Field(gt=0)] = 60.0
-    """seconds that one environment reset or step may take before its episode is given up; the start of a process has 60 at least"""
+    """Timeout of one environment reset or step, in seconds.
+
+    An episode that exceeds it fails and is not trained on. The creation of an environment in a
+    worker process may always take at least 60 s.
+    """
 
 
 class OptimizerSection(Section):
-    """AdamW with a constant learning rate after the warm-up."""
+    """Settings of AdamW. The learning rate is constant after the warm-up."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """step size of AdamW; 0 trains nothing (a control)"""
+    """Learning rate of AdamW after the warm-up. 0 = the weights never change (a control run)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """decay of AdamW's mean of gradients"""
+    """Decay rate β₁ of AdamW's running mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """decay of AdamW's mean of squared gradients"""
+    """Decay rate β₂ of AdamW's running mean of squared gradients."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """decoupled weight decay per update, times the learning rate"""
+    """Decoupled weight decay.
+
+    Each update shrinks the weights by this factor times the learning rate.
+    """
     warmup_steps: Natural = 0
-    """optimizer updates over which the learning rate rises linearly from 0"""
+    """Number of optimizer updates over which the learning rate rises linearly from 0.
+
+    0 = no warm-up.
+    """
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """global gradient norm (L2) above which gradients are scaled down"""
+    """Maximum global L2 norm of the gradient.
+
+    A gradient with a larger norm is scaled down to it.
+    """
 
 
 class ActorSection(Section):
+    """Actor: the model that plays, with its sampling, its loss and its optimizer."""
+
     model: Annotated[str, Field(min_length=1)] = "tiny-actor"
-    """the actor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face
-    cache"""
+    """Name or path of the actor model.
+
+    It is a bundled model, a directory with a Hugging Face causal language model and its tokenizer,
+    or a model name in the Hugging Face cache.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """softmax temperature of sampling and training, above 0"""
+    """Softmax temperature of sampling and of the training loss. Must be above 0."""
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
-    """tokens of an episode's prompt and responses; an episode that would exceed it ends there as truncated"""
+    """Maximum number of tokens in one sequence, prompt and completions together.
+
+    An episode that reaches the limit ends there and counts as truncated.
+    """
     mask_truncated: bool = False
-    """leave truncated episodes out of the loss"""
+    """Exclusion of truncated episodes from the loss.
+
+    false = they are trained on like other episodes.
+    """
     minibatches: Count = 1
-    """optimizer updates of one step: the batch is cut into so many parts"""
+    """Number of minibatches that the groups of a step are divided into.
+
+    Each minibatch is one optimizer update.
+    """
     advantage_scale: Literal["std", "none"] = "std"
-    """divide group advantages by the group's standard deviation, or not"""
+    """Scaling of group advantages.
+
+    std = divide by the standard deviation of the rewards that are compared; none = do not divide.
+    """
     ratio: Literal["token", "sequence"] = "token"
-    """importance ratio per token, or length-normalised per sequence (its clip is 3e-4 unless given)"""
+    """Importance ratio of the policy loss.
+
+    token = one ratio per token; sequence = one length-normalised ratio per sequence (GSPO). With
+    "sequence", the default of clip_low and clip_high is 3e-4.
+    """
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """clip of the importance ratio below 1: 1 - clip_low"""
+    """Lower clip width of the importance ratio. The lower bound is 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """clip of the importance ratio above 1: 1 + clip_high"""
+    """Upper clip width of the importance ratio. The upper bound is 1 + clip_high."""
     old_logp: Literal["behaviour", "recompute"] = "behaviour"
-    """old log-probs: what the engine returned when it sampled, or the trainer's own before the step"""
+    """Source of the old log-probs in the importance ratio.
+
+    behaviour = the log-probs that the engine returned when it sampled; recompute = the trainer's
+    own log-probs at the start of the step.
+    """
     importance_cap: Annotated[float, Field(gt=0)] | None = None
-    """upper bound of truncated importance weights, trainer over engine; only with old_logp = "recompute"; unset = off"""
+    """Upper bound of the truncated importance weights, trainer over engine.
+
+    Requires old_logp = "recompute". Unset = no importance weights.
+    """
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
+    """Weight of the KL divergence from the model at the start of the run, per token and in nats.
+
+    0 = off, as in the paper.
+    """
     optimizer: OptimizerSection = OptimizerSection()
-    """the actor's optimizer"""
+    """Optimizer of the actor."""
 
     @model_validator(mode="before")
     @classmethod
     def _clip_follows_ratio(cls, data: Any) -> Any:
-        """The sequence ratio has its own default clip; a clip that was given is left for `RunConfig` to judge."""
+        """Set the default clip of a sequence ratio.
+
+        A clip that was given is kept; `RunConfig` checks it.
+        """
         if isinstance(data, Mapping) and data.get("ratio") == "sequence":
             return {"clip_low": SEQUENCE_CLIP, "clip_high": SEQUENCE_CLIP, **data}
         return data
 
 
 class ExtractorSection(Section):
-    """The model that distils episodes into experience (a method without experience ignores it)."""
+    """Extractor: the model that distils episodes into experiences.
+
+    Ignored by methods without experience.
+    """
 
     model: Annotated[str, Field(min_length=1)] = "tiny-extractor"
-    """the extractor: a bundled model's name, or a Hugging Face causal LM with its tokenizer: a directory, or a name in the Hugging Face
-    cache"""
+    """Name or path of the extractor model.
+
+    It is a bundled model, a directory with a Hugging Face causal language model and its tokenizer,
+    or a model name in the Hugging Face cache.
+    """
     train: bool = True
-    """train the extractor on what its experiences did; false = a static extractor, which distils all the same"""
+    """Training of the extractor on the credit that its experiences earn.
+
+    false = a static extractor, which distils but is not trained.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """softmax temperature of sampling and training, above 0"""
+    """Softmax temperature of sampling and of the training loss. Must be above 0."""
     max_context_tokens: Annotated[int, Field(ge=2)] = 65_536
-    """tokens of a distillation's prompt and answer"""
+    """Maximum number of tokens in one request, prompt and answer together.
+
+    For language models, the middle of a longer transcript is left out.
+    """
     max_response_tokens: Count = 4096
-    """sampled tokens of one answer, thinking and the stop token included"""
+    """Maximum number of sampled tokens in one answer, including thinking and the stop token."""
     concurrency: Count = 128
-    """distillations at the same time"""
+    """Maximum number of requests for distillations and merges in progress at the same time.
+
+    Ignored by a deterministic run, which distils all episodes of a step at once.
+    """
     lease: Annotated[float, Field(gt=0)] = 3600.0
-    """seconds that one answer may take until it is asked for again (five times at most); a deterministic run waits for any time"""
+    """Timeout of one answer of the extractor, in seconds.
+
+    A distillation is retried after a timeout and is given up after five failed attempts. A
+    deterministic run has no timeout.
+    """
     batch: Count = 64
-    """credit units of one training step"""
+    """Number of credit units in one training step of the extractor."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """CISPO's clip of the importance ratio below 1: 1 - clip_low"""
+    """Lower clip width of the importance ratio in CISPO (eq. 3).
+
+    The lower bound is 1 - clip_low.
+    """
     clip_high: Annotated[float, Field(gt=0)] = 0.1
-    """CISPO's clip of the importance ratio above 1: 1 + clip_high"""
+    """Upper clip width of the importance ratio in CISPO (eq. 3).
+
+    The upper bound is 1 + clip_high.
+    """
     cooldown: Natural = 2
-    """actor steps before a generation is trained on again (eq. 7)"""
+    """Minimum number of actor steps between two trainings on the same generation (δ in eq. 7)."""
     alpha: Annotated[float, Field(ge=0)] = 0.5
-    """how fast a generation's weight falls with the times that it was trained on (eq. 7)"""
+    """Exponent alpha of the weight (1 + n)^-alpha of a generation (eq. 7).
+
+    n is the number of times that the generation was trained on. 0 = the weight is always 1.
+    """
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """reward of an answer without any operation; unset = such answers are not trained on"""
+    """Reward of an answer that contains no operation. Unset = these answers are not trained on."""
     baseline: Literal["batch", "group"] = "batch"
-    """what a lesson's reward is compared with: batch = the batch's mean (eq. 3); group = what its group came to without
-    experience (where none of these episodes ended, the lesson is not trained on), and with the critic the batch's mean too"""
+    """Baseline that is subtracted from the reward of an experience.
+
+    batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
+    members of the group that the experience guided. With "group", an experience is not trained on
+    if no free member finished its episode. With "group" and critic.enabled, the batch mean is
+    subtracted as well.
+    """
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """weight of the KL to the model that the run started with, in nats a token; 0 = off, as in the paper"""
+    """Weight of the KL divergence from the model at the start of the run, per token and in nats.
+
+    0 = off, as in the paper.
+    """
     merge_every: Natural = 5
-    """actor steps between two passes in which it merges and discards experiences of the bank; 0 = never"""
+    """Number of actor steps between two merge passes.
+
+    In a merge pass, the extractor merges and discards experiences of the bank. 0 = never.
+    """
     merge_tokens: Count = 4096
-    """tokens of the experiences that it is shown at a time in such a pass"""
+    """Maximum number of tokens of experiences in one request of a merge pass."""
     optimizer: OptimizerSection = OptimizerSection()
-    """the extractor's optimizer"""
+    """Optimizer of the extractor."""
 
 
 class BankSection(Section):
-    """The experience bank (a method without experience ignores it)."""
+    """Experience bank. Ignored by methods without experience."""
 
     scope: Literal["task", "shared"] = "task"
-    """whom an experience guides: episodes of its own task alone, or of any; a shared bank is merged
-    as a whole"""
+    """Range of episodes that an experience may guide.
+
+    task = episodes of its own task; shared = episodes of any task. A shared bank is merged as a
+    whole.
+    """
     frozen: bool = False
-    """keep the experiences of bank.init: nothing is distilled, the extractor is not trained; uses and credit are counted all the same"""
+    """Use of bank.init as a read-only bank.
+
+    Nothing is distilled and the extractor is not trained. Retrieval counts and credit are still
+    recorded.
+    """
     init: BankFile = ""
-    """start from a copy of this bank.sqlite of another run; empty = an empty bank"""
+    """Path of another run's bank.sqlite.
+
+    The run starts from a copy of it. Empty = start with an empty bank.
+    """
     cap: Count | None = None
-    """active experiences of one goal; unset = any number"""
+    """Maximum number of active experiences per goal. Unset = no limit."""
     size: Count | None = None
-    """active experiences of the whole bank; when there are more, a hundredth of them goes at once; unset = any number"""
+    """Maximum number of active experiences in the whole bank.
+
+    When it is exceeded, 1 % of the limit is evicted in addition to the surplus. Unset = no limit.
+    """
     evict: Literal["fifo", "lru", "credit"] = "fifo"
-    """which goes over cap or size: fifo = the oldest; lru = the one that was not returned for the longest time (in actor steps);
-    credit = the half with the best record stays, and of the others tried ones go first, the worst before the better, then the oldest
-    untried one. What goes stays in the history"""
+    """Eviction order when cap or size is exceeded.
+
+    fifo = the oldest first. lru = the least recently retrieved first, counted in actor steps.
+    credit = the half with the best records is kept, ranked as by retrieval.choice = "credit"; of
+    the other half, experiences with credit are evicted first, from the worst to the best, then
+    those without credit, from the oldest to the newest. Evicted experiences remain in the history.
+    """
     vote_out: Count | None = None
-    """down votes less up votes of the extractor at which an experience goes; unset = it is not asked for votes"""
+    """Number of net down votes (down minus up) of the extractor at which an experience is evicted.
+
+    Unset = the extractor is not asked for votes.
+    """
     duplicate: Annotated[float, Field(gt=0, le=1)] | None = None
-    """cosine similarity of the texts from which on a new experience is left out, because one that it could be found with says the same;
-    unset = none is"""
+    """Cosine similarity of the texts at or above which a new experience is dropped as a duplicate.
+
+    It is compared with the active experiences that the same queries can retrieve. Unset = nothing
+    is dropped.
+    """
     queue_size: Count = 1024
-    """episodes that may wait for distillation; a step that finds the queue full waits"""
+    """Maximum number of episodes that wait for distillation or are being distilled.
+
+    A step waits while the queue is full. A deterministic run has no limit.
+    """
     key_text_weight: Annotated[float, Field(gt=0)] | None = None
-    """weight of an experience's text beside its goal in what it is found by; unset = its text alone"""
+    """Weight of an experience's text in its retrieval key.
+
+    The key is embed(goal) + weight · embed(text), normalised to length 1. Unset = the key is the
+    embedding of the text alone.
+    """
 
 
 class RetrievalSection(Section):
-    """How an experience is chosen for an episode (a method without experience ignores it)."""
+    """Retrieval: the choice of an experience for an episode.
+
+    Ignored by methods without experience.
+    """
 
     choice: Literal["diverse", "credit"] = "diverse"
-    """among equally similar ones: diverse = the paper's eq. 6; credit = the one with the best record, (won + 0.3) / (episodes + 1)"""
+    """Rule of choice among candidates of about equal similarity.
+
+    diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1).
+    """
     per: Literal["group", "rollout"] = "group"
-    """the guided members of a group share one experience, or each has its own"""
+    """Sharing of experiences within a group.
+
+    group = the guided members of a group share one experience; rollout = each guided member
+    searches for its own.
+    """
     trials: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """with choice = "credit": share of searches at the start of training episodes that return the
-    least retrieved of the similar experiences, instead of the one with the best record"""
+    """Share of searches that try the least retrieved candidate instead of the best record.
+
+    Both are chosen among candidates of about equal similarity. Requires choice = "credit". Only
+    searches at the start of training episodes count.
+    """
     candidates: Count = 16
-    """nearest experiences that are looked at"""
+    """Maximum number of nearest experiences that are considered in one search."""
     margin: Annotated[float, Field(ge=0, le=2)] = 0.05
-    """cosine similarity below the best at which an experience still counts as equally similar; the default fits embedder.model = "hash",
-    the similarities of a learnt encoder lie closer together"""
+    """Maximum difference in cosine similarity to the best candidate.
+
+    Candidates within it count as about equally similar. The default fits embedder.model = "hash".
+    Similarities of a learned encoder are closer together.
+    """
     min_similarity: Annotated[float, Field(ge=-1, le=1)] = 0.1
-    """cosine similarity below which nothing is returned; the default fits embedder.model = "hash", a learnt encoder gives unrelated texts
-    more than that"""
+    """Minimum cosine similarity of an experience that is returned.
+
+    If no experience reaches it, nothing is returned. The default fits embedder.model = "hash". A
+    learned encoder gives higher similarities to unrelated texts.
+    """
     lam: Annotated[float, Field(ge=0)] = 0.4
-    """rank places lost per unit of log retrieval count (eq. 6)"""
+    """Rank positions that an experience loses per unit of log(1 + retrieval count) (λ in eq. 6)."""
     recent_steps: Natural = 1
-    """actor steps for which a returned experience counts as recent (eq. 6)"""
+    """Number of actor steps for which a returned experience counts as recent (eq. 6)."""
     batch: Count = 16
-    """searches that are answered together at most"""
+    """Maximum number of searches that are answered in one batch."""
     max_wait: Annotated[float, Field(ge=0)] = 0.001
-    """seconds that a search may wait for others to be answered with"""
+    """Maximum time that a search waits for its batch to fill, in seconds."""
     workers: Count = 4
-    """threads that look through a large bank"""
+    """Number of threads that search a large bank."""
 
 
 class AskSection(Section):
-    """search_and_ask: guided agents may ask the bank in the middle of an episode, and the extractor
-    answers (a method without experience ignores it)."""
+    """Tool search_and_ask: guided agents may ask the bank, and the extractor answers.
+
+    Questions are asked during an episode. Ignored by methods without experience.
+    """
 
     enabled: bool = False
-    """offer the tool to guided episodes, also in evaluations with a bank"""
+    """Availability of the tool to guided episodes, also in evaluations with a bank."""
     limit: Count = 3
-    """questions of one episode"""
+    """Maximum number of questions in one episode."""
     deadline: Annotated[float, Field(gt=0)] = 30.0
-    """seconds that an agent waits for the extractor before it is told what was found as it is; a deterministic run waits for any time"""
+    """Timeout of the extractor's answer to an agent, in seconds.
+
+    After it, the agent receives the retrieved experience unchanged. A deterministic run has no
+    timeout.
+    """
 
     @property
     def questions(self) -> int:
-        """Of a guided episode."""
+        """Maximum number of questions in a guided episode. 0 if the tool is off."""
         return self.limit if self.enabled else 0
 
 
 def _is_url(name: str) -> bool:
+    """Return whether the name is the URL of an endpoint."""
     return name.startswith(("http://", "https://"))
 
 
 def _embedder(name: str) -> str:
+    """Return the name of an embedder, with the path of a directory made absolute."""
     return name if name == "hash" or name in KNOWN or _is_url(name) else _absolute(name)
 
 
 class EmbedderSection(Section):
-    """What makes vectors of experiences and queries (a method without experience ignores it). A bank of another one is embedded again.
+    """Embedder: the model that computes the vectors of experiences and queries.
 
-    All texts are embedded alike: a model's default prompt stands before each, one for queries alone is not used.
+    Ignored by methods without experience.
+
+    A bank that was written with another embedder is embedded again. All texts are embedded in the
+    same way: the default prompt of the model, if it has one, precedes each text. A prompt that is
+    only meant for queries is not used.
     """
 
     model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
-    """hash = hashed character n-grams, by wording alone; a directory with a sentence-transformers or Hugging Face encoder, or its name in
-    the Hugging Face cache; or the URL of an OpenAI-compatible endpoint, without /embeddings (http://localhost:8000/v1)"""
+    """Embedder of experiences and queries.
+
+    hash = hashed character n-grams, which compare wording only; otherwise a directory with a
+    sentence-transformers or Hugging Face encoder, its name in the Hugging Face cache, or the URL of
+    an OpenAI-compatible endpoint without /embeddings (http://localhost:8000/v1).
+    """
     kind: Literal["local", "vllm"] = "local"
-    """what computes an encoder's vectors: this process, or a vLLM pooling engine"""
+    """Runtime of an encoder. local = this process; vllm = a vLLM pooling engine."""
     name: str = ""
-    """the model's name at the endpoint"""
+    """Name of the model at the endpoint. Required if embedder.model is a URL."""
     key_env: str = ""
-    """environment variable that holds the endpoint's key; empty = no key"""
+    """Name of the environment variable that contains the API key of the endpoint.
+
+    Empty = no key.
+    """
     device: Device = "auto"
-    """device of an encoder; auto = cuda when present, else cpu"""
+    """Device of an encoder. auto = cuda if available, else cpu."""
     threads: Count = 1
-    """CPU threads of an encoder's compute"""
+    """Number of CPU threads of an encoder."""
     batch: Count = 32
-    """texts of one forward pass, or of one request"""
+    """Maximum number of texts in one forward pass, or in one request to an endpoint."""
 
     @property
     def is_url(self) -> bool:
+        """True if the embedder is an endpoint."""
         return _is_url(self.model)
 
 
 class CriticSection(Section):
-    """Actor-critic (CRL appendix B.1): before a guided episode the actor accepts, refines or rejects the experience that was found."""
+    """Actor-critic (CRL appendix B.1): before a guided episode, the actor accepts, refines or
+    rejects the retrieved experience.
+    """
 
     enabled: bool = False
-    """ask the actor; off, as in the paper's main runs: it costs one more answer for every experience that a group is given"""
+    """Use of the actor as critic.
+
+    Off by default, as in the paper's main runs: the actor gives one more answer for every
+    experience that a group receives.
+    """
     warmup: Natural = 1
-    """batches that are played without experience and without training before the first step, to know how often the actor succeeds (the
-    paper gives no number)"""
+    """Number of batches that are played before the first step, without experience and without
+    training.
+
+    They give the first estimate of the actor's success rates. The paper states no number.
+    """
     enough: Annotated[int, Field(ge=1, le=RATE_WINDOW)] = 8
-    """free episodes of a goal from which on its own success rate is told, and not its task's; of its last 64"""
+    """Minimum number of free episodes of a goal for the use of its own success rate.
+
+    With fewer episodes, the success rate of the task is used. Rates are taken over the last 64 free
+    episodes.
+    """
     max_response_tokens: Count | None = None
-    """sampled tokens of one critique, thinking and the stop token included; unset = the task's max_response_tokens"""
+    """Maximum number of sampled tokens in one critique, including thinking and the stop token.
+
+    Unset = max_response_tokens of the task.
+    """
 
 
 class ComplementarySection(Section):
-    """Ablations and extensions of the method `complementary`; other ablations are extractor.train, bank.frozen and retrieval.per."""
+    """Ablations and extensions of the method `complementary`.
+
+    Further ablations are extractor.train, bank.frozen and retrieval.per.
+    """
 
     guided: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """share of a group's members that are guided by experience; 0.5 = half of them, as in the paper"""
+    """Share of a group's members that are guided by experience.
+
+    0.5 = half of them, as in the paper. The share must give a whole number of members.
+    """
     advantages: Literal["split", "cross"] = "split"
-    """advantages within the guided and the free members apart (eq. 5), whichever experience guided, or across the whole group"""
+    """Members that are compared in an advantage.
+
+    split = guided and free members separately (eq. 5), regardless of the experience that guided
+    them; cross = all members of the group.
+    """
     listening: Annotated[float, Field(ge=0)] = 0.0
-    """weight of a second advantage of guided members: success of those that the same experience guided
-    less success of the free ones; 0 = eq. 5 alone, as in the paper"""
+    """Weight of a second advantage of guided members.
+
+    This advantage is the mean success of the members that the same experience guided minus the mean
+    success of the free members. 0 = off, only eq. 5, as in the paper.
+    """
     self_distillation: Annotated[float, Field(ge=0)] = 0.0
-    """weight, relative to the policy loss, of the next-token loss on guided members that did better than the free ones, with
-    their experience left out of the prompt (CRL §4.3); 0 = none, as in the paper's main runs"""
+    """Weight of self-distillation (CRL §4.3), relative to the policy loss.
+
+    It is the next-token loss on guided members whose reward exceeds the mean reward of the free
+    members, with the experience removed from the prompt. 0 = off, as in the paper's main runs.
+    """
     show_record: bool = False
-    """tell guided agents how many of the episodes that their experience guided before succeeded, and language models its lift too;
-    the bundled actor was not taught to read it"""
+    """Whether guided agents are shown the record of their experience.
+
+    The record is the number of earlier episodes that the experience guided and how many of them
+    succeeded; language models also see its lift. The bundled actor was not trained to read it.
+    """
 
 
 class EngineSection(Section):
+    """Inference engines of actor and extractor."""
+
     kind: Literal["torch", "vllm"] = "torch"
-    """inference engine: torch = in-process continuous batching; vllm = vLLM engines on GPUs of their own"""
+    """Inference engine.
+
+    torch = continuous batching in this process; vllm = vLLM engines in their own processes, on
+    GPUs.
+    """
     device: Device = "auto"
-    """device of the torch engine; auto = cuda when present, else cpu"""
+    """Device of the torch engine. auto = cuda if available, else cpu."""
     threads: Count = 1
-    """CPU threads of the engine's compute (tiny matrices are slower on two)"""
+    """Number of CPU threads of the engine.
+
+    A second thread makes the small matrices of a tiny model slower.
+    """
     max_batch: Count = 256
-    """requests decoded together, by each replica"""
+    """Maximum number of requests that one engine decodes at the same time.
+
+    With vLLM, the limit applies to each replica.
+    """
     tensor_parallel: Count = 1
-    """GPUs that share one vLLM engine's weights"""
+    """Number of GPUs that the weights of one vLLM engine are split across."""
     replicas: Count = 1
-    """vLLM engines of one model"""
+    """Number of vLLM engines per model."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """share of a GPU's memory that one vLLM engine takes, weights included; unset = what the GPU plan leaves it"""
+    """Share of a GPU's memory that one vLLM engine uses, including its weights.
+
+    Unset = the share that the GPU plan leaves for it.
+    """
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto = the model's weights; dummy = random ones of its shapes, for benchmarks without a checkpoint"""
+    """Initial weights of a vLLM engine.
+
+    auto = the weights of the model; dummy = random weights of the same shapes, for benchmarks
+    without a checkpoint.
+    """
     transfer: Literal["file", "nccl"] = "file"
-    """how weights come from the learner: file = through shared memory; nccl = from GPU to GPU, which must then be different ones"""
+    """Transfer of weights from the learner to the vLLM engines.
+
+    file = through shared memory; nccl = from GPU to GPU. With nccl, engine and learner must use
+    different GPUs.
+    """
 
 
 VLLM_ONLY = frozenset({"tensor_parallel", "replicas", "memory_fraction", "load_format", "transfer"})
-"""Settings of engine that the torch engine has no use for."""
+"""Settings of `engine` that only apply to `kind = "vllm"`."""
 
 TORCH_ONLY = frozenset({"device"})
-"""Settings of engine that vLLM has no use for: the installed build decides."""
+"""Settings of `engine` that only apply to `kind = "torch"`.
+
+The device of vLLM is determined by the installed build.
+"""
 
 
 class LearnerSection(Section):
+    """Learners of actor and extractor."""
+
     kind: Literal["local", "deepspeed"] = "local"
-    """training engine: local = a worker thread of this process; deepspeed = one process per rank, with ZeRO"""
+    """Training engine.
+
+    local = a worker thread of this process; deepspeed = one process per rank, with ZeRO.
+    """
     device: Device = "auto"
-    """device of the learner; auto = cuda when present, else cpu"""
+    """Device of the learner. auto = cuda if available, else cpu."""
     threads: Count = 1
-    """CPU threads of the learner's compute; of each rank's with deepspeed"""
+    """Number of CPU threads of the learner; with deepspeed, of each rank."""
     micro_batch_tokens: Count = 8192
-    """tokens of one forward and backward pass; gradients do not depend on it"""
+    """Maximum number of tokens in one forward and backward pass.
+
+    A longer sequence is processed alone. Gradients do not depend on this value.
+    """
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the weights in forward and backward passes, and of those that engines of this process sample with; log-probs, loss and the
-    optimizer's weights are float32 in any case; auto = bfloat16 on cuda for a checkpoint in half precision, else float32"""
+    """Precision of the weights in forward and backward passes and in the engines.
+
+    Log-probs, the loss and the weights of the optimizer are always float32. auto = bfloat16 on cuda
+    if the checkpoint is in half precision, else float32.
+    """
     activation_checkpointing: bool = False
-    """compute activations again for the gradient instead of keeping them: a third more compute, much less memory"""
+    """Recomputation of activations in the backward pass.
+
+    true = about a third more compute and much less memory; false = activations are stored.
+    """
     ranks: Count = 1
-    """processes in which deepspeed trains one model, each with a GPU of its own where there are any"""
+    """Number of deepspeed processes that train one model.
+
+    On a machine with GPUs, each rank uses a different GPU.
+    """
     zero: Annotated[int, Field(ge=0, le=3)] = 2
-    """what the ranks of deepspeed cut up among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too"""
+    """ZeRO stage of deepspeed: the parts of the training state that are partitioned across ranks.
+
+    0 = none; 1 = optimizer state; 2 = optimizer state and gradients; 3 = optimizer state, gradients
+    and weights.
+    """
     offload: bool = False
-    """deepspeed keeps the optimizer's state in host memory and updates weights there"""
+    """Offloading of deepspeed's optimizer state and updates to host memory. Requires zero >= 1."""
     deadline: Annotated[float, Field(gt=0)] = 300.0
-    """seconds without progress of deepspeed's ranks (a forward or backward pass, an update, one tensor gathered) after which the run is
-    given up; the longest is mostly the saving of a model, as one; to start and to load they have half an hour"""
+    """Timeout of deepspeed's ranks without progress, in seconds.
+
+    The run is aborted after it. Progress is a forward or backward pass, an update, or a gathered
+    tensor. The longest operation without progress is usually the saving of a model. Starting and
+    loading may take 30 minutes.
+    """
 
 
 class EvalSection(Section):
+    """Sampling in evaluations, and the advice probe."""
+
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """softmax temperature in evaluations; 0 = greedy"""
+    """Softmax temperature in evaluations. 0 = greedy."""
     probe_every: Natural = 0
-    """steps between advice probes; 0 = never"""
+    """Number of actor steps between two advice probes. 0 = no probes."""
 
 
 class MonitorSection(Section):
+    """Destinations of metrics in addition to the run directory."""
+
     tensorboard: bool = False
-    """also write the figures for TensorBoard, to RUN/tensorboard"""
+    """Metrics for TensorBoard. true = they are also written to RUN/tensorboard."""
     wandb: str = ""
-    """also send the figures to this Weights & Biases project; empty = off"""
+    """Name of a Weights & Biases project that metrics are also sent to. Empty = off."""
 
 
 class PromptsSection(Section):
-    """Files of your own in the place of the bundled prompts (crl/prompts/*.txt), with the same `{slots}`."""
+    """Prompt files that replace the bundled prompts (crl/prompts/*.txt).
+
+    A file must contain the same `{slots}` as the prompt that it replaces.
+    """
 
     actor: PromptFile | None = None
-    """file with the instructions of agents that are language models; unset = the bundled one"""
+    """File with the instructions for agents that are language models.
+
+    Unset = the bundled prompt.
+    """
     experience: PromptFile | None = None
-    """file with what introduces a retrieved experience to such agents; unset = the bundled one"""
+    """File with the text that introduces a retrieved experience to these agents.
+
+    Unset = the bundled prompt.
+    """
     distil: PromptFile | None = None
-    """file with what asks the extractor for experience; unset = the bundled one"""
+    """File with the request to distil an episode, for the extractor. Unset = the bundled prompt."""
     vote: PromptFile | None = None
-    """file with what asks the extractor for votes too, after prompts.distil (bank.vote_out); unset = the bundled one"""
+    """File with the request to vote on experiences, for the extractor.
+
+    It is appended to prompts.distil if bank.vote_out is set. Unset = the bundled prompt.
+    """
     merge: PromptFile | None = None
-    """file with what asks the extractor to merge experiences; unset = the bundled one"""
+    """File with the request to merge experiences, for the extractor. Unset = the bundled prompt."""
     ask: PromptFile | None = None
-    """file with what tells agents that are language models how to ask; unset = the bundled one"""
+    """File with the description of the tool search_and_ask, for agents that are language models.
+
+    Unset = the bundled prompt.
+    """
     refine: PromptFile | None = None
-    """file with what asks the extractor to answer such a question; unset = the bundled one"""
+    """File with the request to answer a question of an agent, for the extractor.
+
+    Unset = the bundled prompt.
+    """
     critic: PromptFile | None = None
-    """file with what asks such agents to judge an experience (critic.enabled); unset = the bundled one"""
+    """File with the request to judge an experience, for agents that are language models.
+
+    It is used if critic.enabled is true. Unset = the bundled prompt.
+    """
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that were given, by the prompt's name."""
+        """Paths of the files that were given, by the name of the prompt."""
         return {name: Path(path) for name, path in self if path is not None}
 
 
 def _context(value: str) -> str:
+    """Return a valid `context`. Raise `ValueError` for any other text."""
     if value != "full" and not _WINDOW.fullmatch(value):
         raise ValueError('should be "full" or "window(n)" with n at least 1')
     return value
 
 
 class StreamSection(Section):
-    """Where training episodes take place: named places that persist over visits and are replaced after them."""
+    """Training episodes of a task.
+
+    They are played in named places, which persist over several visits and are then replaced.
+    Ignored by environments without persistent places.
+    """
 
     places: Count = 32
-    """places in the stream at any time"""
+    """Number of places that are open at the same time."""
     permanent: Natural = 8
-    """places of these that stay for the whole run; the `known` eval set plays in them"""
+    """Number of these places that stay for the whole run.
+
+    The eval set of the seen split (`known`) uses them.
+    """
     visits: Count = 5
-    """groups played in a place before it is replaced by a new one"""
+    """Number of groups that are played in a place before a new place replaces it."""
 
 
 class EvalSets(Section):
-    """Sizes of the fixed eval sets."""
+    """Sizes of the fixed eval sets. 0 = the set is not played."""
 
     known: Natural = 256
-    """episodes in places that stay in the train stream, under held-out dynamics"""
+    """Number of episodes of the seen split.
+
+    They are played under held-out dynamics, in places of the training stream that stay for the
+    whole run.
+    """
     new: Natural = 256
-    """episodes in places never trained on"""
+    """Number of episodes of the unseen split: places that are never trained on."""
     online: Natural = 0
-    """places of `new` that are visited again and again, with a bank that is built on the way"""
+    """Number of places of the online evaluation.
+
+    They belong to the unseen split and are visited repeatedly, while a temporary bank is built from
+    the visits. Each place is played five times by four guided episodes.
+    """
     probe: Natural = 0
-    """places of the advice probe, each played three times"""
+    """Number of places of the advice probe.
+
+    Each place is played three times: without advice, with right advice and with wrong advice.
+    """
 
 
 class TaskConfig(Section):
-    """One task; a file in tasks/."""
+    """Settings of one task. They are read from a file in tasks/."""
 
     name: Name
-    """the task's name, as in --tasks and in the names of figures; the file's own unless given"""
+    """Name of the task in --tasks and in metric names. Default: the name of the file."""
     env: Environment
-    """environment: a name in crl.envs, gem:ID, or for one of your own path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"""
+    """Environment of the task.
+
+    Bundled environment: a name in crl.envs. Environment of GEM: gem:ID. Your own environment:
+    path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE.
+    """
     rendering: Literal["full", "compact"]
-    """observations for language models (full), or in few tokens for tiny ones (compact)"""
+    """Rendering of observations.
+
+    full = text for language models; compact = few tokens, for tiny models.
+    """
     turns: Count
-    """actions after which an episode ends as truncated"""
+    """Maximum number of actions in an episode.
+
+    An episode that is not over by then counts as truncated.
+    """
     overtime: Natural = 0
-    """actions for which an unfinished episode is played on, for the extractor alone: neither rewarded
-    nor trained on, but counted in total/env_turns; none in a run that distils nothing"""
+    """Number of extra actions for which an unfinished episode continues.
+
+    The extractor then sees more of the episode. These actions are neither rewarded nor trained on,
+    but total/env_turns counts them. Ignored by a run that distils nothing.
+    """
     max_response_tokens: Count
-    """sampled tokens of one response, the stop token included"""
+    """Maximum number of sampled tokens in one completion, including the stop token."""
     context: Annotated[str, AfterValidator(_context)] = "full"
-    """what the actor sees: "full" = the episode is one sequence; "window(n)" = the last n turns, each turn a sample"""
+    """Part of the episode that the actor sees.
+
+    full = the whole episode, which is one training sequence; window(n) = the last n turns, and each
+    turn is one training sequence.
+    """
     stream: StreamSection = StreamSection()
-    """the stream of training episodes"""
+    """Stream of training episodes."""
     eval: EvalSets = EvalSets()
-    """the eval sets"""
+    """Sizes of the eval sets."""
 
     @property
     def window(self) -> int | None:
-        """n of "window(n)", None for "full"."""
+        """Number n of "window(n)". None for "full"."""
         match = _WINDOW.fullmatch(self.context)
         return int(match.group(1)) if match else None
 
 
 class RunConfig(Section):
-    """Everything that defines a run. Raises `ConfigError` where two sections contradict each other."""
+    """Complete configuration of a run.
+
+    Raise `ConfigError` if two sections contradict each other.
+    """
 
     method: str = "complementary"
-    """training method: a module of crl/methods"""
+    """Training method: the name of a module in crl/methods."""
     preset: str = "cpu"
-    """the preset that the values started from (chosen by --preset)"""
+    """Preset that the values start from. It is chosen with --preset."""
     gpus: Count | None = None
-    """GPUs of the run; unset = all that are visible"""
+    """Number of GPUs of the run. Unset = all visible GPUs."""
     gpu_memory: Annotated[float, Field(gt=0)] | None = None
-    """GiB of one GPU, for a plan on a machine that has not got them; where they are visible, theirs counts"""
+    """Memory of one GPU in GiB, for a plan on a machine without these GPUs.
+
+    If enough GPUs are visible, their actual memory is used.
+    """
     run: RunSection = RunSection()
-    """length, seed and rhythm of the run"""
+    """Length, seed and schedule of the run."""
     rollout: RolloutSection = RolloutSection()
-    """episodes of a step"""
+    """Collection of training episodes."""
     actor: ActorSection = ActorSection()
-    """the model that plays, and how it is trained"""
+    """Model that plays, and its training."""
     extractor: ExtractorSection = ExtractorSection()
-    """the model that distils, and how it is trained"""
+    """Model that distils, and its training."""
     bank: BankSection = BankSection()
-    """what is kept of what it wrote"""
+    """Storage of experiences."""
     retrieval: RetrievalSection = RetrievalSection()
-    """how an experience is chosen"""
+    """Choice of the experience for an episode."""
     ask: AskSection = AskSection()
-    """whether agents may ask for more"""
+    """Questions of agents to the bank during an episode."""
     embedder: EmbedderSection = EmbedderSection()
-    """what experiences and queries are compared by"""
+    """Embedding of experiences and queries."""
     critic: CriticSection = CriticSection()
-    """whether the actor judges it"""
+    """Judgement of experiences by the actor."""
     complementary: ComplementarySection = ComplementarySection()
-    """ablations of the method complementary"""
+    """Ablations and extensions of the method complementary."""
     engine: EngineSection = EngineSection()
-    """how both models sample"""
+    """Inference of both models."""
     learner: LearnerSection = LearnerSection()
-    """how both models are trained"""
+    """Training of both models."""
     eval: EvalSection = EvalSection()
-    """how evaluations sample"""
+    """Sampling in evaluations, and the advice probe."""
     monitor: MonitorSection = MonitorSection()
-    """where figures go besides the run directory"""
+    """Destinations of metrics in addition to the run directory."""
     prompts: PromptsSection = PromptsSection()
-    """what language models are told"""
+    """Prompts for language models."""
     tasks: dict[Name, TaskConfig] = Field(min_length=1)
-    """the tasks of the run by name (chosen by --tasks)"""
+    """Tasks of the run, by name. They are chosen with --tasks."""
 
     @property
     def with_experience(self) -> bool:
-        """Whether the method has an extractor and a bank."""
+        """True if the method has an extractor and a bank."""
         return self.method not in WITHOUT_EXPERIENCE
 
     @property
     def distils(self) -> bool:
-        """Whether the extractor reads finished episodes."""
+        """True if the extractor distils finished episodes."""
         return self.with_experience and not self.bank.frozen
 
     @model_validator(mode="after")
@@ -555,7 +905,10 @@ class RunConfig(Section):
         for name, task in self.tasks.items():
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
-                reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {self.actor.max_context_tokens}"
+                reason = (
+                    "leaves no room for a prompt in actor.max_context_tokens, which is "
+                    f"{self.actor.max_context_tokens}"
+                )
                 raise ConfigError(
                     f"tasks.{name}.max_response_tokens",
                     task.max_response_tokens,
@@ -566,12 +919,13 @@ class RunConfig(Section):
 
 
 def _check_run(config: RunConfig) -> None:
+    """Raise `ConfigError` for a contradiction within `run`, `rollout` and `actor.minibatches`."""
     if config.run.deterministic and config.rollout.max_staleness:
         raise ConfigError(
             "run.deterministic",
             True,
-            f"needs rollout.max_staleness = 0, which is {config.rollout.max_staleness}: with rollouts that run ahead, the policy "
-            "that samples depends on timing",
+            f"needs rollout.max_staleness = 0, which is {config.rollout.max_staleness}: with "
+            "rollouts that run ahead, the policy that samples depends on timing",
             "Add --set rollout.max_staleness=0",
         )
     rollouts = config.rollout.groups * config.rollout.group_size
@@ -583,15 +937,20 @@ def _check_run(config: RunConfig) -> None:
 
 
 def _check_learner(learner: LearnerSection) -> None:
+    """Raise `ConfigError` for offloading without ZeRO."""
     if learner.kind == "deepspeed" and learner.offload and not learner.zero:
         reason = "needs an optimizer that ZeRO keeps: with learner.zero = 0 it has none"
         raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
 
 
 def _check_engine(config: RunConfig) -> None:
+    """Raise `ConfigError` for an engine that contradicts `run.deterministic` or the learner."""
     engine = config.engine
     if engine.kind == "vllm" and config.run.deterministic:
-        reason = "cannot be had with engine.kind = vllm: which requests share a pass there, and so a result's last bits, depends on timing"
+        reason = (
+            "cannot be had with engine.kind = vllm: which requests share a pass there, and so a "
+            "result's last bits, depends on timing"
+        )
         raise ConfigError(
             "run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch"
         )
@@ -606,30 +965,40 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_actor(actor: ActorSection) -> None:
+    """Raise `ConfigError` if clip or importance cap do not fit the importance ratio."""
     if actor.ratio == "sequence":
         for key in ("clip_low", "clip_high"):
             if getattr(actor, key) > SEQUENCE_CLIP_LIMIT:
                 raise ConfigError(
                     f"actor.{key}",
                     getattr(actor, key),
-                    'is a clip for token ratios, but actor.ratio is "sequence": a length-normalised sequence ratio never gets '
-                    "that far from 1, so nothing would be clipped",
-                    f"Leave the clip out (it is then {SEQUENCE_CLIP:g}) or use --set actor.ratio=token",
+                    'is a clip for token ratios, but actor.ratio is "sequence": a '
+                    "length-normalised sequence ratio never gets that far from 1, so "
+                    "nothing would be clipped",
+                    (
+                        f"Leave the clip out (it is then {SEQUENCE_CLIP:g}) or use "
+                        "--set actor.ratio=token"
+                    ),
                 )
     if actor.importance_cap is not None and actor.old_logp != "recompute":
         raise ConfigError(
             "actor.importance_cap",
             actor.importance_cap,
-            f'is legal only with actor.old_logp = "recompute", which is "{actor.old_logp}": ratios against the behaviour\'s '
-            "log-probs already correct the mismatch, and it would be corrected twice",
+            'is legal only with actor.old_logp = "recompute", which is '
+            f'"{actor.old_logp}": ratios against the behaviour\'s log-probs already '
+            "correct the mismatch, and it would be corrected twice",
             "Remove it or add --set actor.old_logp=recompute",
         )
 
 
 def _check_experience(config: RunConfig) -> None:
+    """Raise `ConfigError` if extractor, bank, retrieval and group halves contradict each other."""
     extractor, bank = config.extractor, config.bank
     if extractor.max_response_tokens >= extractor.max_context_tokens:
-        reason = f"leaves no room for a prompt in extractor.max_context_tokens, which is {extractor.max_context_tokens}"
+        reason = (
+            "leaves no room for a prompt in extractor.max_context_tokens, which is "
+            f"{extractor.max_context_tokens}"
+        )
         raise ConfigError(
             "extractor.max_response_tokens",
             extractor.max_response_tokens,
@@ -639,13 +1008,19 @@ def _check_experience(config: RunConfig) -> None:
     _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
     if trained and extractor.baseline == "group" and config.complementary.guided == 1:
-        reason = "compares with a group's members without experience, and with complementary.guided = 1 there are none"
+        reason = (
+            "compares with a group's members without experience, and with "
+            "complementary.guided = 1 there are none"
+        )
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
         )
     reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
-        reason = f"may be more than any experience reaches: with bank.key_text_weight = {bank.key_text_weight} that is {reach:.4f} at the least"
+        reason = (
+            "may be more than any experience reaches: with bank.key_text_weight = "
+            f"{bank.key_text_weight} that is {reach:.4f} at the least"
+        )
         raise ConfigError(
             "retrieval.min_similarity",
             config.retrieval.min_similarity,
@@ -654,7 +1029,10 @@ def _check_experience(config: RunConfig) -> None:
         )
     room = extractor.max_context_tokens - extractor.max_response_tokens
     if extractor.merge_every and extractor.merge_tokens >= room:
-        reason = f"leaves no room for the prompt: the extractor's context holds {room} tokens beside its answer"
+        reason = (
+            f"leaves no room for the prompt: the extractor's context holds {room} "
+            "tokens beside its answer"
+        )
         raise ConfigError(
             "extractor.merge_tokens",
             extractor.merge_tokens,
@@ -678,6 +1056,9 @@ def _check_experience(config: RunConfig) -> None:
 
 
 def _check_guided_share(switches: ComplementarySection, group_size: int) -> None:
+    """Raise `ConfigError` for a guided share without a whole number of members, or with a group
+    half of one member whose advantage is always 0.
+    """
     guided = round(switches.guided * group_size)
     free = group_size - guided
     if not math.isclose(guided, switches.guided * group_size):
@@ -689,7 +1070,10 @@ def _check_guided_share(switches: ComplementarySection, group_size: int) -> None
             f"Choose a multiple of 1/{group_size}, or another group size",
         )
     if switches.advantages == "split" and 1 in (guided, free):
-        reason = f"leaves one guided or one free member of {group_size}, whose advantage among its like is always 0"
+        reason = (
+            f"leaves one guided or one free member of {group_size}, whose "
+            "advantage among its like is always 0"
+        )
         remedy = (
             "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
         )
@@ -697,6 +1081,7 @@ def _check_guided_share(switches: ComplementarySection, group_size: int) -> None
 
 
 def _check_critic(config: RunConfig) -> None:
+    """Raise `ConfigError` if method, warm-up or context do not allow the critic."""
     critic, context = config.critic, config.actor.max_context_tokens
     if critic.enabled and not config.with_experience:
         reason = f"method {config.method} has no experience that the actor could judge"
@@ -704,7 +1089,10 @@ def _check_critic(config: RunConfig) -> None:
             "critic.enabled", True, reason, "Leave it out, or use --method complementary"
         )
     if critic.enabled and not critic.warmup and config.complementary.guided == 1:
-        reason = "leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free"
+        reason = (
+            "leaves nothing to tell the actor's success rate from: with complementary.guided = 1 "
+            "no later episode is free"
+        )
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
         reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {context}"
@@ -717,6 +1105,7 @@ def _check_critic(config: RunConfig) -> None:
 
 
 def _check_embedder(config: RunConfig) -> None:
+    """Raise `ConfigError` for a contradiction between the settings of the embedder."""
     embedder = config.embedder
     if embedder.is_url and not embedder.name:
         raise ConfigError(
@@ -749,6 +1138,7 @@ def _check_embedder(config: RunConfig) -> None:
 
 
 def _check_task(key: str, name: str, task: TaskConfig) -> None:
+    """Raise `ConfigError` for a contradiction within the settings of one task."""
     if task.name != name:
         raise ConfigError(
             f"{key}.name",

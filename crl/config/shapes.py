@@ -1,4 +1,8 @@
-"""How large a model is: parameters and layer sizes, from its directory, or as published for the models that presets name. No torch."""
+"""Sizes of models: parameters and layer sizes.
+
+They are read from a model's directory, or are the published sizes for the models that presets name.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,30 @@ from crl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory depends on, of a transformer with gated MLPs. parameters: tied ones once; intermediate: width of an MLP's hidden layer;
-    head_dim: of queries, keys and values alike; max_context: tokens that its positions reach; half: its checkpoint is in 16 bits."""
+    """Sizes of a transformer with gated MLPs that determine its memory."""
 
     parameters: int
+    """Number of parameters. Tied parameters count once."""
     layers: int
     hidden: int
+    """Width of the hidden states."""
     intermediate: int
+    """Width of the hidden layer of an MLP."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key-value heads."""
     head_dim: int
+    """Width of a query, key or value head."""
     vocabulary: int
+    """Number of tokens in the vocabulary."""
     max_context: int
+    """Number of tokens that the positions of the model cover."""
     half: bool
+    """True if the checkpoint has a precision of 16 bits."""
 
     def kv_bytes(self, width: int) -> int:
-        """Keys and values of one token, in numbers of `width` bytes."""
+        """Return the size of one token's keys and values in bytes. `width`: bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
@@ -45,12 +57,19 @@ KNOWN: dict[str, ModelShape] = {
         494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768, True
     ),
 }
-"""The models that presets name, so that a plan can be made before they are downloaded: the sizes of their config.json, and the number of
-parameters that their model pages on the hub give. Tests build each architecture without weights and count."""
+"""Sizes of the models that presets name, so that a run can be planned before they are downloaded.
+
+The sizes are those of config.json. The number of parameters is the one on the model's page on the
+hub. Tests build each architecture without weights and count its parameters.
+"""
 
 
 def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
-    """Of the model in a directory. parameters: counted from its safetensors files. Raises `ConfigError` for a config.json without them."""
+    """Return the sizes of the model in a directory.
+
+    `parameters`: number counted from the safetensors files. Raise `ConfigError` under `key` if
+    config.json cannot be read or does not contain the sizes.
+    """
     file = path / "config.json"
     try:
         config: dict[str, Any] = json.loads(file.read_text("utf-8"))
@@ -75,7 +94,10 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
 
 
 def require_context(role: str, wanted: int, longest: int | None) -> None:
-    """Raises `ConfigError` where ROLE.max_context_tokens is more than the model's positions reach (None = any number)."""
+    """Raise `ConfigError` if ROLE.max_context_tokens exceeds the positions of the model.
+
+    `longest` = None: no limit.
+    """
     if longest is not None and wanted > longest:
         raise ConfigError(
             f"{role}.max_context_tokens",
@@ -86,9 +108,12 @@ def require_context(role: str, wanted: int, longest: int | None) -> None:
 
 
 def require_divisible(role: str, tensor_parallel: int, heads: int) -> None:
-    """Raises `ConfigError` where engine.tensor_parallel does not share a model's attention heads out evenly."""
+    """Raise `ConfigError` if engine.tensor_parallel does not divide the attention heads evenly."""
     if heads % tensor_parallel:
-        reason = f"the model of {role}.model has {heads} attention heads, which cannot be shared out evenly"
+        reason = (
+            f"the model of {role}.model has {heads} attention heads, which "
+            "cannot be shared out evenly"
+        )
         raise ConfigError(
             "engine.tensor_parallel", tensor_parallel, reason, f"Choose a divisor of {heads}"
         )

@@ -1,4 +1,7 @@
-"""Checking settings against the schema; whatever pydantic finds becomes one `ConfigError` with dotted key and remedy."""
+"""Validation of settings against the schema.
+
+Every error of pydantic becomes one `ConfigError` with a dotted key and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from crl.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
+"""Options of truncated sampling. They are refused with a specific explanation."""
 
 
 def validated(
@@ -23,9 +27,12 @@ def validated(
     prefix: str = "",
     origins: Mapping[str, str] | None = None,
 ) -> Model:
-    """`data` as a checked `model`. `prefix`: its dotted place in the tree; `origins`: where values came from, by dotted key.
+    """Return `data` as a validated `model`.
 
-    Raises `ConfigError` for the first thing wrong, unknown keys first: a misspelt key often causes the other errors.
+    `prefix`: dotted key of `data` in the config. `origins`: origin of values, by dotted key.
+
+    Raise `ConfigError` for the first error. Unknown keys are reported first, because a misspelt key
+    often causes the other errors.
     """
     try:
         return model.model_validate(data)
@@ -42,7 +49,7 @@ def validated(
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
-    """The origin of the key, of something in it, or of the nearest table around it."""
+    """Return the origin of the key, of a key below it, or of the nearest table above it."""
     within = [origin for known, origin in origins.items() if known.startswith(f"{key}.")]
     if key not in origins and within:
         return within[-1]
@@ -54,13 +61,15 @@ def _origin(key: str, origins: Mapping[str, str]) -> str | None:
 def _unknown_key(
     model: type[BaseModel], path: Sequence[str], key: str, value: object, origin: str | None
 ) -> ConfigError:
+    """Return the error for a key that is not a setting."""
     leaf = path[-1]
     if leaf in TRUNCATING:
         return ConfigError(
             key,
             value,
-            "is refused because sampling is by temperature only: with top_p, top_k or min_p the engine renormalises over the tokens "
-            "that survive, and importance ratios against the trainer's whole softmax are wrong",
+            "is refused because sampling is by temperature only: with top_p, top_k or min_p the "
+            "engine renormalises over the tokens that survive, and importance ratios against the "
+            "trainer's whole softmax are wrong",
             "Remove it; actor.temperature is the one setting of sampling",
         )
     siblings = list(_section(model, path[:-1]))
@@ -79,6 +88,7 @@ def _unknown_key(
 def _bad_value(
     model: type[BaseModel], path: Sequence[str], key: str, found: Any, origin: str | None
 ) -> ConfigError:
+    """Return the error for a value that pydantic rejected."""
     where = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
     if found["type"] == "missing":
         return ConfigError(key, None, "is missing", where)
@@ -98,19 +108,23 @@ def _bad_value(
 
 
 def _section(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:
-    """The fields of the section at `path`; the tasks' table holds one section per name."""
+    """Return the fields of the section at `path`.
+
+    In the table of tasks, every name is one section.
+    """
     for part in path:
         kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
     return getattr(kind, "model_fields", {})
 
 
 def _description(model: type[BaseModel], path: Sequence[str]) -> str | None:
+    """Return the description of the field at `path`: the docstring under it in the schema."""
     field = _section(model, path[:-1]).get(path[-1]) if path else None
     return field.description if field is not None else None
 
 
 def dotted_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every setting's dotted key; a task's are listed under tasks.NAME."""
+    """Yield the dotted key of every setting. The settings of a task are listed under tasks.NAME."""
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
         if get_origin(kind) is dict:

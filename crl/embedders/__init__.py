@@ -1,4 +1,7 @@
-"""The embedder that a run's config names. Torch is imported only for one that needs it."""
+"""Access to the embedder that a run's config names.
+
+Torch is imported only for an embedder that needs it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ from crl.protocols import Embedder
 
 @asynccontextmanager
 async def open_embedder(
-    section: EmbedderSection, *, deterministic: bool = False, gpus: Sequence[str] = (), fraction: float | None = None
+    section: EmbedderSection, *, deterministic: bool = False, gpus: Sequence[str] = (),
+    fraction: float | None = None,
 ) -> AsyncIterator[Embedder]:  # fmt: skip
-    """The embedder, loaded or reached, and closed on the way out. Raises `ConfigError`.
+    """Yield the configured embedder, loaded or connected, and close it at exit.
 
-    deterministic: an encoder reads texts one by one, so that a vector's last bits do not depend on who shared its batch. gpus, fraction:
-    of a pooling engine, see `VllmEmbedder.start`.
+    If `deterministic` is true, an encoder reads texts one by one, so that the last bits of a vector
+    do not depend on the other texts of a batch. `gpus` and `fraction` are for a pooling engine; see
+    `VllmEmbedder.start`.
+
+    Raise `ConfigError` if the embedder cannot be opened.
     """
     if section.model == "hash":
         yield HashEmbedder()
@@ -34,7 +41,10 @@ async def open_embedder(
             try:
                 await endpoint.connect()
             except EngineError as error:
-                remedy = "Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up"
+                remedy = (
+                    "Check embedder.model, embedder.name and embedder.key_env, "
+                    "and that the endpoint is up"
+                )
                 raise ConfigError("embedder.model", section.model, str(error), remedy) from error
             yield endpoint
         finally:
@@ -68,7 +78,7 @@ async def open_embedder(
 
 
 def require_embedder(section: EmbedderSection) -> None:
-    """Raises `ConfigError` for what can be told without loading or asking anything."""
+    """Raise `ConfigError` for errors that can be found without loading a model or a request."""
     if section.is_url:
         _key(section)
     elif section.model != "hash":
@@ -76,12 +86,19 @@ def require_embedder(section: EmbedderSection) -> None:
 
 
 def encoder_folder(path: Path) -> Path:
-    """Where config.json and weights of the encoder in a directory are. Raises `ConfigError`."""
+    """Return the folder with config.json and weights of the encoder in directory `path`.
+
+    Raise `ConfigError` if there is none.
+    """
     return read_recipe(path).folder
 
 
 def _key(section: EmbedderSection) -> str:
-    """Raises `ConfigError`, which does not tell what the key is."""
+    """Return the endpoint's key, empty if none is configured.
+
+    Raise `ConfigError` if the variable is missing or its value cannot be sent. The message does not
+    contain the key.
+    """
     if not section.key_env:
         return ""
     key = os.environ.get(section.key_env)
@@ -93,6 +110,9 @@ def _key(section: EmbedderSection) -> str:
             "Export it, or leave it out",
         )
     if not (key.isascii() and key.isprintable()):
-        reason = "what that variable holds cannot be sent: of its characters some are no printable ASCII, such as the end of a line"
+        reason = (
+            "what that variable holds cannot be sent: of its characters some are no printable "
+            "ASCII, such as the end of a line"
+        )
         raise ConfigError("embedder.key_env", section.key_env, reason, "Export the key alone")
     return key

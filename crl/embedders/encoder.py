@@ -1,4 +1,7 @@
-"""Encoders in Hugging Face format as embedders: BERT-like ones, and decoders such as Qwen3-Embedding."""
+"""Embedders for encoders in Hugging Face format.
+
+BERT-like encoders and decoders such as Qwen3-Embedding are supported.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,21 @@ if TYPE_CHECKING:
 
 
 class EncoderEmbedder:
-    """`crl.protocols.Embedder` on one worker thread: pooled last hidden states, of unit norm.
+    """`crl.protocols.Embedder` on one worker thread: pooled last hidden states with unit norm.
 
-    `name` follows from what the vectors depend on: weights, tokenizer, recipe; not from where the directory lies. A text that is longer
-    than the model reads is cut. batch: texts of one forward pass; threads: CPU threads. Raises `ConfigError`.
+    `name` is derived from everything that determines the vectors: weights, tokenizer, recipe, token
+    limit. It does not depend on the location of the directory. A text longer than the model's limit
+    is truncated.
     """
 
     def __init__(
         self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1
     ) -> None:
+        """Load the model of `recipe` and embed one text to find the dimension.
+
+        `batch`: texts per forward pass. `threads`: CPU threads. Raise `ConfigError` if the model
+        cannot be loaded or cannot embed a text.
+        """
         self._recipe, self._batch = recipe, batch
         self._model = _load(recipe, resolve_device(device, "embedder.device"))
         self._tokenizer = encoder_tokenizer(recipe)
@@ -38,7 +47,7 @@ class EncoderEmbedder:
         )
         try:
             self.dim = self._thread.submit(self._forward, ["Go north?"]).result().shape[1]
-        except Exception as error:  # a model that takes no text alone fails in many ways
+        except Exception as error:  # models that do not accept plain text fail in many ways
             self.close()
             reason = f"it cannot embed a text ({type(error).__name__}: {first_line(error)})"
             raise ConfigError(
@@ -47,13 +56,17 @@ class EncoderEmbedder:
         self.name = f"{self._model.config.model_type}-{self._fingerprint():08x}-{self.dim}"
 
     def close(self) -> None:
-        """Ends the thread after the batch that it is at."""
+        """Finish the current batch, drop queued ones and stop the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm. Raises `EngineError`."""
+        """Return the vectors of `texts`: float32 [len(texts), dim], unit norm.
+
+        Raise `EngineError` if the computation fails.
+        """
         vectors = np.zeros((len(texts), self.dim), np.float32)
-        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # least padding
+        # Sorting by length minimises padding.
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         for start in range(0, len(texts), self._batch):
             rows = by_length[start : start + self._batch]
             vectors[rows] = await self._compute([texts[i] for i in rows])
@@ -64,7 +77,7 @@ class EncoderEmbedder:
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, self._forward, texts
             )
-        except Exception as error:  # a device fails in many ways
+        except Exception as error:  # a device can fail in many ways
             raise EngineError(
                 f"embedder {self._recipe.folder}: {type(error).__name__}: {first_line(error)}"
             ) from error
@@ -87,9 +100,11 @@ class EncoderEmbedder:
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """One vector [n, h] of the last hidden states [n, t, h] of each text; mask [n, t]: 1 on its tokens, padded on either side.
+    """Return one vector per text: [n, h], from the last hidden states [n, t, h].
 
-    mean: over its tokens, special ones included; cls: its first token's; lasttoken: its last token's.
+    `mask`: [n, t], 1 on the tokens of the text; padding may be on either side. Pooling "mean" is
+    the mean over the text's tokens, special tokens included; "cls" is the first token; "lasttoken"
+    is the last token.
     """
     if pooling == "mean":
         weights = mask[..., None].to(hidden.dtype)
@@ -108,16 +123,15 @@ def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         model, report = AutoModel.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             recipe.folder, dtype="auto", local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # a broken file fails in many ways
+    except Exception as error:  # a broken file can fail in many ways
         raise ConfigError(
             KEY,
             folder,
             f"it cannot be loaded ({first_line(error)})",
             "Give a directory with a text encoder",
         ) from error
-    if missing := sorted(
-        key for key in report["missing_keys"] if not key.startswith("pooler.")
-    ):  # whose output is not used
+    # The output of the pooler is not used, so its weights may be missing.
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith("pooler.")):
         reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
         raise ConfigError(KEY, folder, reason, "Download or make the encoder again")
     model.config.use_cache = False
@@ -125,7 +139,11 @@ def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def encoder_tokenizer(recipe: Recipe) -> Any:
-    """Padded on the right: a causal model's positions are then those of the text alone."""
+    """Return the tokenizer of the encoder. It pads on the right.
+
+    With right padding, positions in a causal model are those of the text alone. Raise `ConfigError`
+    if the tokenizer cannot be loaded or encodes no text.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -135,9 +153,8 @@ def encoder_tokenizer(recipe: Recipe) -> Any:
         raise ConfigError(
             KEY, str(recipe.folder), reason, "Put the tokenizer's files there"
         ) from error
-    if not tokenizer("Go north?")[
-        "input_ids"
-    ]:  # without its files transformers makes an empty tokenizer
+    # Without its files, transformers builds an empty tokenizer.
+    if not tokenizer("Go north?")["input_ids"]:
         raise ConfigError(
             KEY,
             str(recipe.folder),
@@ -146,12 +163,12 @@ def encoder_tokenizer(recipe: Recipe) -> Any:
         )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked, whatever it is
+        tokenizer.pad_token = tokenizer.eos_token  # masked, so the choice does not matter
     return tokenizer
 
 
 def token_limit(recipe: Recipe, tokenizer: Any, config: PreTrainedConfig) -> int:
-    """Of a text: the least of what recipe, tokenizer and model say."""
+    """Return the maximal tokens of a text: the lowest limit of recipe, tokenizer and model."""
     limits = (
         recipe.max_tokens,
         tokenizer.model_max_length,

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint as an embedder: vLLM, Ollama, text-embeddings-inference, OpenAI itself."""
+"""Embedder for an OpenAI-compatible endpoint: vLLM, Ollama, text-embeddings-inference, OpenAI."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from numpy.typing import NDArray
 from crl.errors import EngineError
 
 ATTEMPTS = 5
+"""Attempts per request."""
 TIMEOUT = 60.0
-"""Seconds that one answer may take."""
+"""Timeout of one answer in seconds."""
 
 CONNECTIONS = 8
+"""Requests that may be in flight at the same time."""
 SHOWN = 300
-"""Characters of an answer that an error quotes."""
+"""Maximal length of an answer quoted in an error message, in characters."""
 
 
 class EndpointEmbedder:
-    """`crl.protocols.Embedder` by POST {url}/embeddings. `dim` and `name` are known once `connect` has returned.
+    """`crl.protocols.Embedder` that sends POST {url}/embeddings.
 
-    `name` is what the bank knows its vectors by: the model's name and their dimension, and not the URL, since a model gives the same
-    vectors wherever it is served. Two endpoints that call different models the same are not told apart.
+    `dim` and `name` are set by `connect`. `name` identifies the vectors in the bank. It consists of
+    the model's name and the dimension. The URL is not part of it, because a model gives the same
+    vectors wherever it is served. Two endpoints that use one name for different models cannot be
+    distinguished.
 
-    model: its name there; key: sent as a bearer token, and never written anywhere, empty = none; batch: texts of one request. One that is
-    refused for now (429, 5xx), or breaks, is sent again, ATTEMPTS times in all, with a pause of `backoff` seconds after the first and
-    twice as long after each further one. Raises `EngineError`, with what the endpoint said.
+    A request that fails temporarily (429, 5xx, broken connection) is retried, with ATTEMPTS
+    attempts in total. Methods raise `EngineError` with the endpoint's message.
     """
 
     name: str
@@ -42,22 +45,28 @@ class EndpointEmbedder:
     def __init__(
         self, url: str, model: str, key: str = "", *, batch: int = 32, backoff: float = 0.5
     ) -> None:
+        """Prepare requests to `url` for `model`, the model's name at the endpoint.
+
+        `key`: bearer token, empty for none; it is never written anywhere. `batch`: texts per
+        request. `backoff`: pause in seconds after the first failed attempt; each further pause is
+        twice as long.
+        """
         self._url, self._model, self._key = f"{url.rstrip('/')}/embeddings", model, key
         self._batch, self._backoff = batch, backoff
         self._open = urllib.request.build_opener(_NoRedirect).open
         self._threads = ThreadPoolExecutor(CONNECTIONS, "embedder")
 
     async def connect(self) -> None:
-        """Embeds one text, to learn what the vectors are like."""
+        """Embed one text to find the dimension of the vectors."""
         self.dim = len((await self._request(["Go north?"]))[0])
         self.name = f"{self._model}-{self.dim}"
 
     def close(self) -> None:
-        """Waits for no answer."""
+        """Close the connections without waiting for pending answers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm."""
+        """Return the vectors of `texts`: float32 [len(texts), dim], unit norm."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for start in range(0, len(texts), self._batch):
             part = await self._request(texts[start : start + self._batch])
@@ -69,14 +78,15 @@ class EndpointEmbedder:
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
     async def _request(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """[len(texts), what the model's vectors have], as they came."""
+        """Return the endpoint's vectors of `texts`, not normalised: [len(texts), dim]."""
+        # The API rejects empty texts.
         body = json.dumps(
             {
                 "model": self._model,
                 "input": [text or " " for text in texts],
                 "encoding_format": "float",
             }
-        )  # none may be empty
+        )
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(
@@ -105,9 +115,9 @@ class EndpointEmbedder:
             raise self._error(said) from error
         except urllib.error.URLError as error:
             raise _Unavailable(str(error.reason)) from error
-        except (OSError, HTTPException) as error:  # while the answer is read
+        except (OSError, HTTPException) as error:  # raised while the answer is read
             raise _Unavailable(f"{type(error).__name__}: {error}") from error
-        except ValueError as error:  # of what the URL holds
+        except ValueError as error:  # raised for an invalid URL
             raise self._error(f"it cannot be asked ({error})") from error
 
     def _vectors(self, answer: bytes, n: int) -> NDArray[np.float32]:
@@ -115,7 +125,7 @@ class EndpointEmbedder:
             rows: dict[int, Any] = {
                 row["index"]: row["embedding"] for row in json.loads(answer)["data"]
             }
-            with np.errstate(over="ignore"):  # what is too large is refused below
+            with np.errstate(over="ignore"):  # values that are too large are rejected below
                 vectors = np.array([rows[i] for i in range(n)], np.float32)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise self._error(
@@ -136,7 +146,7 @@ class EndpointEmbedder:
 
 
 def _what_came(answer: urllib.error.HTTPError) -> bytes:
-    """Of its body: it may break off."""
+    """Return the body of `answer`, or the part that was received before the connection broke."""
     try:
         return answer.read()
     except IncompleteRead as error:
@@ -146,11 +156,11 @@ def _what_came(answer: urllib.error.HTTPError) -> bytes:
 
 
 class _Unavailable(Exception):
-    """What may go well when it is tried again."""
+    """Temporary failure of a request that may succeed on retry."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key is for this host alone."""
+    """Handler that refuses redirects, because the key is for the configured host only."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

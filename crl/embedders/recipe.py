@@ -1,4 +1,7 @@
-"""What a directory says about how its encoder makes vectors: the files that sentence-transformers writes. No torch here."""
+"""Settings with which a directory's encoder makes vectors, read from sentence-transformers files.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +17,63 @@ from crl.config.shapes import KNOWN
 from crl.errors import ConfigError
 
 KEY = "embedder.model"
+"""Config key that errors name."""
 
 Pooling = Literal["mean", "cls", "lasttoken"]
 
 POOLINGS = ("mean", "cls", "lasttoken")
+"""Supported poolings."""
 
 FLAGS = {"mean_tokens": "mean", "cls_token": "cls"}
-"""How a pooling module's older files spell them: pooling_mode_mean_tokens, pooling_mode_cls_token, pooling_mode_lasttoken."""
+"""Pooling names of flags in older files: pooling_mode_mean_tokens, pooling_mode_cls_token.
+
+The flag pooling_mode_lasttoken already has the pooling's name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """folder: of model and tokenizer; prompt: what stands before every text; lower: texts are made lower-case; max_tokens: of a text,
-    None = as many as the model reads."""
+    """Settings of an encoder."""
 
     folder: Path
+    """Folder of the model and its tokenizer."""
     pooling: Pooling = "mean"
+    """Pooling of the last hidden states."""
     prompt: str = ""
+    """Prefix of every text."""
     lower: bool = False
+    """Whether texts are converted to lower case."""
     max_tokens: int | None = None
+    """Maximal tokens of a text; None for the model's limit."""
 
     def prepared(self, texts: Sequence[str]) -> list[str]:
-        """As the tokenizer is given them."""
-        texts = [
-            self.prompt + text or " " for text in texts
-        ]  # some tokenizers make no token of an empty text
+        """Return the texts in the form that the tokenizer receives."""
+        # Some tokenizers make no token of an empty text.
+        texts = [self.prompt + text or " " for text in texts]
         return [text.lower() for text in texts] if self.lower else texts
 
     def fingerprint(self, limit: int, weights: int) -> int:
-        """Of all that vectors depend on. limit: tokens of a text; weights: their checksum."""
+        """Return a checksum of everything that determines the vectors.
+
+        `limit`: maximal tokens of a text. `weights`: checksum of the weights.
+        """
         crc = zlib.crc32(repr((self.pooling, self.prompt, self.lower, limit)).encode(), weights)
         file = self.folder / "tokenizer.json"
         return zlib.crc32(file.read_bytes(), crc) if file.is_file() else crc
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Without modules.json: mean pooling. Raises `ConfigError` for a directory without a model, and for modules that are not served."""
+    """Return the recipe of the encoder in directory `path`. Without modules.json, pooling is mean.
+
+    Raise `ConfigError` if there is no encoder, a file cannot be read, or a module is not supported.
+    """
     if not path.is_dir():
         if str(path) in KNOWN:
             raise not_downloaded(str(path), KEY)
-        remedy = "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face format (crl downloads nothing)"
+        remedy = (
+            "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face "
+            "format (crl downloads nothing)"
+        )
         raise ConfigError(KEY, str(path), "is neither hash nor a URL, and no directory", remedy)
     modules = _read(path / "modules.json") or []
     try:
@@ -104,7 +124,11 @@ def _pooling(folder: Path) -> Pooling:
 
 
 def _prompt(file: Path) -> str:
-    """The default prompt: one that is only for queries, or only for what they search, has no place, since all texts are embedded alike."""
+    """Return the default prompt, empty if there is none.
+
+    All texts are embedded in the same way. Therefore a prompt for queries only, or for documents
+    only, is not used.
+    """
     table = _table(file)
     name, prompts = table.get("default_prompt_name"), table.get("prompts") or {}
     if name is not None and not isinstance(prompts.get(name), str):
@@ -125,7 +149,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Any:
-    """None where there is no such file."""
+    """Return the parsed JSON file, or None if it does not exist."""
     try:
         return json.loads(file.read_text("utf-8")) if file.is_file() else None
     except (OSError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""Encoders in Hugging Face format as embedders, computed by a vLLM pooling engine in processes of its own."""
+"""Embedders for encoders in Hugging Face format, computed by vLLM pooling engines.
+
+An engine runs in separate processes.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -30,16 +33,18 @@ POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
     "cls": "CLS",
     "lasttoken": "LAST",
 }
-"""vLLM's names of them."""
+"""vLLM's names of the poolings."""
 
 CPU_CACHE_BYTES = 1 << 28
-"""Size of what it takes for a cache on the CPU."""
+"""Bytes of vLLM's key-value cache on the CPU."""
 
 
 class VllmEmbedder:
-    """`crl.protocols.Embedder` over vLLM; made by `start`. `name` follows from weights, tokenizer and recipe, as `EncoderEmbedder`'s.
+    """`crl.protocols.Embedder` that uses vLLM. Create it with `start`.
 
-    A text that is longer than the model reads is cut. An engine that dies is started again once, and asked again.
+    `name` is derived from weights, tokenizer, recipe and token limit, as in `EncoderEmbedder`. A
+    text longer than the model's limit is truncated. If the engine dies, it is restarted once and
+    the request is repeated.
     """
 
     name: str
@@ -58,16 +63,23 @@ class VllmEmbedder:
         self._recipe, self._kind = recipe, config.model_type
         self._tokenizer = encoder_tokenizer(recipe)
         self._limit = token_limit(recipe, self._tokenizer, config)
-        self._gate = asyncio.Semaphore(2 * batch)  # more would wait in vLLM's queue only
+        self._gate = asyncio.Semaphore(2 * batch)  # more requests would only wait in vLLM's queue
         arguments = _engine_arguments(recipe, self._limit, batch, fraction, config)
         self._replica = Replica(partial(start_vllm, arguments, tuple(gpus), threads), _as_it_was)
 
     @classmethod
     async def start(
-        cls, recipe: Recipe, gpus: Sequence[str] = (), fraction: float | None = None, *, batch: int = 32, threads: int = 1
+        cls, recipe: Recipe, gpus: Sequence[str] = (), fraction: float | None = None,
+        *, batch: int = 32, threads: int = 1,
     ) -> VllmEmbedder:  # fmt: skip
-        """Returns when it serves. gpus: as CUDA_VISIBLE_DEVICES names them; none = the first one, or vLLM's CPU build; fraction: of a GPU's
-        memory that it takes. Raises `ConfigError` for an encoder that vLLM does not serve."""
+        """Return the embedder once its engine serves.
+
+        `gpus`: names as in CUDA_VISIBLE_DEVICES; empty means the first GPU, or vLLM's CPU build.
+        `fraction`: share of a GPU's memory for the engine. `batch`: sequences that vLLM computes at
+        the same time. `threads`: OpenMP threads of a worker of the CPU build.
+
+        Raise `ConfigError` if vLLM does not support the encoder.
+        """
         weights = await asyncio.to_thread(_checksum, recipe)
         embedder = cls(recipe, gpus, fraction, batch=batch, threads=threads)
         try:
@@ -75,7 +87,7 @@ class VllmEmbedder:
         except asyncio.CancelledError:
             await embedder.aclose()
             raise
-        except Exception as error:  # a model that vLLM does not know fails in many ways
+        except Exception as error:  # models that vLLM does not support fail in many ways
             await embedder.aclose()
             reason = f"vLLM cannot embed a text with it ({first_line(error)})"
             raise ConfigError(
@@ -90,7 +102,10 @@ class VllmEmbedder:
         await self._replica.aclose()
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm. Raises `EngineError`."""
+        """Return the vectors of `texts`: float32 [len(texts), dim], unit norm.
+
+        Raise `EngineError` if the engine is lost.
+        """
         vectors = await asyncio.gather(*(self._vector(ids) for ids in self._ids(texts)))
         stacked = np.array(vectors, np.float32).reshape(len(texts), self.dim)
         return stacked / np.maximum(np.linalg.norm(stacked, axis=1, keepdims=True), 1e-12)
@@ -117,7 +132,7 @@ class VllmEmbedder:
 
 
 async def _as_it_was(llm: AsyncLLM) -> None:
-    """An encoder's weights never change."""
+    """Do nothing: the weights of an encoder never change."""
 
 
 def _engine_arguments(
@@ -143,7 +158,7 @@ def _engine_arguments(
 
 
 def _checksum(recipe: Recipe) -> int:
-    """Of the files with weights, read as they lie."""
+    """Return the checksum of the files with weights, in the order of their names."""
     crc = 0
     for path in sorted(recipe.folder.glob("*.safetensors")):
         with path.open("rb") as file:

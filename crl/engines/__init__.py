@@ -8,7 +8,12 @@ from crl.extras import require_package
 
 
 def prepare_vllm(key: str, value: str) -> None:
-    """Before vLLM is imported: makes it quiet, and keeps it off the network. Raises `ConfigError` when it is not installed."""
+    """Prepare the process environment for the import of vLLM. Call this function before the import.
+
+    Reduce vLLM's logging to errors and disable its usage statistics and downloads. Environment
+    variables that are already set are not changed. Raise `ConfigError` if vLLM is not installed;
+    the error names the setting `key` and its `value`.
+    """
     require_package(
         "vllm",
         key,

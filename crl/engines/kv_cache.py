@@ -1,4 +1,8 @@
-"""The in-process engine's key-value cache: rows for the sequences that run, and prefixes of conversations that may go on."""
+"""Key-value cache of the in-process engine.
+
+`SlotCache` holds one row for each running sequence. `Prefixes` holds the keys and values of
+conversations that may continue with another turn.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from crl.engines.passes import Block, Pass
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values [slots, heads, capacity, head_dim]; sequence i fills its row from position 0."""
+    """Keys and values [slots, heads, capacity, head_dim] of one layer.
+
+    Sequence i fills row i, starting at position 0.
+    """
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
@@ -29,16 +36,17 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Keys and values; nothing before the first pass."""
+        """Keys and values; an empty tuple before the first pass."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the pass's new keys and values [b, heads, width, d] at its places.
+        """Write the new keys and values [b, heads, width, d] at the current pass's places.
 
-        Return the layer's tensors, which `crl.engines.passes.attend` reads, or, for a padded block, its rows as transformers'
-        own attention reads them: [b, heads, longest, d].
+        Without a padded block, return the full tensors of the layer for
+        `crl.engines.passes.attend`. For a padded block, return the rows of the block
+        [b, heads, longest, d], the layout that the attention of transformers reads.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -67,34 +75,36 @@ class SlotLayer(CacheLayerMixin):
 
 
 def _longer(x: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Return x [slots, heads, capacity, head_dim] with so much capacity."""
+    """Return a zero-padded copy of x [slots, heads, old capacity, head_dim] with `capacity`."""
     longer = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
     longer[:, :, : x.shape[2]] = x
     return longer
 
 
 class SlotCache(Cache):
-    """Keys and values of `slots` rows, whose capacity (tokens a row) doubles as needed.
-
-    `places` and `padded` describe the pass under way: row and position of each new token, and the padded block that the model
-    reads, or None if it reads all tokens in one row.
-    """
+    """Keys and values of `slots` rows. The capacity (tokens per row) doubles when needed."""
 
     def __init__(self, layers: int, slots: int) -> None:
         self.slots, self.capacity = slots, 128
         self.places = (torch.zeros(0, dtype=torch.long),) * 2
+        """Row and position of each new token of the current pass."""
         self.padded: Block | None = None
+        """Padded block that the model reads now; None if it reads all tokens in one row."""
         self._slot_layers = [SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
 
     def begin(self, new: Pass, block: Block | None = None) -> None:
-        """Make room for a pass and direct what the model computes: all of its tokens, or those of a padded block."""
+        """Prepare the cache for a pass.
+
+        Grow the capacity to the longest row of the pass. Set where the model's next keys and
+        values are written: those of all tokens of the pass, or those of the padded `block`.
+        """
         self.reserve(new.longest)
         tokens = slice(None) if block is None else block.tokens
         self.padded, self.places = block, (new.rows[tokens], new.positions[tokens])
 
     def reserve(self, tokens: int) -> None:
-        """Make room for rows of so many tokens."""
+        """Double the capacity until a row can hold `tokens` tokens."""
         if self.capacity < tokens:
             while self.capacity < tokens:
                 self.capacity *= 2
@@ -102,7 +112,10 @@ class SlotCache(Cache):
                 layer.grow(self.capacity)
 
     def move(self, sources: Iterable[int], targets: Iterable[int], tokens: Iterable[int]) -> None:
-        """Copy the first tokens of rows `sources`, so many of each, to rows `targets`."""
+        """Copy the first tokens of the rows `sources` to the start of the rows `targets`.
+
+        `tokens` is the number of tokens to copy for each pair of rows.
+        """
         moves = list(zip(sources, targets, tokens, strict=True))
         for layer in self._slot_layers:
             for x in layer.tensors:
@@ -110,11 +123,14 @@ class SlotCache(Cache):
                     x[target, :, :n] = x[source, :, :n]
 
     def copy_out(self, row: int, tokens: int) -> list[torch.Tensor]:
-        """Return keys and values [heads, tokens, head_dim] of a row's first tokens, layer by layer."""
+        """Return copies of the keys and values [heads, tokens, head_dim] of a row's first tokens.
+
+        The list holds two tensors per layer: keys, then values.
+        """
         return [x[row, :, :tokens].clone() for layer in self._slot_layers for x in layer.tensors]
 
     def copy_in(self, row: int, tokens: int, saved: Sequence[torch.Tensor]) -> None:
-        """Put the first tokens of what was copied out at the start of a row."""
+        """Write the first `tokens` tokens of `saved`, a result of `copy_out`, to a row's start."""
         self.reserve(tokens)
         for x, kept in zip(
             (x for layer in self._slot_layers for x in layer.tensors), saved, strict=True
@@ -124,16 +140,20 @@ class SlotCache(Cache):
 
 @dataclass(frozen=True)
 class Prefix:
-    """Token ids of a conversation's last turn, with the keys and values of each."""
+    """Tokens that a conversation has read so far, with their keys and values."""
 
     ids: tuple[int, ...]
+    """Ids of the last prompt and of its completion, without the last sampled token."""
     saved: list[torch.Tensor]
+    """Keys and values of `ids`, as returned by `SlotCache.copy_out`."""
 
 
 class Prefixes:
-    """Prefixes by session, of one version of the weights; the least recently used go first.
+    """Prefixes by session, computed with one version of the weights.
 
-    They take at most as many tokens as the cache's own rows, so the memory of both is at most twice the cache's.
+    The prefixes hold at most as many tokens as the rows of the cache can hold. Cache and prefixes
+    together therefore use at most twice the memory of the cache. If a new prefix exceeds the limit,
+    the prefixes that were stored first are dropped.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -142,7 +162,11 @@ class Prefixes:
         self._tokens = 0
 
     def keep(self, session: str, ids: tuple[int, ...], row: int) -> None:
-        """The row's keys and values of `ids`, for the session's next turn."""
+        """Store the row's keys and values of `ids` for the next turn of `session`.
+
+        A previous prefix of the session is replaced. Old prefixes are dropped if the limit is
+        exceeded.
+        """
         self.drop(session)
         self._held[session] = Prefix(ids, self._cache.copy_out(row, len(ids)))
         self._tokens += len(ids)
@@ -150,7 +174,11 @@ class Prefixes:
             self.drop(next(iter(self._held)))
 
     def reusable(self, session: str | None, ids: tuple[int, ...]) -> int:
-        """How many of the prompt's first tokens need no prefill: those it shares with the session's prefix, at most all but one."""
+        """Return how many of the prompt's first tokens need no prefill.
+
+        These are the leading tokens that the prompt `ids` shares with the session's prefix. The
+        last prompt token is never counted, because its logits must be computed.
+        """
         prefix = self._held.get(session) if session is not None else None
         if prefix is None:
             return 0
@@ -160,7 +188,10 @@ class Prefixes:
         return next(i for i in range(limit) if prefix.ids[i] != ids[i])
 
     def take(self, session: str | None, ids: tuple[int, ...], row: int) -> int:
-        """Moves what is reusable into the row and forgets it here; returns how many tokens that was."""
+        """Copy the reusable part of the session's prefix into the row and drop the prefix.
+
+        Return the number of copied tokens.
+        """
         tokens = self.reusable(session, ids)
         if session is not None and tokens:
             self._cache.copy_in(row, tokens, self._held[session].saved)

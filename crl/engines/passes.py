@@ -1,8 +1,10 @@
-"""Forward passes of the in-process engine: the new tokens of all running sequences, one after the other in one row.
+"""Forward passes of the in-process engine.
 
-A pass needs no padding, so sequences that decode and sequences whose prompt is read share it. Everything in a model works token
-by token but attention, for which `attend` stands in: each token reads the keys and values of its own sequence from the cache.
-Models whose attention transformers cannot replace read one padded block of a pass at a time (`Padded`).
+A pass concatenates the new tokens of all running sequences in one row. No padding is needed, so
+decoding sequences and sequences in prefill share a pass. All parts of a model except attention
+work token by token. `attend` replaces the attention: each token attends to the keys and values of
+its own sequence in the cache. A model whose attention transformers cannot replace reads one padded
+`Block` of a pass at a time.
 """
 
 from __future__ import annotations
@@ -22,36 +24,46 @@ from transformers.masking_utils import sdpa_mask
 from crl.packing import OTHER_ATTENTION
 
 CACHED = "crl_cached"
-"""Name of `attend` in transformers."""
+"""Name under which `attend` is registered in transformers."""
 
 PADDING = 1.1
-"""Products of queries and keys, padded over real ones, up to which rows whose prompts are read share a call."""
+"""Maximum ratio of padded to real query-key products for prefill rows that share one call."""
 
 SHORT = 32
-"""New tokens of a row up to which queries that share a key-value head are rows of one product, each with a mask of its own; for more
-of them copies of the keys are smaller than the masks."""
+"""Maximum number of new tokens per row for which grouped queries are stacked.
+
+Up to this number, the queries that share a key-value head become rows of one product, each with
+its own mask row. With more new tokens, copies of the keys need less memory than the masks.
+"""
 
 CALL = 1 << 14
-"""Products of queries and keys that are computed rather than a call of attention more."""
+"""Number of extra query-key products that are accepted to avoid one more call of attention."""
 
 
 class Block:
-    """Neighbouring rows of the cache whose new tokens are attended to in one call."""
+    """Neighbouring rows of a pass whose attention is computed in one call."""
 
     def __init__(self, whole: Pass, begin: int, end: int) -> None:
-        """begin, end: rows of the pass."""
+        """Create the block of the rows `begin` to `end` (exclusive) of the pass `whole`."""
         first, lengths = sum(whole.lengths[:begin]), whole.lengths[begin:end]
         self.rows = slice(begin, end)
+        """Rows of the pass."""
         self.tokens = slice(first, first + sum(lengths))
+        """Tokens of the pass."""
         self.width = max(lengths)
+        """Largest number of new tokens in a row."""
         self.longest = max(map(add, lengths, whole.starts[begin:end]))
-        """Tokens of the longest row after the pass."""
+        """Number of tokens in the longest row after the pass."""
         self._whole, self._lengths = whole, lengths
         self._masks: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Token [b · width] that stands at each place of padded rows, and place [t] of each token; None without padding."""
+        """Index maps between tokens and padded rows; None if no padding is needed.
+
+        The first tensor [b · width] is the token at each place of the padded rows. The second
+        tensor [t] is the place of each token.
+        """
         if self.width == min(self._lengths):
             return None
         tokens, places, begin = [], [], 0
@@ -65,13 +77,16 @@ class Block:
         )
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows [b, width, …] of the pass's tokens x [T, …]; a row's padding repeats its last token."""
+        """Return the block's padded rows [b, width, …] of x [T, …], a tensor of the whole pass.
+
+        The padding of a row repeats its last token.
+        """
         x = x[self.tokens]
         x = x if self._places is None else x.index_select(0, self._places[0])
         return x.unflatten(0, (-1, self.width))
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block's tokens [t, …] of rows x [b, width, …]."""
+        """Return the tokens [t, …] of the padded rows x [b, width, …]."""
         return (
             x.flatten(0, 1)
             if self._places is None
@@ -79,9 +94,10 @@ class Block:
         )
 
     def mask(self, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-        """Return 0 where a query sees a key, else -inf, [b, 1, width · groups, longest]; all layers share it.
+        """Return the additive mask [b, 1, width · groups, longest]: 0 for visible keys, else -inf.
 
-        groups: queries of a token that share a key-value head.
+        `groups` is the number of query heads that share a key-value head. The mask is cached for
+        all layers.
         """
         if (dtype, groups) not in self._masks:
             hidden = (
@@ -98,9 +114,11 @@ class Block:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attend from the pass's queries [T, heads, d] to cached keys and values [slots, shared heads, capacity, d].
+        """Return the attention output [t, heads, d] of the block's tokens.
 
-        Where a row has few new tokens, queries that share a key-value head become rows of one product, so that no key is copied.
+        `query` [T, heads, d] holds the queries of the whole pass. `keys` and `values` are cached
+        tensors [slots, key-value heads, capacity, d]. If no row has more than `SHORT` new tokens,
+        the queries that share a key-value head become rows of one product and no key is copied.
         """
         k, v = (x[self.rows, :, : self.longest] for x in (keys, values))
         groups = query.shape[1] // k.shape[1]
@@ -114,7 +132,7 @@ class Block:
 
 
 class Pass:
-    """One forward pass over the first rows of the cache."""
+    """Forward pass over the first rows of the cache."""
 
     def __init__(
         self,
@@ -123,7 +141,11 @@ class Pass:
         decoding: int,
         device: torch.device,
     ) -> None:
-        """new: tokens that each row reads; starts: tokens that it holds; decoding: the first rows, which read one token each."""
+        """Lay out the tokens of a pass.
+
+        `new` holds the tokens that each row reads. `starts` is the number of tokens that each row
+        already holds. The first `decoding` rows decode: they read one token each.
+        """
         self.lengths, self.starts, self.device = list(map(len, new)), list(starts), device
         rows = [row for row, length in enumerate(self.lengths) for _ in range(length)]
         positions = [
@@ -133,7 +155,7 @@ class Pass:
         ]
         ids = [token for tokens in new for token in tokens]
         self.ids, self.rows, self.positions = torch.tensor([ids, rows, positions], device=device)
-        """Id, row and position of each token [T]."""
+        """Id, row and position of each token, three tensors [T]."""
         spans = [(0, decoding)] if decoding else []
         self.blocks = [
             Block(self, *span) for span in spans + list(_spans(self.lengths, self.starts, decoding))
@@ -142,7 +164,7 @@ class Pass:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """Positions that a row may have [longest]."""
+        """All positions of the longest row, in order [longest]."""
         return torch.arange(self.longest, device=self.device)
 
     @cached_property
@@ -152,7 +174,11 @@ class Pass:
 
 
 def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of neighbouring rows, from row `begin` on, that are cheap to pad to one width and one number of keys."""
+    """Yield spans (begin, end) of neighbouring rows, starting at row `begin`.
+
+    The rows of a span are cheap to pad to the same number of new tokens and of keys. `PADDING` and
+    `CALL` limit the cost of the padding.
+    """
     width = longest = products = 0
     for row in range(begin, len(lengths)):
         end = starts[row] + lengths[row]
@@ -166,13 +192,16 @@ def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterato
 
 
 def attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     *, reading: Pass | None = None, scaling: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attend within each sequence of `reading`, as an attention function of transformers; without it like `sdpa`.
+    """Return the attention output [1, T, heads, d], attending within each sequence of `reading`.
 
-    query [1, heads, T, d]; key and value: the layer's cache [slots, shared heads, capacity, d] → [1, T, heads, d]. Raise
-    `NotImplementedError` for a model with another kind of attention.
+    The signature is that of an attention function of transformers. `query` has the shape
+    [1, heads, T, d]. `key` and `value` are the layer's cache [slots, key-value heads, capacity, d].
+    Without `reading`, call the `sdpa` attention of transformers. Raise `NotImplementedError` if the
+    model asks for another kind of attention (`OTHER_ATTENTION`).
     """
     if reading is None:
         return sdpa_attention_forward(

@@ -1,4 +1,7 @@
-"""An engine without a model: its completions are a function of the prompt. For tests of everything that is not about models."""
+"""Engine without a model, for tests that do not need one.
+
+A completion is a function of the prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from crl.types import Completion, Sampling
 
 
 class ScriptedEngine:
-    """`crl.protocols.Engine`: answers a prompt's text with `answer(text)`. `requests` keeps (session, prompt ids) in order."""
+    """`crl.protocols.Engine` that answers the prompt `text` with `answer(text)`."""
 
     def __init__(self, renderer: ChatRenderer, answer: Callable[[str], str]) -> None:
         self.version, self.busy = 0, 0.0
         self.requests: list[tuple[str | None, tuple[int, ...]]] = []
+        """(session, prompt ids) of all requests so far, in order."""
         self._renderer, self._answer = renderer, answer
 
     async def generate(
@@ -40,7 +44,7 @@ class ScriptedEngine:
         self.version = handle.version
 
     async def health(self) -> None:
-        """A script does not fail."""
+        """Return without an error; a scripted engine cannot fail."""
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Do nothing; there is no resource to release."""

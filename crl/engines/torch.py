@@ -1,14 +1,17 @@
-"""The in-process engine: continuous batching of one Hugging Face causal LM on the CPU or one GPU.
+"""In-process engine: continuous batching of one Hugging Face causal LM on the CPU or one GPU.
 
-`TorchEngine` lives on the event loop: it queues requests, resolves futures and decides when weights
-are swapped. Its compute thread runs passes without a hop between them (`_passes`): before each pass it
-looks for arrivals and cancellations. `Decoder` lives on that thread and owns the model and the cache;
-`step` is one forward pass, in which new prompts are read beside the tokens of running requests
-(`crl.engines.passes`). `SlotCache` holds keys and values; running requests occupy its first rows, so
-that attention works on views. `Prefixes` keeps what a conversation's last turn computed for its next
-one, until the weights change.
+`TorchEngine` runs on the event loop. It queues requests, resolves futures and decides when weights
+are swapped. Its compute thread runs several passes in a row without returning to the event loop
+(`_passes`). Before each pass, the thread checks for new and cancelled requests.
 
-A swap of weights waits until no request is decoding; requests that arrive meanwhile wait for the new weights.
+`Decoder` runs on the compute thread and owns the model and the cache. `Decoder.step` is one forward
+pass: it reads new prompts together with the tokens of running requests (`crl.engines.passes`).
+`SlotCache` holds keys and values. Running requests occupy its first rows, so attention works on
+views. `Prefixes` stores the keys and values of a conversation's last turn for the next turn, until
+the weights change.
+
+A swap of weights waits until no request is decoding. Requests that arrive in the meantime wait for
+the new weights.
 """
 
 from __future__ import annotations
@@ -47,27 +50,33 @@ T = TypeVar("T")
 Received = InProcessWeights | FileWeights
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens that one pass reads: bounds how long running requests wait for new ones."""
+"""Maximum number of prompt tokens per pass. It limits how long a prefill delays running requests.
+
+A single longer prompt is still read in one pass.
+"""
 
 SLICE = 0.05
-"""Seconds that the compute thread decodes before it looks for other work, such as scoring."""
+"""Seconds of decoding after which the compute thread checks for other work, such as scoring."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One completion under way."""
+    """State of one completion request."""
 
     ids: tuple[int, ...]
     sampling: Sampling
     draw: random.Random
+    """Private generator of the request."""
     future: asyncio.Future[Completion]
     session: str | None = None
+    """Name of the conversation; None if the request belongs to no conversation."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @property
     def finish(self) -> Finish | None:
+        """Reason why the request is finished; None while it runs."""
         if self.sampled and self.sampled[-1] in self.sampling.stop_ids:
             return "stop"
         return "length" if len(self.sampled) == self.sampling.max_tokens else None
@@ -77,7 +86,10 @@ class Request:
 
 
 class Decoder:
-    """The model, its cache and the requests that run. Every method is called on the compute thread only."""
+    """Model, cache and running requests.
+
+    After construction, all methods are called on the compute thread only.
+    """
 
     def __init__(self, model: PreTrainedModel, slots: int, version: int) -> None:
         self.model = model
@@ -89,14 +101,15 @@ class Decoder:
         self._flat = self._reads_flat()
 
     def unread(self, request: Request) -> int:
-        """Return how many prompt tokens of a waiting request its first pass has to read."""
+        """Return the number of prompt tokens that the first pass of a waiting request must read."""
         return len(request.ids) - self._prefixes.reusable(request.session, request.ids)
 
     @torch.inference_mode()
     def step(self, arrivals: Sequence[Request] = ()) -> list[Request]:
-        """Read the prompts of `arrivals` and sample one token for every request, in one pass.
+        """Run one pass: read the prompts of `arrivals` and sample one token for every request.
 
-        Return the finished requests. Arrivals with equal prompts are read once, unless a conversation's prefix serves them.
+        Return the finished requests. Equal prompts among the arrivals are read once, except for
+        requests that reuse the prefix of a conversation.
         """
         decoding = len(self.running)
         known = {id(r): self._prefixes.reusable(r.session, r.ids) for r in arrivals}
@@ -130,19 +143,23 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
+        """Return log p(ids[i] | ids[:i]) at temperature 1 for i ≥ 1."""
         tokens = torch.tensor([list(ids)], device=self.model.device)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, 0] = False
         return token_logprobs(self.model, tokens, mask).logp[0, 1:].tolist()
 
     def load(self, weights: Received) -> None:
-        """Copy new weights in. Raise `EngineError` when what arrived is not what was sent."""
+        """Copy new weights into the model and clear the prefixes.
+
+        Raise `EngineError` if the names or the checksum differ from those of the sender.
+        """
         own = named_weights(self.model)
         if tuple(own) != weights.manifest.names:
             raise EngineError("the published weights are not this model's: their names differ")
         for name, tensor in weights.tensors.items():
             own[name].copy_(tensor)
-        self._prefixes.clear()  # they are the old weights'
+        self._prefixes.clear()  # they were computed with the old weights
         if checksum(own) != weights.checksum:
             raise EngineError(
                 f"the weights of version {weights.version} arrived with another checksum"
@@ -151,12 +168,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forget(self, requests: Sequence[Request]) -> None:
-        """Free the rows of requests whose callers wait no longer."""
+        """Free the rows of cancelled requests."""
         self._release([row for row, request in enumerate(self.running) if request in requests])
 
     @torch.inference_mode()
     def _reads_flat(self) -> bool:
-        """Return whether the model reads sequences in one row, without padding, as it reads them alone."""
+        """Return whether the model can read several sequences in one row, without padding.
+
+        Compare the hidden states of two sequences in one row with those of each sequence alone.
+        """
         ids = [i % self.model.config.vocab_size for i in range(16)]
         parts = [ids[:9], ids[9:]][: self._cache.slots]
         alone = torch.stack(
@@ -169,13 +189,13 @@ class Decoder:
             together = self._flat_states(Pass(parts, [0] * len(parts), 0, self.model.device))
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a model of its own kind fails in its own way
+        except Exception:  # the type of the error depends on the model's code
             return False
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
         return bool((together - alone).norm() <= tolerance * alone.norm())
 
     def _forward(self, new: Pass) -> torch.Tensor:
-        """Return the logits [b, V] behind each row's last token, float32."""
+        """Return the float32 logits [b, V] after each row's last token."""
         states = (
             self._flat_states(new)
             if self._flat
@@ -184,7 +204,7 @@ class Decoder:
         return head_logits(self.model, states).float()
 
     def _flat_states(self, new: Pass) -> torch.Tensor:
-        """Return the last hidden states [b, h] of rows whose tokens the model reads in one row."""
+        """Return the hidden states [b, h] at each row's last token. Read all tokens in one row."""
         self._cache.begin(new)
         states = self.model.base_model(
             input_ids=new.ids[None],
@@ -197,7 +217,7 @@ class Decoder:
         return states[0, new.ends]
 
     def _padded_states(self, new: Pass, block: Block) -> torch.Tensor:
-        """Return the last hidden states [b, h] of a block's rows, which the model reads as a padded batch."""
+        """Return the hidden states [b, h] at the last tokens of a block, read as a padded batch."""
         self._cache.begin(new, block)
         states = self.model.base_model(
             input_ids=block.padded(new.ids),
@@ -210,10 +230,11 @@ class Decoder:
 
     @cached_property
     def _no_mask(self) -> torch.Tensor:
-        """A mask of four dimensions, which transformers leaves alone; `attend` needs none."""
+        """Placeholder mask. Transformers does not change a 4D mask, and `attend` ignores it."""
         return torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.model.device)
 
     def _advance(self, logits: torch.Tensor) -> list[Request]:
+        """Sample one token for each running request and remove the finished ones. Return them."""
         tokens, logprobs = sample(logits, self.running)
         finished: list[int] = []
         for row, (request, token, logprob) in enumerate(
@@ -224,14 +245,14 @@ class Decoder:
             request.versions.append(self.version)
             if request.finish:
                 finished.append(row)
-                if request.session is not None:  # the last token was sampled and never read
+                if request.session is not None:  # the last sampled token was not read yet
                     self._prefixes.keep(request.session, (*request.ids, *request.sampled[:-1]), row)
         done = [self.running[row] for row in finished]
         self._release(finished)
         return done
 
     def _release(self, rows: Sequence[int]) -> None:
-        """Free these rows, in ascending order; the last running requests move into them."""
+        """Free `rows`, which must be in ascending order. Move the last running requests there."""
         free = set(rows)
         left = len(self.running) - len(free)
         sources = [row for row in range(left, len(self.running)) if row not in free]
@@ -245,11 +266,12 @@ class Decoder:
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-    """One token per row of logits [b, V] (float32), and its log-prob at the request's temperature.
+    """Return one token per row of the float32 logits [b, V], and the log-prob of each token.
 
-    Each request draws one uniform number from its own generator, put through the inverse of the cumulated
-    probabilities: a row's token does not depend on the other rows. Temperature 0 is greedy, with log-probs at
-    temperature 1. Raises `EngineError` on logits that are not finite.
+    Each request draws one uniform number from its own generator. The token is the inverse of the
+    cumulative distribution at this number, so it does not depend on the other rows. Log-probs are
+    those at the request's temperature. Temperature 0 is greedy, with log-probs at temperature 1.
+    Raise `EngineError` if the log-prob of a token is not finite.
     """
     temperature = torch.tensor([r.sampling.temperature for r in requests], device=logits.device)
     greedy = temperature == 0
@@ -269,11 +291,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
 
 
 class TorchEngine:
-    """`crl.protocols.Engine` in this process. Must be used from one event loop; `aclose` it there.
-
-    max_batch: requests decoded together; max_context: prompt and completion tokens of one request; threads: CPU threads of
-    a forward pass.
-    """
+    """`crl.protocols.Engine` in this process. Use and close an engine from one event loop only."""
 
     def __init__(
         self,
@@ -284,6 +302,12 @@ class TorchEngine:
         threads: int = 1,
         version: int = 0,
     ) -> None:
+        """Create an engine for `model`, whose weights have the policy version `version`.
+
+        * `max_batch`: maximum number of requests decoded together.
+        * `max_context`: maximum number of prompt and completion tokens of one request.
+        * `threads`: CPU threads of a forward pass.
+        """
         self._decoder = Decoder(model, max_batch, version)
         self._max_batch, self._max_context = max_batch, max_context
         self._vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
@@ -311,7 +335,10 @@ class TorchEngine:
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0."""
+        """Sample one completion of `ids`. See `crl.protocols.Engine`.
+
+        Raise `ValueError` if `rng` is None and the temperature is above 0.
+        """
         await self.health()
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
@@ -327,7 +354,7 @@ class TorchEngine:
         return await self._answered(request.future)
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
-        """See `crl.protocols.Engine`."""
+        """Return the log-probs of `ids`. See `crl.protocols.Engine`."""
         await self.health()
         self._check(ids, 0)
         try:
@@ -336,7 +363,11 @@ class TorchEngine:
             raise _failed(error) from error
 
     async def update_weights(self, handle: PublishHandle) -> None:
-        """See `crl.protocols.Engine`. Requests in flight finish on the old weights; new ones wait for the swap."""
+        """Swap the weights. See `crl.protocols.Engine`.
+
+        Running requests finish on the old weights. New requests wait for the swap. Raise
+        `EngineError` for an unsupported kind of handle or while another swap is pending.
+        """
         await self.health()
         if not isinstance(handle, Received):
             raise EngineError(f"the torch engine cannot receive weights over {handle.transport}")
@@ -347,12 +378,12 @@ class TorchEngine:
         await self._answered(done)
 
     async def health(self) -> None:
-        """Raises the `EngineError` that ended the engine, if one did."""
+        """Raise the `EngineError` that ended the engine, if there is one."""
         if self._dead is not None:
             raise self._dead
 
     async def aclose(self) -> None:
-        """Fails what is still waiting with `EngineError` and ends the compute thread."""
+        """Stop the compute thread and fail all open requests with `EngineError`."""
         closed = self._dead = self._dead or EngineError("the engine is closed")
         if self._task is not None:
             self._task.cancel()
@@ -361,6 +392,7 @@ class TorchEngine:
         self._die(closed)
 
     def _check(self, ids: Sequence[int], more: int) -> None:
+        """Raise `RolloutError` if `ids` and `more` new tokens cannot be processed."""
         if not ids or len(ids) + more > self._max_context:
             raise RolloutError(
                 "engine", f"{len(ids)} prompt + {more} new tokens do not fit {self._max_context}"
@@ -371,7 +403,10 @@ class TorchEngine:
             )
 
     async def _answered(self, future: asyncio.Future[T]) -> T:
-        """What `future` becomes, once the serving task runs; `_die` fails every future that is still open here."""
+        """Return the result of `future`. Start the serving task if it does not run yet.
+
+        `_die` fails every future that is still open here.
+        """
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name="torch engine")
         self._wake.set()
@@ -390,11 +425,11 @@ class TorchEngine:
                     await self._slice()
         except EngineError as error:
             self._die(error)
-        except Exception as error:  # out of memory, a bad id, a model that is not as expected: whatever it is, callers are waiting
+        except Exception as error:  # such as out of memory; callers must not wait forever
             self._die(_failed(error))
 
     async def _slice(self) -> None:
-        """Swap weights if that is due and no request runs, else compute for a while."""
+        """Swap the weights if a swap is pending and no request runs. Otherwise run passes."""
         if self._swap is not None and not self._decoder.running:
             handle, done = self._swap
             await self._compute(self._decoder.load, handle)
@@ -404,9 +439,10 @@ class TorchEngine:
             await self._compute(self._passes, asyncio.get_running_loop())
 
     def _passes(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run passes on the compute thread for `SLICE` seconds, or until there is no request that may run.
+        """Run passes on the compute thread for `SLICE` seconds, or until no request can run.
 
-        Arrivals, cancellations and a swap are seen before every pass, and completions are delivered after it.
+        Check for new requests, cancellations and a pending swap before each pass. Deliver finished
+        completions after each pass.
         """
         decoder, end = self._decoder, time.perf_counter() + SLICE
         while self._dead is None:
@@ -416,7 +452,8 @@ class TorchEngine:
             if not decoder.running and not arrivals:
                 return
             finished = decoder.step(arrivals)
-            # Decided before callers can react: which requests share a pass must not depend on how fast they are.
+            # Decide before the delivery. Otherwise the speed of the callers would determine which
+            # requests share a pass.
             over = (not decoder.running and not self._waiting) or time.perf_counter() > end
             if finished:
                 loop.call_soon_threadsafe(self._deliver, finished)
@@ -424,7 +461,11 @@ class TorchEngine:
                 return
 
     def _admitted(self) -> list[Request]:
-        """Return waiting requests that may start now: none while a swap is due, as many as one pass has room for."""
+        """Remove and return the waiting requests that start now.
+
+        While a swap is pending, no request starts. Otherwise `max_batch` and `PREFILL_TOKENS` limit
+        the number of requests. Cancelled requests are dropped.
+        """
         batch: list[Request] = []
         read: set[tuple[int, ...]] = set()
         tokens = 0
@@ -453,6 +494,8 @@ class TorchEngine:
             _resolve(request.future, request.completion(request.finish))
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        """Return the result of `work(*args)`, run on the compute thread. Add the time to `busy`."""
+
         def timed() -> T:
             begin = time.perf_counter()
             try:
@@ -463,6 +506,7 @@ class TorchEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     def _die(self, error: EngineError) -> None:
+        """Mark the engine as dead and fail all open futures. The first error is stored."""
         self._dead = self._dead or error
         for future in self._unanswered:
             if not future.done():
@@ -471,11 +515,13 @@ class TorchEngine:
 
 
 def _failed(error: Exception) -> EngineError:
+    """Return an `EngineError` with `error` as its cause."""
     death = EngineError(f"the engine failed: {type(error).__name__}: {error}")
     death.__cause__ = error
     return death
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:
+    """Set the result of `future`, unless it is already done or cancelled."""
     if not future.done():
         future.set_result(value)

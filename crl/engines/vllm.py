@@ -1,10 +1,15 @@
-"""The production engine: vLLM, in processes and on GPUs of its own. Tokens go in, tokens come out; no text is made here.
+"""Production engine: vLLM in separate processes, on separate GPUs.
 
-Cast. `VllmEngine` is what a run sees: one or more replicas of a model behind the `Engine` protocol. `Replica` (vllm_replica.py) owns one
-vLLM engine and starts it again, once, when it dies. `Receiver` (vllm_worker.py) runs in vLLM's workers and takes new weights in.
+Input and output are token ids; this module handles no text.
 
-A swap of weights lets requests in flight finish on the old weights, holds new ones back, and clears the prefix cache: a key-value cache
-of old weights makes wrong tokens without an error. What is in flight when an engine dies fails as a `TransientError`.
+* `VllmEngine` serves one or more replicas of a model behind the `Engine` protocol.
+* `Replica` (vllm_replica.py) owns one vLLM engine and restarts it once if it dies.
+* `Receiver` (vllm_worker.py) runs in vLLM's worker processes and receives new weights.
+
+During a swap of weights, running requests finish on the old weights and new requests wait. The
+swap clears the prefix cache, because keys and values of old weights would give wrong tokens without
+an error. Requests that are running when an engine dies fail with `TransientError`, or with
+`EngineError` if the engine is not restarted.
 """
 
 # pyright: reportMissingImports=false
@@ -49,39 +54,53 @@ from crl.sync import MEETING, FileWeights, NcclWeights, beside, weight_bytes, we
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What the attention kernels of vLLM's CPU build are made for."""
+"""Head sizes that the attention kernels of vLLM's CPU build support."""
 
 CPU_CACHE_BYTES = 1 << 30
-"""Size of the key-value cache of the CPU build, which is for tiny models; on a GPU it is what memory_fraction leaves."""
+"""Size of the key-value cache in vLLM's CPU build, which serves tiny models.
+
+On a GPU the size follows from `VllmSettings.memory_fraction`.
+"""
 
 TRANSFER_S = 600.0
-"""Seconds that new weights may take into an engine in which nothing decodes any more."""
+"""Timeout in seconds for a transfer of weights, counted after the running requests have ended."""
 
 SEED_BITS = 63
-"""vLLM's seeds are signed 64-bit numbers."""
+"""Bits of a request's seed. vLLM's seeds are signed 64-bit numbers."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """placements: the GPUs of each replica, as many as tensor_parallel, as CUDA_VISIBLE_DEVICES names them (of the CPU build: empty
-    tuples); dtype: of the weights, the one that they are published in; memory_fraction: of a GPU that an engine may fill (None = as much as
-    vLLM chooses); max_batch: requests decoded together by a replica; max_context: prompt and completion tokens of one request; threads: CPU
-    threads of a worker of the CPU build.
-    """
+    """Settings of a `VllmEngine`."""
 
     placements: tuple[tuple[str, ...], ...]
+    """GPUs of each replica, named as in CUDA_VISIBLE_DEVICES.
+
+    Each tuple has `tensor_parallel` GPUs. For the CPU build each tuple is empty.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights. The learner publishes them in this dtype."""
     tensor_parallel: int = 1
+    """Number of GPUs over which the model of a replica is split."""
     memory_fraction: float | None = None
+    """Fraction of a GPU's memory that an engine may use; None uses vLLM's default."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """Source of the initial weights in vLLM: the model's directory, or dummy values."""
     transfer: Literal["file", "nccl"] = "file"
+    """Transport of published weights."""
     max_batch: int = 256
+    """Maximum number of requests that a replica decodes together."""
     max_context: int = 32_768
+    """Maximum number of prompt and completion tokens of one request."""
     threads: int = 1
+    """CPU threads of a worker process in the CPU build."""
 
 
 class VllmEngine:
-    """`crl.protocols.Engine` over vLLM. Made by `start`; must be used from that event loop; `aclose` it there."""
+    """`crl.protocols.Engine` over vLLM.
+
+    Create an engine with `start`. Use and close it from the same event loop only.
+    """
 
     def __init__(self, model: Path, settings: VllmSettings, config: PreTrainedConfig) -> None:
         self._settings, self._vocabulary = settings, config.vocab_size
@@ -102,7 +121,11 @@ class VllmEngine:
     async def start(
         cls, model: Path, settings: VllmSettings, key: str = "actor.model"
     ) -> VllmEngine:
-        """Returns when every replica serves. key: the setting that named the model. Raises `ConfigError`, `EngineError`."""
+        """Start an engine for the model directory `model`. Return when every replica is ready.
+
+        `key` is the setting that names the model. Raise `ConfigError` if vLLM cannot serve the
+        model with these settings, and `EngineError` if a replica does not start.
+        """
         config = _config(model, key)
         require_fit(config, settings, model, key)
         engine = cls(model, settings, config)
@@ -115,7 +138,7 @@ class VllmEngine:
 
     @property
     def busy(self) -> float:
-        """Seconds in which at least one request was in flight."""
+        """Seconds during which at least one request was running."""
         return self._meter.seconds
 
     async def generate(
@@ -126,26 +149,33 @@ class VllmEngine:
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        """See `crl.protocols.Engine`. `rng` is required unless the temperature is 0; a session's requests go to one replica."""
+        """Sample one completion of `ids`. See `crl.protocols.Engine`.
+
+        All requests of a session are sent to the same replica. Raise `ValueError` if `rng` is None
+        and the temperature is above 0.
+        """
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling needs a seed: pass rng")
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=[
-                token for token in sampling.stop_ids if token < self._vocabulary
-            ],  # vLLM refuses others
-            ignore_eos=True,  # the caller knows what ends a turn
+            # vLLM rejects ids outside the vocabulary.
+            stop_token_ids=[token for token in sampling.stop_ids if token < self._vocabulary],
+            ignore_eos=True,  # the caller passes all stop tokens
             seed=None if rng is None else rng % 2**SEED_BITS,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only the log-prob of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return completion(await self._ask(ids, parameters, session))
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
-        """See `crl.protocols.Engine`. vLLM samples one token after the prompt: ids must leave room for it."""
+        """Return the log-probs of `ids`. See `crl.protocols.Engine`.
+
+        vLLM also samples one token after `ids`. Therefore `ids` must be at least one token shorter
+        than `max_context`. Raise `RolloutError` otherwise.
+        """
         self._check(ids, 1)
         parameters = SamplingParams(
             max_tokens=1,
@@ -160,7 +190,12 @@ class VllmEngine:
         return [at[token].logprob for token, at in zip(ids[1:], found, strict=True) if at]
 
     async def update_weights(self, handle: PublishHandle) -> None:
-        """See `crl.protocols.Engine`. Requests in flight finish on the old weights; new ones wait for the swap."""
+        """Swap the weights. See `crl.protocols.Engine`.
+
+        Running requests finish on the old weights. New requests wait for the swap. Raise
+        `EngineError` if the transfer fails or the weights cannot be stored in a file; the engine
+        cannot be used afterwards. Raise the sender's `LearnerError` if the sender fails.
+        """
         await self.health()
         try:
             if isinstance(handle, NcclWeights):
@@ -178,7 +213,10 @@ class VllmEngine:
         self.version = handle.version
 
     async def health(self) -> None:
-        """Waits for an engine that is being started again. Raises the `EngineError` that ended the engine, if one did."""
+        """Wait until all replicas are ready, including those that are being restarted.
+
+        Raise the `EngineError` that ended the engine, if there is one.
+        """
         if self._dead is not None:
             raise self._dead
         await asyncio.gather(*(replica.ready() for replica in self._replicas))
@@ -193,6 +231,7 @@ class VllmEngine:
     async def _ask(
         self, ids: Sequence[int], parameters: SamplingParams, session: str | None
     ) -> RequestOutput:
+        """Return vLLM's output for one request."""
         if self._dead is not None:
             raise self._dead
 
@@ -203,12 +242,17 @@ class VllmEngine:
             return await self._replica(session).ask(call)
 
     def _replica(self, session: str | None) -> Replica:
-        """The same one for all turns of a session, whose prefix it has; else the least busy one."""
+        """Return the replica for a request.
+
+        All turns of a session use the same replica, because it caches their prefix. A request
+        without a session uses the replica with the fewest running requests.
+        """
         if session is not None:
             return self._replicas[zlib.crc32(session.encode()) % len(self._replicas)]
         return min(self._replicas, key=lambda replica: replica.in_flight)
 
     def _check(self, ids: Sequence[int], more: int) -> None:
+        """Raise `RolloutError` if `ids` and `more` new tokens cannot be processed."""
         if not ids or len(ids) + more > self._settings.max_context:
             raise RolloutError(
                 "engine",
@@ -220,22 +264,28 @@ class VllmEngine:
             )
 
     async def _start(self, arguments: dict[str, Any], gpus: tuple[str, ...]) -> AsyncLLM:
+        """Start one vLLM engine on `gpus` and set its weight version."""
         llm = await start_vllm(arguments, gpus, self._settings.threads)
         async with started(llm):
             await llm.update_weight_version(str(self.version))
-            await llm.get_supported_tasks()  # which the first request would ask
+            await llm.get_supported_tasks()  # otherwise the first request would make this call
         return llm
 
-    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def _adopt(self, handle: PublishHandle) -> FileWeights:
-        """The published weights in a file of this engine's own, which outlives the sender's: an engine that dies starts from it."""
+        """Return the published weights in a file that belongs to this engine.
+
+        The file stays valid after the sender removes its own file, so a restarted vLLM engine can
+        read it. Raise `EngineError` for an unsupported handle, or for tensors whose checksum is
+        not the handle's.
+        """
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         if isinstance(handle, FileWeights) and not self._heads:
             path = beside(handle.path)
             link_or_copy(handle.path, path)
-            return replace(handle, path=path)  # which the workers compare with the checksum
+            return replace(handle, path=path)  # the workers compute the checksum of the file
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
             raise EngineError(
@@ -247,7 +297,7 @@ class VllmEngine:
         )
 
     def _widened(self, model: Path) -> Path:
-        """The model's directory as vLLM is shown it."""
+        """Write a copy of the model with wider heads. Return its directory."""
         assert self._heads is not None
         folder = self._folder / "model"
         folder.mkdir()
@@ -260,7 +310,10 @@ class VllmEngine:
         return folder
 
     async def _read(self, weights: FileWeights) -> None:
-        """Every replica takes the file in; one that dies over it has it from its second start."""
+        """Load the file into all replicas.
+
+        A replica that dies during the transfer loads the file after its restart.
+        """
         before, self._current = self._current, weights
         await asyncio.gather(
             *(replica.carry_out(partial(swap, weights=weights)) for replica in self._replicas)
@@ -269,19 +322,29 @@ class VllmEngine:
             before.discard()
 
     async def _restore(self, llm: AsyncLLM) -> None:
-        """Brings an engine that was started again from the model's directory to the weights of its predecessor."""
+        """Load the current weights into a restarted engine.
+
+        A restart loads the model's directory, which may hold older weights. Raise `EngineError` if
+        the current weights were received over NCCL, because then no file holds them.
+        """
         if self._current is not None:
             await swap(llm, self._current)
         elif self.version:
             raise EngineError(
-                "vLLM died, and the weights that it had came over NCCL: only the learner has them. Resume from a checkpoint"
+                "vLLM died, and the weights that it had came over NCCL: only the learner has them. "
+                "Resume from a checkpoint"
             )
 
     async def _broadcast(self, weights: NcclWeights) -> None:
+        """Receive weights over NCCL in all replicas.
+
+        Raise `EngineError` if the number of workers differs from the learner's or vLLM dies.
+        """
         ranks = self._settings.tensor_parallel
         if weights.world_size != 1 + ranks * len(self._replicas):
             raise EngineError(
-                f"the learner sends to {weights.world_size - 1} workers, but there are {ranks * len(self._replicas)}"
+                f"the learner sends to {weights.world_size - 1} workers, "
+                f"but there are {ranks * len(self._replicas)}"
             )
         engines = [await replica.ready() for replica in self._replicas]
         try:
@@ -293,27 +356,33 @@ class VllmEngine:
 
 
 class NcclReceiver:
-    """The workers of one `VllmEngine` as ranks of a learner's NCCL group, which they join before its first transfer.
+    """Receiving side of weight transfers over NCCL.
 
-    Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+    The workers of one `VllmEngine` are ranks of the learner's NCCL group. They join the group
+    before the first transfer.
+
+    This class has not been run, because no GPUs were available when it was written. It was checked
+    against the source of vLLM 0.32.0.
     """
 
     def __init__(self, tensor_parallel: int) -> None:
         self._workers, self._port = tensor_parallel, 0
 
     async def receive(self, engines: Sequence[AsyncLLM], weights: NcclWeights) -> None:
-        """As `swap` does it, but all engines together, and the learner sends meanwhile."""
+        """Swap the weights of all `engines` together while the learner sends them.
+
+        Wait for the running requests first, as in `swap`.
+        """
         await asyncio.gather(*(_drain(llm) for llm in engines))
         async with _deadline(weights.version):
-            first, self._port = (
-                not self._port,
-                self._port or _free_port(),
-            )  # now, so that nobody else takes it before they meet
+            # Choose the port late, so that no other process takes it before the ranks meet.
+            first, self._port = not self._port, self._port or _free_port()
             await asyncio.gather(weights.send(self._port), self._take_in(engines, weights, first))
 
     async def _take_in(
         self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool
     ) -> None:
+        """Receive the weights. If `first` is true, join the learner's NCCL group before."""
         if first:
             group = {
                 "master_address": MEETING,
@@ -336,19 +405,24 @@ async def _join(llm: AsyncLLM, request: WeightTransferInitRequest) -> None:
 
 
 async def swap(llm: AsyncLLM, weights: FileWeights) -> None:
-    """New weights into a running vLLM, once the requests in flight have ended. Raises `EngineError` unless version and checksum are those
-    that were sent, or when that takes longer than `TRANSFER_S`."""
+    """Load new weights into a running vLLM engine after its running requests have ended.
+
+    Raise `EngineError` if the version or the checksum differs from the sender's, or if the transfer
+    takes longer than `TRANSFER_S`.
+    """
     await _drain(llm)
     async with _deadline(weights.version):
         await _renew(llm, weights)
 
 
 async def _drain(llm: AsyncLLM) -> None:
+    """Pause the engine after its running requests have ended, and clear its caches."""
     await llm.pause_generation(mode="wait", clear_cache=True)
 
 
 @asynccontextmanager
 async def _deadline(version: int) -> AsyncIterator[None]:
+    """Raise `EngineError` if the body takes longer than `TRANSFER_S`."""
     try:
         async with asyncio.timeout(TRANSFER_S):
             yield
@@ -365,6 +439,11 @@ def _free_port() -> int:
 
 
 async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
+    """Load new weights into a paused engine, verify them and resume the engine.
+
+    Raise `EngineError` if the transfer fails, the version or a checksum differs, or vLLM does not
+    reset its prefix cache. Raise vLLM's `EngineDeadError` if vLLM dies.
+    """
     with _failing(llm, f"the weights of version {weights.version} did not arrive"):
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=_update(weights)))
@@ -383,16 +462,20 @@ async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
 
 @contextmanager
 def _failing(llm: AsyncLLM, what: str) -> Iterator[None]:
-    """Whatever vLLM raises, as an `EngineError` that begins with `what`, or as vLLM's own word for a death."""
+    """Convert every error of the body to an `EngineError` whose message begins with `what`.
+
+    Raise vLLM's `EngineDeadError` instead if the engine is dead.
+    """
     try:
         yield
-    except Exception as error:  # workers, NCCL and files fail in many ways
+    except Exception as error:  # workers, NCCL and files raise many types of errors
         if llm.errored:
             raise EngineDeadError() from error
         raise EngineError(f"{what}: {error}") from error
 
 
 def _update(weights: FileWeights | NcclWeights) -> dict[str, Any]:
+    """Return the description of a transfer that vLLM passes to its workers."""
     manifest = weights.manifest
     if isinstance(weights, FileWeights):
         return {"path": str(weights.path), "names": list(manifest.names)}
@@ -404,7 +487,7 @@ def _update(weights: FileWeights | NcclWeights) -> dict[str, Any]:
 
 
 def completion(output: RequestOutput) -> Completion:
-    """What vLLM sampled. Raises `RolloutError` when it gave the request up."""
+    """Convert vLLM's output to a `Completion`. Raise `RolloutError` if vLLM aborted the request."""
     (sampled,) = output.outputs
     if sampled.finish_reason not in ("stop", "length"):
         raise RolloutError("engine", f"vLLM gave the request up ({sampled.finish_reason})")
@@ -420,45 +503,52 @@ def completion(output: RequestOutput) -> Completion:
     return Completion(ids, logprobs, versions, sampled.finish_reason)
 
 
-# ── what vLLM is told, and what it is not asked for ─────────────────────────────────────────────────────────────────
+# ── vLLM's arguments and supported models ─────────────────────────────────────────────────────────
 
 
 def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
-    """Fields of vLLM's `AsyncEngineArgs`."""
-    return (
-        {
-            "model": str(model),
-            "dtype": settings.dtype,
-            "load_format": settings.load_format,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # none of the model's own sampling defaults, which truncate
-            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
-            "max_model_len": settings.max_context,
-            "max_num_seqs": settings.max_batch,
-            "tensor_parallel_size": settings.tensor_parallel,
-            "enable_prefix_caching": True,
-            "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
-        | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
-    )
+    """Return fields of vLLM's `AsyncEngineArgs` for `model` and `settings`."""
+    return {
+        "model": str(model),
+        "dtype": settings.dtype,
+        "load_format": settings.load_format,
+        "skip_tokenizer_init": True,
+        # Ignore the sampling defaults of the model, which may include truncation.
+        "generation_config": "vllm",
+        # Log-probs are those of the sampling distribution, including the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": settings.max_context,
+        "max_num_seqs": settings.max_batch,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enable_prefix_caching": True,
+        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
 
 
 def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-        "enable_chunked_prefill": False,  # vLLM 0.32.0 dies over a prompt in parts that has a seed: it winds back a CUDA generator
+        # vLLM 0.32.0 crashes if a seeded request's prompt is split: it rewinds a CUDA generator.
+        "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(2048, settings.max_context),
     }
 
 
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
-    """Raises `ConfigError` for a model that vLLM's kernels are not made for, or that cannot be cut into so many parts."""
+    """Raise `ConfigError` if vLLM cannot serve the model with these settings.
+
+    Check the head size (CPU build only), the context length, and that `tensor_parallel` divides the
+    number of attention heads.
+    """
     if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        reason = f"its attention heads have {head_size(config)} numbers, and vLLM's CPU build serves {sizes}"
+        reason = (
+            f"its attention heads have {head_size(config)} numbers, "
+            f"and vLLM's CPU build serves {sizes}"
+        )
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
     role = key.partition(".")[0]
     require_context(role, settings.max_context, getattr(config, "max_position_embeddings", None))
@@ -470,7 +560,10 @@ def head_size(config: PreTrainedConfig) -> int:
 
 
 def wider_heads(config: PreTrainedConfig) -> WiderHeads | None:
-    """How vLLM's CPU build can serve a model with smaller heads than it serves, such as the bundled ones; None where that is not so."""
+    """Return the wider heads with which vLLM's CPU build can serve a model with small heads.
+
+    The bundled models need them. Return None if the model needs no wider heads or cannot have them.
+    """
     larger = [size for size in CPU_HEAD_SIZES if size > head_size(config)]
     if not on_cpu() or head_size(config) in CPU_HEAD_SIZES or not larger:
         return None
@@ -480,13 +573,16 @@ def wider_heads(config: PreTrainedConfig) -> WiderHeads | None:
 def _config(model: Path, key: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # a broken file fails in many ways
+    except Exception as error:  # a broken file raises many types of errors
         reason = f"its config.json cannot be read ({first_line(error)})"
         raise ConfigError(key, str(model), reason, "Give a directory with a causal LM") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same bytes, which stay when the first one goes; a copy where the file system has no such thing."""
+    """Create `target` as a hard link to `source`, or as a copy if a link is not possible.
+
+    In both cases `target` stays valid after `source` is removed.
+    """
     try:
         os.link(source, target)
     except OSError:
@@ -494,17 +590,19 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 class _Meter:
-    """How long something has been running, whatever runs at the same time."""
+    """Total time during which at least one request is running. Overlapping time counts once."""
 
     def __init__(self) -> None:
         self._running, self._begin, self._past = 0, 0.0, 0.0
 
     @property
     def seconds(self) -> float:
+        """Seconds so far, including the current interval."""
         return self._past + (time.perf_counter() - self._begin if self._running else 0.0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Count the time of the body."""
         if not self._running:
             self._begin = time.perf_counter()
         self._running += 1

@@ -1,8 +1,11 @@
-"""Models whose attention heads are too small for vLLM's CPU kernels, as models with larger heads that compute the same function.
+"""Conversion of a model to larger attention heads that computes the same function.
 
-A head of d numbers gets D: the new ones are 0, in queries, keys, values and the columns of the output projection. Rotary embeddings turn
-the pairs (i, i + d/2) by the angle position · θ^(−2i/d); the pairs become (i, i + D/2), and with θ^(D/d) in θ's place their angle is as
-before. Scores are divided by √D in √d's place, so queries are multiplied by √(D/d).
+vLLM's CPU kernels do not support small heads. This module widens each head from d to D numbers:
+
+* The new numbers are 0 in queries, keys, values and the columns of the output projection.
+* Rotary embeddings rotate the pairs (i, i + d/2) by the angle position · θ^(−2i/d). The pairs
+  become (i, i + D/2). Replacing θ with θ^(D/d) keeps their angles.
+* Attention divides scores by √D instead of √d, so queries are multiplied by √(D/d).
 """
 
 from __future__ import annotations
@@ -23,18 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WiderHeads:
-    """heads, key_heads: of queries, and of keys and values; size: numbers of a head; wide: as vLLM serves them; theta: of the rotary
-    embeddings."""
+    """Sizes of a model's attention heads before and after the widening."""
 
     heads: int
+    """Number of query heads."""
     key_heads: int
+    """Number of key-value heads."""
     size: int
+    """Numbers per head in the original model (d)."""
     wide: int
+    """Numbers per head in the widened model, which vLLM serves (D)."""
     theta: float
+    """Base of the rotary embeddings of the original model."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, wide: int) -> WiderHeads | None:
-        """None for a model that is not built as Qwen2 is, or whose rotary embeddings are of another kind."""
+        """Return the widening of the heads of a model to `wide` numbers.
+
+        Return None if the model is not a Qwen2 model with default rotary embeddings and without
+        sliding windows.
+        """
         rope = getattr(config, "rope_parameters", None) or {}
         if (
             config.model_type != "qwen2"
@@ -48,7 +59,11 @@ class WiderHeads:
         )
 
     def widened(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of the larger model: a Llama with biases, which is Qwen2 with a head size of its own and a bias more."""
+        """Return the weights of the widened model.
+
+        The widened model is a Llama with biases: Qwen2 with a separate head size and an additional
+        bias in the output projection, which is 0.
+        """
         wide: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if ".q_proj." in name:
@@ -69,7 +84,10 @@ class WiderHeads:
         return wide
 
     def write_config(self, model: Path, folder: Path) -> None:
-        """config.json of the larger model, beside which vLLM finds its weights."""
+        """Write the widened model's config.json to `folder`.
+
+        Copy generation_config.json from the directory `model` if it exists there.
+        """
         config = json.loads((model / "config.json").read_text("utf-8"))
         config |= {
             "model_type": "llama",
@@ -87,7 +105,11 @@ class WiderHeads:
             shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")
 
     def _rows(self, tensor: torch.Tensor, heads: int, *, turned: bool) -> torch.Tensor:
-        """[heads · size, …] → [heads · wide, …]. turned: by rotary embeddings, so halves stay halves."""
+        """Zero-pad [heads · size, …] to [heads · wide, …].
+
+        If `turned` is true, rotary embeddings act on the tensor, so each half of a head is padded
+        separately.
+        """
         parts = 2 if turned else 1
         old = tensor.reshape(heads, parts, self.size // parts, *tensor.shape[1:])
         new = tensor.new_zeros(heads, parts, self.wide // parts, *tensor.shape[1:])

@@ -1,8 +1,12 @@
-"""One vLLM engine in processes of its own, started again once when it dies; what `VllmEngine` and the pooling embedder are made of.
+"""vLLM engine in separate processes, restarted once if it dies.
 
-`start_vllm` is the one place that starts vLLM: off the event loop, one engine at a time, with the environment that its processes
-inherit. `Replica` owns a running `AsyncLLM`, hands requests to it and notices its death. vLLM itself notices only processes that are gone;
-a task (`_watch`) takes an engine for dead that does not answer.
+`VllmEngine` and the pooling embedder are built from the parts of this module.
+
+* `start_vllm` is the only function that starts vLLM. It runs outside the event loop, starts one
+  engine at a time, and sets the environment that vLLM's processes inherit.
+* `Replica` owns a running `AsyncLLM`, sends requests to it and detects its death.
+* `_watch` is a task that marks an engine as dead when it stops answering. vLLM itself only detects
+  processes that have ended.
 """
 
 # pyright: reportMissingImports=false
@@ -34,40 +38,59 @@ from crl.scratch import scratch_folder
 Output = TypeVar("Output")
 
 OWNER = "CRL_ENGINE_OWNER"
-"""Environment variable that tells vLLM's processes whom they serve (vllm_worker.py): a process's number and `start_time`."""
+"""Environment variable with the owner of vLLM's processes: its process id and `start_time`.
+
+The processes use the variable to end when their owner is gone (vllm_worker.py).
+"""
 
 LOOK_S = 5.0
-"""Seconds between two looks at an engine."""
+"""Seconds between two checks of an engine."""
 
 SILENCE_S = 120.0
-"""Seconds without an answer after which it is taken for dead. It answers between two steps, which take seconds."""
+"""Timeout in seconds without an answer, after which an engine counts as dead.
+
+An engine answers between two steps, and a step takes seconds.
+"""
 
 CHANGE_S = 300.0
-"""The same while it was asked for anything but requests, such as to take new weights in: less than their transfer may take, so that an
-engine that hangs over them is started again."""
+"""Timeout in seconds while the engine processes a call that is not a request.
+
+An example is the transfer of new weights. The timeout is shorter than the timeout of the transfer,
+so an engine that hangs during the transfer is restarted.
+"""
 
 LONGEST_SOCKETS = 107 - 37
-"""Characters of a folder of sockets: 107 are a socket's on Linux, 37 its name."""
+"""Maximum length of the path of the socket folder.
+
+A socket's path on Linux has at most 107 characters, of which 37 are the socket's name.
+"""
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()
-"""A start changes the process's environment while its children are made."""
+"""Lock held during a start, which changes the environment of the whole process."""
 _watches: set[asyncio.Task[None]] = set()
-"""The event loop itself does not keep tasks."""
+"""References to running tasks. The event loop itself keeps only weak references."""
 
 
 def on_cpu() -> bool:
-    """Whether the installed vLLM is the one without GPUs."""
+    """Return whether the installed vLLM is the CPU build."""
     return current_platform.is_cpu()
 
 
 def gpu_share(fraction: float | None) -> dict[str, Any]:
-    """How `start_vllm` is told of a share of a GPU's memory."""
+    """Return the engine arguments that limit vLLM to a fraction of a GPU's memory.
+
+    None sets no limit, so vLLM's default applies.
+    """
     return {} if fraction is None else {"gpu_memory_utilization": fraction}
 
 
 def start_time(process: int) -> int | None:
-    """When it was started, in the kernel's clock ticks: tells it from a later process with its number. None: it is gone, or a zombie."""
+    """Return the start time of a process in the kernel's clock ticks since boot.
+
+    The start time distinguishes the process from a later process with the same id. Return None if
+    the process is gone or a zombie.
+    """
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,9 +99,15 @@ def start_time(process: int) -> int | None:
 
 
 async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
-    """A running engine on `gpus`, as CUDA_VISIBLE_DEVICES names them; none = the first ones, or vLLM's CPU build.
+    """Start a vLLM engine and return it.
 
-    settings: fields of vLLM's `AsyncEngineArgs`; threads: OpenMP threads of a worker of the CPU build. Raises `EngineError`.
+    * `settings`: fields of vLLM's `AsyncEngineArgs`.
+    * `gpus`: GPUs of the engine, named as in CUDA_VISIBLE_DEVICES. If empty, the variable is not
+      changed, so vLLM uses the first visible GPUs. The CPU build ignores `gpus`.
+    * `threads`: OpenMP threads of a worker process in the CPU build.
+
+    Raise `EngineError` if vLLM does not start. If the caller is cancelled, the engine is shut down
+    after its start.
     """
     thread = ThreadPoolExecutor(1, "vllm start")
     starting = thread.submit(_start, settings, gpus, threads)
@@ -88,7 +117,7 @@ async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[str], threads: 
     except asyncio.CancelledError:
         starting.add_done_callback(_discard)
         raise
-    except Exception as error:  # whatever vLLM refuses, or whatever its processes died of
+    except Exception as error:  # bad arguments, or an error in vLLM's processes
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
     watch = asyncio.create_task(_watch(llm), name="vllm watch")
     _watches.add(watch)
@@ -102,8 +131,10 @@ def _discard(started: Future[AsyncLLM]) -> None:
 
 
 def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
-    # Its processes inherit this thread's mask: a Ctrl-C at the terminal is the run's, which still needs its engines.
-    resource_tracker.ensure_running()  # else the start of the first process would start that, and unblock the signal again
+    # The engine's processes inherit the signal mask of this thread. Ctrl-C in the terminal must
+    # only reach the run, which still needs its engines. The resource tracker must already run:
+    # otherwise the first new process starts the tracker, which unblocks the signal.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -112,9 +143,8 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         OWNER: f"{os.getpid()} {start_time(os.getpid())}",
     }
     if len(str(scratch_folder())) <= LONGEST_SOCKETS:
-        environment["VLLM_RPC_BASE_PATH"] = str(
-            scratch_folder()
-        )  # its sockets, which it leaves behind
+        # vLLM does not remove its sockets.
+        environment["VLLM_RPC_BASE_PATH"] = str(scratch_folder())
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:
@@ -126,14 +156,18 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
 
 
 async def _watch(llm: AsyncLLM) -> None:
-    """Returns when the engine has died, or has not answered for so long that it is taken for dead; who waits for it has been told then.
+    """Detect the death of an engine, then fail all pending calls and return.
 
-    Time is counted in looks: a pause of this process itself, in which it could read no answer, is one of them.
+    An engine counts as dead if vLLM reports its death or a timeout is exceeded (`SILENCE_S`,
+    `CHANGE_S`). Time is counted in checks of `LOOK_S` seconds. A pause of this process, during
+    which no answer can be read, therefore counts as one check only.
     """
-    llm._run_output_handler()  # which the first request would start; it ends with the engine
+    # Otherwise the first request would start this handler. The handler ends with the engine.
+    llm._run_output_handler()
     assert llm.output_handler is not None
     calls, silence, change = llm.engine_core.utility_results, 0.0, 0.0
-    probe = asyncio.ensure_future(llm.get_weight_version())  # through the loop that does the steps
+    # The loop that runs the engine's steps also answers this call.
+    probe = asyncio.ensure_future(llm.get_weight_version())
     while not llm.errored and silence < SILENCE_S and change < CHANGE_S:
         await asyncio.wait({llm.output_handler}, timeout=LOOK_S)
         if probe.done():
@@ -154,7 +188,10 @@ async def _watch(llm: AsyncLLM) -> None:
 
 
 def _give_up(llm: AsyncLLM) -> None:
-    """Marks it as dead, and tells who waits for an answer. vLLM tells only those who wait for a request's."""
+    """Mark the engine as dead and fail all pending requests and calls.
+
+    vLLM itself only fails pending requests.
+    """
     error = EngineDeadError()
     llm.engine_core.resources.engine_dead = True
     for call in llm.engine_core.utility_results.values():
@@ -164,19 +201,24 @@ def _give_up(llm: AsyncLLM) -> None:
 
 
 async def _shut_down(llm: AsyncLLM) -> None:
-    """Ends its processes, and before them the task that listens to them: it would log their end as a failure."""
+    """End the engine's processes.
+
+    Cancel vLLM's output handler first, because it would log the end of the processes as a failure.
+    """
     if llm.output_handler is not None:
         llm.output_handler.cancel()
         await asyncio.wait({llm.output_handler})
     _give_up(llm)
-    await asyncio.to_thread(
-        llm.shutdown
-    )  # kills those that do not end in 5 s, and what they started
+    # Processes that do not end within 5 s are killed, with their child processes.
+    await asyncio.to_thread(llm.shutdown)
 
 
 @asynccontextmanager
 async def started(llm: AsyncLLM) -> AsyncIterator[None]:
-    """What follows its start; where that fails, its processes are ended. Raises `EngineError` when it dies."""
+    """Shut the engine down if the body fails. The body prepares a newly started engine.
+
+    Raise `EngineError` if the engine dies. Other errors are raised unchanged.
+    """
     try:
         yield
     except EngineDeadError as error:
@@ -191,6 +233,7 @@ async def started(llm: AsyncLLM) -> AsyncIterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the body and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -204,13 +247,18 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class Replica:
-    """A running vLLM engine. start: makes one; prepare: brings one that was started again to where its predecessor was."""
+    """vLLM engine that is restarted once if it dies."""
 
     def __init__(
         self,
         start: Callable[[], Awaitable[AsyncLLM]],
         prepare: Callable[[AsyncLLM], Awaitable[None]],
     ) -> None:
+        """Begin to start the engine in a background task.
+
+        `start` starts an engine. `prepare` brings a restarted engine to the state of its
+        predecessor, for example by loading the current weights.
+        """
         self._start, self._prepare = start, prepare
         self._serving: asyncio.Future[AsyncLLM] = asyncio.create_task(
             self._first(), name="vllm start"
@@ -220,7 +268,10 @@ class Replica:
         self.in_flight = 0
 
     async def ready(self) -> AsyncLLM:
-        """The engine, once it serves. Raises `EngineError` when it will not any more."""
+        """Wait until the engine is ready and return it.
+
+        Raise `EngineError` if the replica has failed for good or is closed.
+        """
         llm = await asyncio.shield(self._serving)
         if llm.errored:
             self._bury(llm, EngineDeadError())
@@ -228,10 +279,14 @@ class Replica:
         return llm
 
     async def ask(self, call: Callable[[AsyncLLM, str], AsyncIterator[Output]]) -> Output:
-        """The last output of one request, which is aborted where the caller is cancelled. call: gets the engine and the request's id.
+        """Return the last output of one request.
 
-        Raises `RolloutError` when vLLM refuses it, `TransientError` when the engine died meanwhile and is started again, `EngineError`
-        when it is not.
+        `call` receives the engine and a new request id, and yields the outputs. If the caller is
+        cancelled, vLLM aborts the request. Raise:
+
+        * `RolloutError` if vLLM rejects the request,
+        * `TransientError` if the engine dies and is restarted,
+        * `EngineError` if the engine dies and is not restarted.
         """
         llm = await self.ready()
         self.in_flight += 1
@@ -252,7 +307,11 @@ class Replica:
             self.in_flight -= 1
 
     async def carry_out(self, change: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-        """A change that `prepare` would make too: where the engine dies over it, the next one has it. Raises `EngineError`."""
+        """Apply a change to the engine, for example load new weights.
+
+        `prepare` must make the same change. If the engine dies during the change, the restarted
+        engine gets it from `prepare`. Raise `EngineError` if the engine cannot be restarted.
+        """
         llm = await self.ready()
         try:
             await change(llm)
@@ -261,9 +320,10 @@ class Replica:
             await self.ready()
 
     async def aclose(self) -> None:
+        """Shut down all engines of this replica. Later calls raise `EngineError`."""
         serving, self._serving = self._serving, asyncio.get_running_loop().create_future()
         self._serving.set_exception(EngineError("the engine is closed"))
-        self._serving.exception()  # nobody need ask
+        self._serving.exception()  # avoid a warning if the exception is never retrieved
         serving.cancel()
         await asyncio.wait({serving})
         await asyncio.gather(*map(self._end, self._owned))
@@ -278,7 +338,10 @@ class Replica:
         self._owned.discard(llm)
 
     def _bury(self, dead: AsyncLLM, cause: Exception) -> None:
-        """Starts another engine, the first time that one died; whoever notices later has nothing to do."""
+        """Record the death of an engine and begin the restart.
+
+        Do nothing if another caller has already recorded this death.
+        """
         if (
             not self._serving.done()
             or self._serving.exception()
@@ -289,6 +352,10 @@ class Replica:
         self._serving = asyncio.create_task(self._again(dead, cause), name="vllm restart")
 
     async def _again(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
+        """Shut the dead engine down, and start and prepare a new one.
+
+        Raise `EngineError` at the second death.
+        """
         await self._end(dead)
         if self._deaths > 1:
             raise EngineError(

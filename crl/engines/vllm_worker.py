@@ -1,9 +1,14 @@
-"""What runs in vLLM's worker processes: the receiving end of a weight sync.
+"""Receiving side of a weight sync, in vLLM's worker processes.
 
-vLLM imports this file in every worker because the engine names `Receiver` as its worker extension. It adds two backends to vLLM's
-weight transfer: `crl-file` reads a safetensors file, `crl-nccl` is vLLM's own NCCL backend. Both count what they received, so that the
-engine can compare it with what was sent, and pack the output head of tied models again, which vLLM leaves as it was on the CPU. A thread
-ends vLLM's processes when the one that started them is gone, which vLLM itself does not notice, and removes what that left behind.
+vLLM imports this module in every worker process, because the engine names `Receiver` as its worker
+extension. The module adds two backends to vLLM's weight transfer: `crl-file` reads a safetensors
+file, and `crl-nccl` is vLLM's own NCCL backend. Both backends:
+
+* compute a checksum of the received tensors, which the engine compares with the sender's checksum;
+* repack the output head of models with tied embeddings, which vLLM does not update on the CPU.
+
+A thread ends vLLM's processes when their owner process is gone, because vLLM does not detect this.
+The thread also removes the temporary files of the owner.
 """
 
 # pyright: reportMissingImports=false
@@ -42,38 +47,51 @@ from crl.modeling import checksum
 from crl.scratch import sweep_all
 
 WATCH_S = 2.0
-"""Seconds between two looks at the owner."""
+"""Seconds between two checks of the owner process."""
 
 GRACE_S = 10.0
-"""Seconds that a process has to end by itself before it is killed."""
+"""Seconds between a request to end and the next, stronger signal."""
 
 
 class Receiver:
-    """vLLM's worker extension; its methods are called over `collective_rpc`."""
+    """Worker extension of vLLM. Its methods are called over `collective_rpc`."""
 
     weight_transfer_engine: Any
 
     def received_checksum(self) -> int:
-        """Of the weights that the last sync brought this worker, before they were cut and packed for its kernels."""
+        """Return the checksum of the tensors that this worker received in the last sync.
+
+        The checksum is computed before vLLM splits and packs the tensors for its kernels.
+        """
         return self.weight_transfer_engine.load.crc
 
 
 @dataclass
 class Load:
-    """One sync as a worker sees it: crc of the tensors so far; loaded: the model's own names of what they filled."""
+    """Progress of one weight sync in a worker."""
 
     crc: int = 0
+    """Checksum of the tensors received so far."""
     loaded: set[str] = field(default_factory=set)
+    """Names of the parameters loaded so far, as named in vLLM's model."""
 
     def begin(self, model: torch.nn.Module) -> None:
+        """Start a new sync."""
         self.crc, self.loaded = 0, set()
         initialize_layerwise_reload(model)
 
     def take(self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.loaded |= model.load_weights(self._counted(weights))  # pyright: ignore[reportCallIssue]
+        """Load tensors into the model and add them to the checksum."""
+        self.loaded |= model.load_weights(  # pyright: ignore[reportCallIssue]
+            self._counted(weights)
+        )
 
     def end(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Raises `RuntimeError` when the weights do not fill the model: the rest would be those of before."""
+        """Finish the sync.
+
+        Raise `RuntimeError` if a parameter was not loaded, because it would still have its old
+        value.
+        """
         finalize_layerwise_reload(model, model_config)
         if missing := sorted({name for name, _ in model.named_parameters()} - self.loaded):
             raise RuntimeError(
@@ -81,9 +99,8 @@ class Load:
             )
         head = getattr(model, "lm_head", None)
         if getattr(model_config.hf_config, "tie_word_embeddings", False) and head is not None:
-            head.quant_method.process_weights_after_loading(
-                head
-            )  # its packed copy is of the old embeddings
+            # The packed copy in the head still holds the old embeddings.
+            head.quant_method.process_weights_after_loading(head)
 
     def _counted(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -95,19 +112,21 @@ class Load:
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on before the first file."""
+    """Empty initialisation of `FileTransfer`, which needs no connection."""
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """path: of a safetensors file; names: of its tensors, in the order of their checksum."""
+    """Description of one transfer of a weight file."""
 
     path: str
+    """Path of the safetensors file."""
     names: list[str]
+    """Names of the tensors, in the order of their checksum."""
 
 
 class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
-    """The backend `crl-file`: every worker reads the whole file and keeps its share."""
+    """Backend `crl-file`: every worker reads the whole file and loads its share of the model."""
 
     init_info_cls = FileInit
     update_info_cls = FileUpdate
@@ -117,7 +136,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         self.load = Load()
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Nothing to connect."""
+        """Do nothing; a file needs no connection."""
 
     def start_weight_update(self) -> None:
         self.load.begin(self.model)
@@ -132,11 +151,14 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         self.load.end(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing; there is no resource to release."""
 
 
 class NcclTransfer(NCCLWeightTransferEngine):
-    """The backend `crl-nccl`: vLLM's broadcast from the trainer's rank 0, counted like a file. Needs GPUs of its own on either side."""
+    """Backend `crl-nccl`: vLLM's broadcast from the trainer's rank 0, with a checksum.
+
+    The trainer and vLLM need separate GPUs.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -159,7 +181,10 @@ class NcclTransfer(NCCLWeightTransferEngine):
 
 @dataclass
 class _Counting:
-    """Stands for the model while vLLM's NCCL backend hands it tensors: that calls `load_weights` and nothing else."""
+    """Stand-in for the model during a transfer. It adds the tensors to the checksum.
+
+    vLLM's NCCL backend calls only `load_weights` of the model.
+    """
 
     model: torch.nn.Module
     load: Load
@@ -173,13 +198,14 @@ WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
 
 
 def follow_owner() -> None:
-    """Ends the engine's process, which a worker is a child of or is itself, and its workers, once its owner is gone.
+    """Start a thread that ends the engine process and this process when the owner is gone.
 
-    What the owner left in shared memory and among temporary files is removed then. A zombie is gone, and so is one whose number is another
-    process's now.
+    The engine process is either this process or its parent. The owner is gone if it is a zombie or
+    if another process now has its id. The thread also removes the scratch folders of the owner in
+    shared memory and in the temporary folder.
     """
     owner, started = map(int, os.environ[OWNER].split())
-    parent = multiprocessing.parent_process()  # also if it is gone already
+    parent = multiprocessing.parent_process()  # known even if the parent has already ended
     assert parent is not None
     assert parent.pid is not None
     engine = parent.pid if parent.pid != owner else os.getpid()
@@ -187,13 +213,12 @@ def follow_owner() -> None:
     def watch() -> None:
         while start_time(owner) == started:
             time.sleep(WATCH_S)
-        sweep = threading.Thread(
-            target=sweep_all, name="sweep"
-        )  # no daemon: a process that ends waits for it
+        # Not a daemon thread: the process waits for it before it ends.
+        sweep = threading.Thread(target=sweep_all, name="sweep")
         sweep.start()
         _end(engine, signal.SIGTERM)
         time.sleep(GRACE_S)
-        _end(engine, signal.SIGKILL)  # whose workers end then, unless they cannot
+        _end(engine, signal.SIGKILL)  # its workers then end by themselves, unless they hang
         sweep.join()
         time.sleep(GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -202,7 +227,8 @@ def follow_owner() -> None:
 
 
 def _end(engine: int, number: signal.Signals) -> None:
-    if engine in (os.getppid(), os.getpid()):  # else it is gone
+    """Send a signal to the engine process if it still exists."""
+    if engine in (os.getppid(), os.getpid()):  # otherwise the process has already ended
         with suppress(ProcessLookupError):
             os.kill(engine, number)
 

@@ -1,4 +1,7 @@
-"""Reads an agent's text as an action: one of a closed set, or a name with an argument. Shared by all environments."""
+"""Parsing of an agent's text into an action.
+
+An action is one of a closed set, or a name with an argument. Shared by all environments.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ COMPASS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "northwest": (-1, -1),
     }
 )
-"""The eight directions and their (dx, dy); y grows to the south. In NetHack's order of compass actions."""
+"""Eight directions → (dx, dy), in the order of NetHack's compass actions. y grows to the south."""
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
 _OPENING = re.compile(r"<answer>", re.IGNORECASE)
@@ -37,12 +40,18 @@ _BETWEEN_CALLS = re.compile(rf"(?<=\])[\s{re.escape(_LEADING + _TRAILING)}]*(?=\
 def parse_choice(
     text: str, actions: Sequence[str], aliases: Mapping[str, str] | None = None
 ) -> str | None:
-    """The action that `text` chooses, spelled as in `actions`, or None when it chooses none.
+    """Return the action that `text` chooses, spelled as in `actions`, or None if it chooses none.
 
-    The last `<answer>…</answer>` whose content is an action counts. Only without any answer tag, the whole text does, or
-    its last non-empty line. Case, and quotes, bullets and punctuation around an action do not matter, nor do spaces inside, where
-    that leaves one action; what is spelled exactly as an action always is that one. `aliases` maps further spellings to actions. An
-    action is never picked out of a longer text.
+    The last `<answer>…</answer>` whose content is an action counts. An answer of several lines is
+    no action. If the text has no opening answer tag, its last non-empty line is read instead.
+
+    Matching ignores case, and quotes, bullets and punctuation around the action. It also ignores
+    spaces inside the action. If several actions match in this way, none is chosen. A text that is
+    spelled exactly like an action always chooses that action. An action is never extracted from a
+    longer text.
+
+    `aliases` maps further spellings to actions. Raise `ValueError` if it maps to an action that
+    does not exist.
     """
     choices = tuple(actions)
     table = _table(choices, tuple((aliases or {}).items()))
@@ -50,17 +59,21 @@ def parse_choice(
 
 
 def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
-    """The `name[argument]` that `text` chooses, found as in `parse_choice`; None when it chooses none. Of several in a row, the last
-    that can be read counts.
+    """Return the `name[argument]` that `text` chooses, or None if it chooses none.
 
-    admissible: name → its arguments at present, of which the chosen one is spelled as there; or None for any text, which must
-    not be empty and has its spaces collapsed.
+    The answer is located as in `parse_choice`. If it contains several calls in a row, the last
+    valid call counts. `admissible` maps each name to its current arguments. The returned argument
+    is spelled as in `admissible`. If the value is None, any text that is not empty is an argument,
+    and its whitespace is collapsed.
     """
     return _last(text, lambda content: _lookup_call(content, admissible))
 
 
 def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
-    """What an episode's agent did, for digests, where its texts choose one of a closed set of actions: `moves east east south`."""
+    """Return the actions of an episode's agent, for digests: `moves east east south`.
+
+    Texts of the agent that choose none of `actions` are left out.
+    """
     chosen = (
         parse_choice(segment.text, actions) for segment in segments if segment.origin == "policy"
     )
@@ -68,12 +81,18 @@ def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
 
 
 def tagged_answers(text: str) -> list[str] | None:
-    """What stands in `<answer>…</answer>` tags, in order; None for a text without any opening tag."""
+    """Return the contents of all `<answer>…</answer>` pairs, in order.
+
+    Return None if the text has no opening tag.
+    """
     return _ANSWER.findall(text) if _OPENING.search(text) else None
 
 
 def _last(text: str, read: Callable[[str], T | None]) -> T | None:
-    """What `read` makes of the last answer that it can read; only without any answer tag, of the last line."""
+    """Return the result of `read` for the last answer that it can read.
+
+    Use the last line of the text if there is no answer tag.
+    """
     answers = tagged_answers(text)
     contents = text.strip().splitlines()[-1:] if answers is None else reversed(answers)
     found = (read(content.strip()) for content in contents if "\n" not in content.strip())
@@ -84,7 +103,11 @@ def _last(text: str, read: Callable[[str], T | None]) -> T | None:
 def _table(
     actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...] = ()
 ) -> Mapping[str, str | None]:
-    """Spelling → action, where that is one action alone, else None; the spaces inside a spelling are one each, or left out."""
+    """Return a map from spelling to action, or to None if several actions have the spelling.
+
+    The words of a spelling are separated by one space or by none. Raise `ValueError` if an alias
+    refers to an unknown action.
+    """
     unknown = [action for _, action in aliases if action not in actions]
     if unknown:
         raise ValueError(f"aliases of actions that do not exist: {unknown}")
@@ -103,7 +126,7 @@ def _meanings(pairs: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
 
 
 def _lookup(text: str, actions: tuple[str, ...], table: Mapping[str, str | None]) -> str | None:
-    """What is spelled exactly comes first, then what the table says."""
+    """Return the action for `text`. An exact spelling takes precedence over the table."""
     for words in (text, _bare(text)):
         if words in actions:
             return words
@@ -135,7 +158,10 @@ def _one_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tupl
 
 
 def _free_text(text: str) -> str | None:
-    """Its words; None when a bracket closes in it that was opened before it, as between two calls."""
+    """Return the text with whitespace collapsed.
+
+    Return None if a bracket closes that was not opened before: the text then spans two calls.
+    """
     depths = accumulate((character == "[") - (character == "]") for character in text)
     return " ".join(text.split()) if min(depths, default=0) >= 0 else None
 

@@ -1,8 +1,9 @@
-"""What an environment author writes, and what an environment declares.
+"""Interfaces that an environment author implements and declares.
 
-A `Game` is synchronous text in, text out: `reset(task)` and `step(action)`. An `EnvSpec` declares everything the rest of
-`crl` needs to know about it; `crl.envs.registry` finds specs by name and `crl.envs.host` runs games for the rollouts. A
-whole environment of one's own is in examples/doors/doors.py: `doors.py:SPEC` is its name in a task file beside it.
+A `Game` is synchronous and exchanges plain text: `reset(task)` and `step(action)`. An `EnvSpec`
+declares everything that the rest of `crl` needs to know about an environment. `crl.envs.registry`
+finds specs by name. `crl.envs.host` runs games for the rollouts. examples/doors/doors.py is a
+complete user-defined environment. A task file in the same folder refers to it as `doors.py:SPEC`.
 """
 
 from __future__ import annotations
@@ -17,65 +18,87 @@ from crl.protocols import TaskSource
 from crl.types import Segment, Split, StepResult, Task
 
 Rendering = Literal["full", "compact"]
-"""How a game speaks: `full` for real LLMs, `compact` for the bundled tiny models."""
+"""Style of a game's texts: `full` for real LLMs, `compact` for the bundled tiny models."""
 
 Hosting = Literal["threads", "processes"]
-"""Where a game may live: `threads` when instances can be stepped from several threads of one process."""
+"""Where games run: `threads` in this process, `processes` in worker processes.
+
+`threads` requires that different instances can be stepped from several threads.
+"""
 
 
 class Game(Protocol):
-    """One text game at a time, private to one episode. May block; may raise (the host makes it a `RolloutError`)."""
+    """One text game at a time, private to one episode.
+
+    Methods may block. They may also raise: the host converts the exception into a `RolloutError`.
+    """
 
     def reset(self, task: Task) -> str:
-        """Starts the episode that `task` fixes, whatever was played before; returns the first observation."""
+        """Start the episode that `task` defines, regardless of earlier episodes.
+
+        Return the first observation.
+        """
         ...
 
     def step(self, action: str) -> StepResult:
-        """Plays the agent's text. An invalid action does not advance the game: `valid` is False and the text says so."""
+        """Play the agent's text.
+
+        An invalid action does not advance the game: the result has `valid` False, and its text says
+        that the action is invalid.
+        """
         ...
 
     def close(self) -> None:
-        """Frees what the game holds; called once, in any state."""
+        """Free the game's resources. Called once, in any state."""
         ...
 
 
 class ScriptedPlayer(Protocol):
-    """Plays through the text interface alone: proves that a task can be won, and makes demonstrations."""
+    """Player that uses the text interface alone.
+
+    It proves that a task can be solved, and it plays demonstrations.
+    """
 
     def begin(self, goal: str, observation: str) -> None:
-        """Forgets every earlier episode and reads the first observation."""
+        """Forget all earlier episodes and read the first observation."""
         ...
 
     def act(self) -> str:
-        """The next action, as an agent would write it."""
+        """Return the next action, written as an agent would write it."""
         ...
 
     def observe(self, observation: str) -> None:
-        """Reads what the last action brought."""
+        """Read the observation that follows the last action."""
         ...
 
 
 def no_player(rng: random.Random) -> ScriptedPlayer:
-    """The `scripted_player` of an environment that has none. Raises `LookupError`."""
+    """Raise `LookupError`. Used as `scripted_player` by environments that have none."""
     raise LookupError("this environment has no scripted player")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """The train stream of an environment whose places persist; the others ignore it.
+    """Settings of the train stream of an environment with persistent places.
 
-    `places` named places at a time, of which `permanent` stay for the whole run (the `known` eval places); the others
-    get a new layout after `visits` visits.
+    Other environments ignore them.
     """
 
     places: int = 32
+    """Number of named places that exist at the same time."""
     permanent: int = 8
+    """Number of places that stay for the whole run.
+
+    The seen split (`known`) is evaluated in these places.
+    """
     visits: int = 5
+    """Number of visits after which a place that is not permanent gets a new layout."""
 
     def __post_init__(self) -> None:
         if self.places < 1 or not 0 <= self.permanent <= self.places:
             raise ValueError(
-                f"needs places >= 1 and 0 <= permanent <= places, not {self.places} and {self.permanent}"
+                f"needs places >= 1 and 0 <= permanent <= places, "
+                f"not {self.places} and {self.permanent}"
             )
         if self.visits < 1:
             raise ValueError(f"visits must be at least 1, not {self.visits}")
@@ -83,92 +106,131 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a lesson is: its kind, and whether it is the right advice for a place."""
+    """Classification of a lesson for one place."""
 
     kind: str
+    """Kind of the lesson. Every environment has its own kinds."""
     correct: bool
+    """Whether the lesson is right advice for the place."""
 
 
 class Advisor(Protocol):
-    """The truth about an environment's places, for the advice probe and the diagnostics of lessons; never for rollouts.
+    """Ground truth about an environment's places. Never used by rollouts.
 
-    Its methods may play the game to find out: they block.
+    The advice probe and the diagnostics of lessons use it. Methods may play the game to find the
+    truth, so they block.
     """
 
     def right(self, task: Task) -> str:
-        """The lesson that helps most in the task's place, in the words of a good extractor."""
+        """Return the most helpful lesson for the task's place, worded as a good extractor would."""
         ...
 
     def wrong(self, task: Task, rng: random.Random) -> str:
-        """A lesson of the same wording that misleads."""
+        """Return a lesson with the same wording that misleads."""
         ...
 
-    def judge(self, task: Task, text: str) -> Verdict: ...
+    def judge(self, task: Task, text: str) -> Verdict:
+        """Classify a lesson about the task's place."""
+        ...
+
     def informative(self, segments: Sequence[Segment]) -> bool:
-        """Whether an episode shows what the right advice needs."""
+        """Return whether an episode shows the information that right advice needs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What an environment is played on. official: whether published figures are of it too; hint: how users get to the official data."""
+    """Data that an environment is played on."""
 
     what: str
+    """Description of the data."""
     official: bool
+    """Whether published results were measured on the same data."""
     hint: str = ""
+    """Instruction for users who want the official data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvSpec:
-    """What an environment declares. Raises `ValueError` for what cannot be; a spec equals itself alone.
+    """Declaration of an environment.
 
-    `name` is also the `name` of its tasks. `turns` is the usual turn limit (the rollout counts, not the game).
-    `reward_range` bounds an episode's reward, after every step of it. `actions` is the closed action set, empty when actions are free text;
-    `action_format` says for the prompt what an action looks like. `query_with_observation`: the first observation
-    belongs to the retrieval query.
-
-    make_game(rendering): a new game; blocking.
-    task_source(seed, settings): the train stream of a run with that seed.
-    eval_tasks(split, n, seed, settings): `known` tasks are fixed under the run's seed and settings, `new` ones are the
-    same in every run; the first n of a larger request are the n of a smaller one. Leaves no trace anywhere.
-    scripted_player(rng): a player for either rendering; `no_player` where there is none.
-    revisit(task, visit): the task's place under held-out dynamics of its own; None where places do not persist.
-    digest(segments): an episode in few words, read off its texts alone, for tiny extractors; None: its whole texts.
-    extra: the extra of `crl` that it needs, named as the module that it brings; empty: none.
-    data(): what it is played on here and now, for an environment with official data. Raises `ConfigError` for what users named in vain.
-    affinity: a worker process plays a task that it has played of late at less cost, so the episodes of a task go to one worker.
-    advisor, probe_tasks(n): the truth for diagnostics, and the tasks of the advice probe; None and empty where there is no such truth.
+    Raise `ValueError` for invalid values. Two specs are equal only if they are the same object.
     """
 
     name: str
+    """Name of the environment. Its tasks have the same `name`."""
     hosting: Hosting
     turns: int
+    """Usual turn limit of an episode. The rollout counts the turns, the game does not."""
     reward_range: tuple[float, float]
+    """Bounds of an episode's total reward. The bounds hold after every step."""
     actions: tuple[str, ...]
+    """Closed set of actions. Empty if actions are free text."""
     action_format: str
+    """Description of an action, for the prompt."""
     query_with_observation: bool
+    """Whether the retrieval query includes the first observation."""
     make_game: Callable[[Rendering], Game]
+    """`make_game(rendering)` returns a new game. It may block."""
     task_source: Callable[[int, StreamSettings], TaskSource]
+    """`task_source(seed, settings)` returns the train stream of a run with that seed."""
     eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
+    """`eval_tasks(split, n, seed, settings)` returns n evaluation tasks and has no side effects.
+
+    Tasks of the seen split (`known`) are fixed by the run's seed and settings. Tasks of the unseen
+    split (`new`) are the same in every run. A request for n tasks returns the first n tasks of any
+    larger request.
+    """
     scripted_player: Callable[[random.Random], ScriptedPlayer] = no_player
+    """`scripted_player(rng)` returns a player that reads both renderings.
+
+    `no_player` if the environment has none.
+    """
     revisit: Callable[[Task, int], Task] | None = None
+    """`revisit(task, visit)` returns the task's place under separate held-out dynamics.
+
+    None if places do not persist.
+    """
     digest: Callable[[Sequence[Segment]], str] | None = None
+    """`digest(segments)` summarises an episode from its texts alone, for tiny extractors.
+
+    None: the extractor reads the complete texts.
+    """
     advisor: Advisor | None = None
+    """Ground truth for diagnostics. None if there is none."""
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
+    """`probe_tasks(n)` returns n tasks of the advice probe.
+
+    Returns an empty tuple if the environment has no advisor.
+    """
     extra: str = ""
+    """Extra of `crl` that the environment needs. Empty if it needs none.
+
+    The extra is named after the module that it installs.
+    """
     data: Callable[[], Data] | None = None
+    """`data()` describes the data that this machine uses. Set by environments with official data.
+
+    Raises `ConfigError` if the data folder that the user has set is unusable.
+    """
     affinity: bool = False
+    """Whether a worker process plays a task faster if it has played the same task recently.
+
+    If True, the episodes of a task are sent to the same worker.
+    """
 
     def __post_init__(self) -> None:
         if self.hosting not in get_args(Hosting):
             raise ValueError(
-                f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, not {self.hosting!r}"
+                f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, "
+                f"not {self.hosting!r}"
             )
         if not isinstance(self.actions, tuple) or not all(
             isinstance(action, str) for action in self.actions
         ):
             raise ValueError(
-                f"{self.name}: actions must be a tuple of texts, empty when they are free text, not {self.actions!r}"
+                f"{self.name}: actions must be a tuple of texts, empty when they are free text, "
+                f"not {self.actions!r}"
             )
         if self.turns < 1:
             raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
@@ -178,17 +240,21 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def readable(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate, as a truncated escape in a data file leaves one: no tokenizer and no file takes it."""
+    """Return the text with U+FFFD in place of every lone surrogate.
+
+    A truncated escape in a data file leaves a lone surrogate. Neither tokenizers nor files accept
+    it.
+    """
     return _SURROGATE.sub("\ufffd", text)
 
 
 def in_run(task: Task, name: str) -> Task:
-    """What an environment drew, as a run has it: under the name that the run gives the task, with a `readable` goal."""
+    """Return the environment's task with the run's name for the task and a `readable` goal."""
     return replace(task, name=name, goal=readable(task.goal))
 
 
 def refusal(rendering: Rendering, actions: Sequence[str]) -> str:
-    """What an agent is told whose text is none of a closed set of actions."""
+    """Return the message for an agent whose text is not one of a closed set of actions."""
     if rendering == "compact":
         return "unknown action."
     return f"That is not an action, and nothing happened. The actions are: {', '.join(actions)}."
@@ -196,17 +262,22 @@ def refusal(rendering: Rendering, actions: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode of a scripted player: the texts it saw (one more than actions) and what came of it. done: the game ended it."""
+    """Episode of a scripted player."""
 
     observations: tuple[str, ...]
+    """Texts that the player saw: one more than `actions`."""
     actions: tuple[str, ...]
     reward: float
     success: bool
     done: bool
+    """Whether the game ended the episode."""
 
 
 def play(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> Played:
-    """Plays one episode of at most `turns` turns through text alone; an invalid action takes a turn."""
+    """Play one episode of at most `turns` turns through text alone.
+
+    An invalid action uses one turn.
+    """
     observations, actions, reward = [game.reset(task)], [], 0.0
     player.begin(task.goal, observations[0])
     for _ in range(turns):

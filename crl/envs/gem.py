@@ -1,13 +1,17 @@
-"""Any environment of GEM (arXiv 2510.01051, the package gem-llm) as one of crl's: `gem:ID` in a task's file.
+"""Environments of GEM (arXiv 2510.01051, the package gem-llm): `gem:ID` in a task file.
 
-GEM's protocol is `reset(seed) -> (observation, info)` and `step(text) -> (observation, reward, terminated, truncated, info)`, where
-`info["suffix"]` may hold the rest of the observation. It does not say whether an episode was won nor whether an action was valid: a last
-reward of 1 or more is a success (GEM's `success_reward`), a negative one an action that was not understood (its `format_error_reward`;
-most of its games end there). Rewards are GEM's own; its games also end by their own turn limits.
+GEM's protocol is `reset(seed) -> (observation, info)` and `step(text) -> (observation, reward,
+terminated, truncated, info)`, where `info["suffix"]` may hold the rest of the observation. The
+protocol reports neither success nor valid actions. A last reward of 1 or more is therefore counted
+as a success (GEM's `success_reward`). A negative reward is counted as an invalid action (GEM's
+`format_error_reward`; it ends most GEM games). Rewards are used unchanged. GEM's games also end at
+their own turn limits.
 
-Its games draw from the global generators of Python and numpy, and its `reset(seed)` seeds them: for the whole process. So they live in
-worker processes, and there every game has its own state of those generators, put in place around each call, one call at a time. Some
-count their resets and change with them, so every episode has a new instance; the `math`, `code` and `qa` ones load their data with it.
+GEM's games draw from the global generators of Python and numpy, and GEM's `reset(seed)` seeds these
+generators for the whole process. GEM's games therefore run in worker processes. There every game
+has its own state of the generators, which is installed during each call, one call at a time. Some
+games count their resets and change with the count, so every episode gets a new instance. The
+`math`, `code` and `qa` games load their data with each new instance.
 """
 
 from __future__ import annotations
@@ -35,11 +39,11 @@ from crl.types import StepResult, Task
 SUCCESS_REWARD = 1.0
 
 _GLOBALS = threading.Lock()
-"""Held while a game's state of the global generators is in place."""
+"""Lock that is held while a game's state of the global generators is installed."""
 
 
 class GemGame:
-    """A `Game` of the GEM environment with this id."""
+    """`Game` of the GEM environment with the id `env`."""
 
     def __init__(self, env: str) -> None:
         self._id = env
@@ -47,15 +51,22 @@ class GemGame:
         self._generators: tuple[Any, Any] | None = None
 
     def reset(self, task: Task) -> str:
-        """Raises `ConfigError` when the environment cannot be made: no episode of the run could be played."""
+        """Start an episode with a new instance of the environment.
+
+        Raise `ConfigError` if the instance cannot be created, because no episode could be played
+        then.
+        """
         with self._own_generators():
-            random.seed(task.seed)  # constructors draw too
+            random.seed(task.seed)  # constructors draw from the generators too
             np.random.seed(task.seed)
             self._env = _make(self._id)
             return _text(*self._env.reset(seed=task.seed))
 
     def step(self, action: str) -> StepResult:
-        """Plays what stands in the last pair of answer tags, or the whole text. Raises `RuntimeError` outside an episode."""
+        """Play the content of the last pair of answer tags, or else the whole text.
+
+        Raise `RuntimeError` outside an episode.
+        """
         if self._env is None:
             raise RuntimeError("no episode is under way: reset first")
         said = (tagged_answers(action) or [action])[-1]
@@ -102,7 +113,11 @@ def _text(observation: str, info: dict[str, Any]) -> str:
 
 @cache
 def _gem() -> Any:
-    """The package. Its import would make every log message of the process go to stderr, but for a handler that is there before."""
+    """Return the package `gem`.
+
+    Its import would send every log message of the process to stderr, unless the root logger already
+    has a handler.
+    """
     nobody, root = logging.NullHandler(), logging.getLogger()
     root.addHandler(nobody)
     try:
@@ -116,7 +131,7 @@ def _gem() -> Any:
 def _make(env: str) -> Any:
     try:
         return _gem().make(env)
-    except Exception as error:  # a package that is not installed, data that cannot be loaded, …
+    except Exception as error:  # a missing package, data that cannot be loaded, …
         reason = f"cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise ConfigError(
             "env", f"{GEM}{env}", reason, "Install or download what it needs"
@@ -128,7 +143,11 @@ def _make_game(env: str, rendering: Rendering) -> GemGame:
 
 
 def spec(env: str, key: str) -> EnvSpec:
-    """The GEM environment with this id. Raises `ConfigError` (its key is `key`) when there is none."""
+    """Return the spec of the GEM environment with this id.
+
+    Raise `ConfigError` with the key `key` if there is no such environment, or if gem-llm is not
+    installed.
+    """
     if importlib.util.find_spec("gem") is None:
         raise ConfigError(
             key,
@@ -149,7 +168,7 @@ def spec(env: str, key: str) -> EnvSpec:
         name=f"{GEM}{env}",
         hosting="processes",
         turns=30,
-        reward_range=(-math.inf, math.inf),  # which GEM does not tell
+        reward_range=(-math.inf, math.inf),  # GEM does not report the range
         actions=(),
         action_format="as the game says, for example in \\boxed{}",
         query_with_observation=True,

@@ -1,10 +1,13 @@
-"""Runs games for the rollouts: those of `hosting="threads"` environments here, the others through `crl.envs.processes`.
+"""Hosts that run games for the rollouts.
 
-`ThreadHost` lends `ThreadEnvironment`s: async fronts of one game each. A game's calls run on one of a bounded number of
-threads, each call under a deadline. An episode whose game raises, or hangs, ends in a `RolloutError` of kind env and
-costs nothing else: the game is never lent again, and a hung thread is left to itself and replaced.
+`ThreadHost` runs `hosting="threads"` environments in this process. `crl.envs.processes` runs the
+others. `ThreadHost` provides `ThreadEnvironment`s: async wrappers of one game each. A game's calls
+run on a bounded number of threads, each call under a timeout. If a game raises or hangs, its
+episode ends in a `RolloutError` of kind env. Nothing else is affected: the game is never used
+again, and a hung thread is abandoned and replaced.
 
-`Hosts` is one pool of several; `CheckedGame` is what it and everybody else plays a game through. This module imports no environment.
+`Hosts` combines several hosts into one pool. `CheckedGame` validates a game's results; every host
+plays games through it. This module imports no environment.
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ _Key = tuple[EnvSpec, Rendering]
 
 
 class ThreadHost:
-    """An `EnvironmentPool` of games that live in this process.
+    """`EnvironmentPool` of games that run in this process.
 
-    `tasks` maps a task's name to its environment and rendering. At most `threads` calls run at a time; each may take
-    `deadline` seconds, the making of a game included. What killed processes left among temporary files is swept now.
+    `tasks` maps a task's name to its environment and rendering. At most `threads` calls run at a
+    time. Each call may take `deadline` seconds, including the creation of a game. The constructor
+    removes temporary files that killed processes have left. Raise `ValueError` if an environment
+    has another hosting, or if a limit is not positive.
 
-    `failures` counts calls that raised or overran; `replaced` those of them whose thread was abandoned.
+    `failures` counts calls that raised or timed out. `replaced` counts the timeouts among them,
+    after which the thread was abandoned.
     """
 
     def __init__(
@@ -61,9 +67,10 @@ class ThreadHost:
         scratch_folder()
 
     async def acquire(self, task: Task) -> ThreadEnvironment:
-        """Lends a game of the task's environment: the one given back last, else a new one.
+        """Acquire a game of the task's environment: the last one released, or else a new one.
 
-        Raises `RolloutError` when none can be made; a `ConfigError` of the environment passes through.
+        Raise `RolloutError` if no game can be created. Re-raise any other `CrlError` of the
+        environment, such as a `ConfigError`.
         """
         if self._closed:
             raise RolloutError("env", "the host is closed")
@@ -78,7 +85,10 @@ class ThreadHost:
         return environment
 
     async def release(self, environment: Environment) -> None:
-        """Takes a lent environment back; its game is kept for the next episode unless it failed."""
+        """Release an acquired environment.
+
+        Its game is reused by the next episode unless it failed.
+        """
         assert isinstance(environment, ThreadEnvironment)
         self._lent.discard(environment)
         game, environment.game = environment.game, None
@@ -90,7 +100,7 @@ class ThreadHost:
             self._free[environment.spec, environment.rendering].append(game)
 
     async def aclose(self) -> None:
-        """Closes every game, the lent ones too. Nothing can be acquired afterwards."""
+        """Close every game, including acquired ones. Nothing can be acquired afterwards."""
         self._closed = True
         games = [game for free in self._free.values() for game in free]
         self._free.clear()
@@ -101,7 +111,7 @@ class ThreadHost:
         self.crew.dismiss()
 
     async def discard(self, game: Game) -> None:
-        """Closes a game for good; what goes wrong with that concerns nobody any more."""
+        """Close a game permanently. Errors and timeouts are ignored."""
         left = [game]
         with suppress(TimeoutError):
             await self.crew.run(
@@ -110,21 +120,26 @@ class ThreadHost:
 
 
 class Host(EnvironmentPool, Protocol):
-    """failures: calls that failed; replaced: threads, or workers, that were given up."""
+    """`EnvironmentPool` that counts its failures."""
 
     failures: int
+    """Number of calls that failed."""
     replaced: int
+    """Number of threads or worker processes that were given up."""
 
 
 class Hosts:
-    """An `EnvironmentPool` of several: each task's environments are lent by its own host. hosts: by the task's name."""
+    """`EnvironmentPool` that combines several hosts.
+
+    `hosts` maps a task's name to the host that provides its environments.
+    """
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self._hosts = dict(hosts)
         self._lenders: dict[Environment, Host] = {}
 
     def figures(self) -> dict[str, float]:
-        """env/failures and env/replaced, of all hosts since they began."""
+        """Return the metrics env/failures and env/replaced, summed over all hosts."""
         hosts = set(self._hosts.values())
         return {
             "env/failures": sum(host.failures for host in hosts),
@@ -145,7 +160,11 @@ class Hosts:
 
 
 class ThreadEnvironment:
-    """One lent game. Every error of it is a `RolloutError` of kind env, after which the game is gone."""
+    """One acquired game.
+
+    Its errors are raised as `RolloutError` of kind env. Any other `CrlError` is re-raised. After an
+    error the game cannot be used again.
+    """
 
     def __init__(self, host: ThreadHost, spec: EnvSpec, rendering: Rendering) -> None:
         self.spec = spec
@@ -154,7 +173,10 @@ class ThreadEnvironment:
         self._host = host
 
     async def make(self) -> Game:
-        """A new game, not yet lent. One that is made too late is closed at once."""
+        """Create a game and return it.
+
+        If the creation takes too long, the game is closed as soon as it exists.
+        """
         made: list[Game] = []
 
         def make() -> Game:
@@ -174,7 +196,7 @@ class ThreadEnvironment:
         return await self._call("step", lambda: game.step(text), abandoned=game.close)
 
     async def aclose(self) -> None:
-        """Closes the game for good."""
+        """Close the game permanently."""
         game, self.game = self.game, None
         if game is not None:
             await self._host.discard(game)
@@ -182,7 +204,12 @@ class ThreadEnvironment:
     async def _call(
         self, what: str, function: Callable[[], Any], abandoned: Callable[[], object]
     ) -> Any:
-        """Runs `function` under the deadline. On any error the game is given up: closed, or left to its hung thread."""
+        """Run `function` under the timeout and return its value.
+
+        On any error the game is given up. After a timeout or a cancellation, its thread runs
+        `abandoned` when the hung call returns. After any other error the game is closed
+        immediately.
+        """
         host = self._host
         try:
             outcome = await host.crew.run(function, abandoned)
@@ -221,7 +248,7 @@ class _Outcome:
 
 
 class _Crew:
-    """At most `limit` threads that run one call at a time each; one that hangs no longer counts.
+    """At most `limit` threads that run one call at a time each. Hung threads are not counted.
 
     Bound to the event loop that first uses it.
     """
@@ -232,10 +259,13 @@ class _Crew:
         self._idle: list[_Worker] = []
 
     async def run(self, function: Callable[[], Any], abandoned: Callable[[], object]) -> _Outcome:
-        """Runs `function` on a thread and returns what came of it. The deadline counts from when a thread takes it.
+        """Run `function` on a thread and return its outcome.
 
-        Raises `TimeoutError` on an overrun. Then, and when the caller is cancelled, the thread is abandoned: once its
-        call does return, it runs `abandoned` and ends. When no thread has taken the call yet, one is made that runs `abandoned` alone.
+        The timeout starts when a thread takes the call. Raise `TimeoutError` when it is exceeded.
+
+        After a timeout or a cancellation of the caller, the thread is abandoned: when its call
+        returns, the thread runs `abandoned` and ends. If no thread has taken the call yet, a new
+        thread runs `abandoned` alone.
         """
         worker = None
         try:
@@ -250,12 +280,16 @@ class _Crew:
             raise
 
     def dismiss(self) -> None:
+        """End all idle threads."""
         while self._idle:
             self._idle.pop().retire(lambda: None)
 
 
 class _Worker:
-    """One daemon thread and the queue of its jobs (a daemon, so that a hung call cannot keep the process alive)."""
+    """One daemon thread and its queue of jobs.
+
+    A daemon, so that a hung call cannot keep the process alive.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -267,28 +301,27 @@ class _Worker:
 
         def job() -> None:
             outcome = _attempt(function)
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the event loop is closed, so no caller is waiting
                 loop.call_soon_threadsafe(_deliver, future, outcome)
 
         self._jobs.put(job)
         return await future
 
     def retire(self, last: Callable[[], object]) -> None:
+        """Run `last` after the current job, then end the thread."""
         self._jobs.put(lambda: _attempt(last))
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # an idle thread keeps no game alive
+            del job  # an idle thread must not keep a game alive
 
 
 def _attempt(function: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(value=function())
-    except (
-        BaseException
-    ) as error:  # whatever a game raises, SystemExit too, costs its episode and not the thread
+    except BaseException as error:  # even SystemExit must fail only the episode, not the thread
         return _Outcome(error=error)
 
 
@@ -298,14 +331,15 @@ def _deliver(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return a description of an exception in one line."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class CheckedGame:
-    """A `Game` that plays another one, `game`, and lets nothing through that a run could not go on with.
+    """`Game` that plays another one, `game`, and validates its results.
 
-    What is no answer, or would bring the episode's reward out of `reward_range`, raises `TypeError` or `ValueError`.
+    Raise `TypeError` or `ValueError` for a result of the wrong form, and for a reward that moves
+    the episode's total out of `reward_range`. Lone surrogates in texts are replaced (`readable`).
     """
 
     def __init__(self, game: Game, reward_range: tuple[float, float]) -> None:
@@ -325,7 +359,8 @@ class CheckedGame:
         self._reward += result.reward
         if not self._low - _ROUNDING <= self._reward <= self._high + _ROUNDING:
             raise ValueError(
-                f"an episode's reward must be in [{self._low:g}, {self._high:g}], not {self._reward:g}"
+                f"an episode's reward must be in [{self._low:g}, {self._high:g}], "
+                f"not {self._reward:g}"
             )
         return result
 
@@ -334,7 +369,7 @@ class CheckedGame:
 
 
 _ROUNDING = 1e-6
-"""What a sum of rewards may be off."""
+"""Tolerance for rounding errors in a sum of rewards."""
 
 _PARTS = {
     "text": (str, "a str"),
@@ -344,10 +379,11 @@ _PARTS = {
     "valid": (bool, "a bool"),
     "score": (int | float | None, "a float or None"),
 }
-"""The parts of a `StepResult` and what they are."""
+"""Fields of a `StepResult` → (accepted types, their description in messages)."""
 
 
 def _checked(result: object) -> StepResult:
+    """Return the result with readable text. Raise `TypeError` or `ValueError` if it is invalid."""
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
     for name, (form, words) in _PARTS.items():

@@ -1,4 +1,4 @@
-"""Several task streams as one: every batch takes equal shares of them (CRL C.2)."""
+"""Mixture of several task streams. Every batch takes an equal share of each (CRL C.2)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from crl.types import Task, Trajectory
 
 
 class Mixture:
-    """A `TaskSource` that goes round its sources, group by group; where a batch cannot be shared equally, the next one makes up for it.
+    """`TaskSource` that draws from its sources in turn, one group at a time.
 
-    sources: by the run's name of each task, which the drawn tasks take.
+    If a batch cannot be divided equally, the next batch continues with the next source, so the
+    difference evens out. `sources` maps the run's name of each task to its source. Drawn tasks have
+    that name.
     """
 
     def __init__(self, sources: Mapping[str, TaskSource]) -> None:

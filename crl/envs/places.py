@@ -1,12 +1,16 @@
-"""Streams of named places whose layout persists over visits, for environments that are fixed by a layout and a dynamics
-seed (the MiniHack tasks).
+"""Task streams of named places whose layout persists over visits.
 
-A run has `places` places. They are visited in shuffled rounds; the `permanent` ones stay for the whole run, each of the
-others is replaced by a new place, with a name and a layout of its own, after `visits` visits, staggered so that they do not
-all change at once. Dynamics are new on every visit.
+They serve environments whose episodes are fixed by a layout seed and a dynamics seed, such as the
+MiniHack tasks.
 
-Every draw is addressed by (run seed, name, place, number), so task k of a stream is a pure function of k: the stream's
-state is one cursor, and evals, which use other names, cannot disturb it.
+A run has `places` places, which are visited in shuffled rounds. The `permanent` places stay for the
+whole run. Each of the others is replaced after `visits` visits by a new place with another name and
+another layout. The replacements are staggered, so that the places do not all change at the same
+time. Dynamics are new on every visit.
+
+Every draw is addressed by (run seed, name, place, number), so task k of a stream is a pure function
+of k. The stream's state is one cursor. Evaluations use other names, so they cannot disturb the
+stream.
 """
 
 from __future__ import annotations
@@ -19,26 +23,33 @@ from crl.protocols import State
 from crl.seeds import derive_seed, generator
 from crl.types import Split, Task, Trajectory
 
-# Layout seeds (NetHack's `lgen`): disjoint by use. A layout of one range is never drawn for another use.
+# Layout seeds (NetHack's `lgen`). Each use draws layouts from its own range only.
 NEW_LAYOUTS = range(100_000, 200_000)
-"""The `new` eval: places never trained on."""
+"""Layouts of the unseen split (`new`): places that are never trained on."""
 DEMONSTRATION_LAYOUTS = range(200_000, 300_000)
-"""Warm-start demonstrations of the bundled models."""
+"""Layouts of warm-start demonstrations of the bundled models."""
 PROBE_LAYOUTS = range(300_000, 400_000)
-"""The advice probe, and reserve."""
+"""Layouts of the advice probe, and a reserve."""
 TRAIN_LAYOUTS = range(1_000_000_000, 2_000_000_000)
-"""Places of train streams, the permanent ones (`known`) included."""
+"""Layouts of train streams.
 
-# Dynamics seeds (NetHack's `core`): what varies between visits of a place.
+They include the permanent places, in which the seen split (`known`) is evaluated.
+"""
+
+# Dynamics seeds (NetHack's `core`): they vary between the visits of a place.
 TRAIN_DYNAMICS = range(0, 1 << 30)
 HELD_OUT_DYNAMICS = range(1 << 30, 1 << 31)
-"""Every eval, probe and demonstration."""
+"""Dynamics of all evaluations, probes and demonstrations."""
 
-_ADJECTIVES = """amber azure black brass broken bright cold copper coral cracked crimson damp deep dusty empty frozen golden green
-    hollow iron ivory jade lost narrow old olive pale pearl quiet red ruined rusty sandy silver small stone tall violet white
+_ADJECTIVES = """amber azure black brass broken bright cold copper coral cracked crimson \
+damp deep dusty empty frozen golden green
+    hollow iron ivory jade lost narrow old olive pale pearl quiet red ruined rusty sandy \
+silver small stone tall violet white
     wooden""".split()  # noqa: SIM905
-_NOUNS = """arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den dome forge gate grotto hall hut keep
-    lodge loft mill mine nook oven pit porch shed shop shrine stable stall store tower tunnel vault well yard""".split()  # noqa: SIM905
+_NOUNS = """arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den \
+dome forge gate grotto hall hut keep
+    lodge loft mill mine nook oven pit porch shed shop shrine stable stall store tower \
+tunnel vault well yard""".split()  # noqa: SIM905
 _NAMES = [
     (i + j, f"{adjective} {noun}")
     for i, adjective in enumerate(_ADJECTIVES)
@@ -47,11 +58,11 @@ _NAMES = [
 PLACE_NAMES = tuple(name for number, name in _NAMES if number % 4)
 """Names of places in train streams."""
 FIXED_NAMES = tuple(name for number, name in _NAMES if number % 4 == 0)
-"""Names of all other places: what a bank learnt in a run is never about them."""
+"""Names of all other places. Experience from a run never refers to these names."""
 
 
 class PlaceStream:
-    """A `TaskSource` of the places of one environment. `goal` is a template with a `{place}`.
+    """`TaskSource` of the places of one environment. `goal` is a template with a `{place}`.
 
     The params of its tasks are `lgen` (the layout), `core` (the dynamics) and `place` (the name).
     """
@@ -63,16 +74,16 @@ class PlaceStream:
         self._round: tuple[int, list[int]] = (-1, [])
 
     def draw(self, n: int) -> Sequence[Task]:
-        """The next n tasks of the stream, one for each group."""
+        """Return the next n tasks of the stream, one for each group."""
         tasks = [self.task_at(self._drawn + i) for i in range(n)]
         self._drawn += n
         return tasks
 
     def task_at(self, k: int) -> Task:
-        """Task k of the stream (from 0), without drawing it."""
+        """Return task k of the stream, counted from 0, without drawing it."""
         number, position = divmod(k, self._settings.places)
         place = self._order(number)[position]
-        # every place is visited once a round, so its past follows from the round's number
+        # every place is visited once per round, so the round's number gives its number of visits
         layout = (
             (self._ages[place] + number) // self._settings.visits
             if place >= self._settings.permanent
@@ -90,7 +101,7 @@ class PlaceStream:
         )
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """The stream does not depend on what came of its tasks."""
+        """Ignore the trajectories. The stream does not depend on them."""
 
     def state(self) -> State:
         return {"drawn": self._drawn}
@@ -109,7 +120,11 @@ class PlaceStream:
 def known_tasks(
     env: str, goal: str, n: int, seed: int, settings: StreamSettings
 ) -> tuple[Task, ...]:
-    """n tasks in the permanent places of the run with `seed`, in turn, each under held-out dynamics of its own."""
+    """Return n tasks in the permanent places of the run with `seed`, in turn.
+
+    Each task has separate held-out dynamics. Raise `ValueError` if n > 0 and there are no permanent
+    places.
+    """
     if settings.permanent == 0 and n > 0:
         raise ValueError(
             "without permanent places there is no `known` eval: set permanent to 1 or more"
@@ -126,12 +141,16 @@ def known_tasks(
 def fixed_tasks(
     env: str, goal: str, layouts: range, n: int, split: Split = "new"
 ) -> tuple[Task, ...]:
-    """n tasks in the first n layouts of a range, the same in every run: the `new` eval, demonstrations, the probe."""
+    """Return n tasks in the first n layouts of a range, the same in every run.
+
+    Used for the unseen split (`new`), demonstrations and the probe. Raise `ValueError` if the range
+    has fewer than n layouts.
+    """
     if n > len(layouts):
         raise ValueError(f"there are {len(layouts):,} places, not {n:,}")
     tasks = []
     for i, lgen in enumerate(layouts[:n]):
-        name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # neighbours share no word
+        name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # names of consecutive tasks share no word
         tasks.append(
             _task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen))
         )
@@ -139,26 +158,32 @@ def fixed_tasks(
 
 
 def revisited(env: str, task: Task, visit: int) -> Task:
-    """The task's place under the held-out dynamics of its visit number `visit` (from 0)."""
+    """Return the task's place under the held-out dynamics of visit `visit`, counted from 0."""
     core = _pick(HELD_OUT_DYNAMICS, 0, f"{env}/visit", int(task.params["lgen"]), visit)
     return replace(task, seed=core, params={**task.params, "core": core})
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The tasks of an environment of named places: what its `EnvSpec` declares of them. `goal` is a template with a `{place}`."""
+    """Tasks of an environment with named places, as its `EnvSpec` declares them."""
 
     env: str
+    """Name of the environment."""
     goal: str
+    """Template of the goal, with a `{place}`."""
 
     def stream(self, seed: int, settings: StreamSettings) -> PlaceStream:
-        """The train stream of a run with `seed`: named places that persist over visits."""
+        """Return the train stream of a run with `seed`: named places that persist over visits."""
         return PlaceStream(self.env, self.goal, seed, settings)
 
     def eval_tasks(
         self, split: Split, n: int, seed: int, settings: StreamSettings
     ) -> tuple[Task, ...]:
-        """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
+        """Return the first n tasks of a split.
+
+        The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is
+        the same in every run. Raise `ValueError` for any other split.
+        """
         if split == "known":
             return known_tasks(self.env, self.goal, n, seed, settings)
         if split == "new":
@@ -166,14 +191,18 @@ class Places:
         raise ValueError(f"an eval split is known or new, not {split!r}")
 
     def demonstration_tasks(self, n: int) -> tuple[Task, ...]:
-        """n places for warm-start demonstrations, which no run trains or is evaluated on."""
+        """Return n places for warm-start demonstrations.
+
+        No run trains on them or is evaluated on them.
+        """
         return fixed_tasks(self.env, self.goal, DEMONSTRATION_LAYOUTS, n)
 
     def probe_tasks(self, n: int) -> tuple[Task, ...]:
-        """n places for the advice probe, apart from every other use."""
+        """Return n places for the advice probe. They have no other use."""
         return fixed_tasks(self.env, self.goal, PROBE_LAYOUTS, n)
 
     def revisit(self, task: Task, visit: int) -> Task:
+        """Return the task's place under the held-out dynamics of visit `visit`, counted from 0."""
         return revisited(self.env, task, visit)
 
 
@@ -192,7 +221,10 @@ def _layout(env: str, seed: int, place: int, number: int) -> int:
 
 
 def _place_name(names: Sequence[str], settings: StreamSettings, place: int, layout: int) -> str:
-    """Every place of a run has a name of its own; when the names run out, they come again with a number."""
+    """Return the name of a place, which is unique in the run.
+
+    When all names are used, they are reused with a number.
+    """
     changing = settings.places - settings.permanent
     index = (
         place
@@ -210,5 +242,6 @@ def _place_names(env: str, seed: int) -> list[str]:
 
 
 def _ages(env: str, seed: int, settings: StreamSettings) -> list[int]:
+    """Return each place's number of visits before the run. It staggers the replacements."""
     rng = generator(seed, f"{env}/ages")
     return [rng.randrange(settings.visits) for _ in range(settings.places)]

@@ -1,12 +1,14 @@
-"""Runs the games of `hosting="processes"` environments for the rollouts, in worker processes (`crl.envs.worker`).
+"""Host that runs the games of `hosting="processes"` environments in worker processes.
 
-`ProcessHost` lends `ProcessEnvironment`s: async fronts of one game each. A game stays in the worker that made it; a worker holds many
-games and plays one call at a time, each under a deadline. A game that raises costs its episode. A worker that dies or overruns the
-deadline costs the episodes that have their game there; the next episode gets a new worker.
+`ProcessHost` provides `ProcessEnvironment`s: async wrappers of one game each. A game stays in the
+worker process (`crl.envs.worker`) that created it. A worker holds many games and plays one call at
+a time, each under a timeout. If a game raises, its episode fails. If a worker dies or exceeds the
+timeout, all episodes with a game in this worker fail. The next episode gets a new worker.
 
-Workers are fresh interpreters, not forks of multiprocessing's server: they inherit neither this process's memory nor its main module,
-and no helper process stands between that could outlive it or die first. They form sessions of their own, so Ctrl-C reaches this
-process alone, and end when it ends, however it does. What their games start ends with them.
+Workers are fresh interpreters, not forks of multiprocessing's server. They inherit neither this
+process's memory nor its main module. There is no helper process that could outlive this process or
+end before it. Every worker has a separate session, so Ctrl-C reaches only this process. Workers end
+when this process ends, even if it is killed. Processes that their games have started end with them.
 """
 
 from __future__ import annotations
@@ -36,28 +38,34 @@ from crl.types import Observation, StepResult, Task
 _Key = tuple[EnvSpec, Rendering]
 
 STARTING = 60.0
-"""Seconds that the making of a game may take, however short the deadline."""
+"""Minimum timeout for the creation of a game, in seconds."""
 
 UNEVEN = 16
-"""Games that a worker may lend beyond the least that any lends before tasks that it has played go elsewhere."""
+"""Allowed surplus of acquired games in a worker that has played the task before.
+
+A worker that has this many more acquired games than the least loaded worker gets no further tasks
+because of affinity.
+"""
 
 _PLAYED = 1024
-"""Tasks of which it is known who played them."""
+"""Number of tasks for which the last worker is remembered."""
 
 _FAREWELL = 5.0
-"""Seconds that a dismissed worker has to end by itself."""
+"""Seconds that a worker has to end before it is killed."""
 
 
 class ProcessHost:
-    """An `EnvironmentPool` of games that live in worker processes.
+    """`EnvironmentPool` of games that run in worker processes.
 
-    `tasks` maps a task's name to its environment and rendering; an environment's `make_game` must be importable by its name. At most
-    `processes` workers, started when they are needed. A reset or step may take `deadline` seconds, the wait for its worker not counted;
-    the making of a game, for which a worker may have to start and to import the environment, at least `STARTING`. What killed processes
-    left among temporary files is swept now.
+    `tasks` maps a task's name to its environment and rendering. An environment's `make_game` must
+    be importable by name. At most `processes` workers run; they are started on demand. A reset or
+    step may take `deadline` seconds, not counting the wait for its worker. The creation of a game
+    may take at least `STARTING` seconds, because a worker may have to start first and to import the
+    environment. The constructor removes temporary files that killed processes have left. Raise
+    `ValueError` if an environment has another hosting, or if a limit is not positive.
 
-    `failures` counts calls that raised, overran or lost their worker; `replaced` the workers that died or were given up, of each of which
-    `note` is told.
+    `failures` counts calls that raised, timed out or lost their worker. `replaced` counts workers
+    that died or were given up. `note` is called with a message for each of these workers.
     """
 
     def __init__(
@@ -73,7 +81,8 @@ class ProcessHost:
             raise ValueError(f"not hosted by processes: {', '.join(misplaced)}")
         if processes < 1 or not deadline > 0:
             raise ValueError(
-                f"needs at least one process and a positive deadline, not {processes} and {deadline}"
+                f"needs at least one process and a positive deadline, "
+                f"not {processes} and {deadline}"
             )
         for spec, _ in tasks.values():
             _require_importable(spec)
@@ -86,16 +95,18 @@ class ProcessHost:
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()
-        self._homes: OrderedDict[str, _Worker] = (
-            OrderedDict()
-        )  # of environments with affinity: who played a task last
+        # tasks of environments with affinity → the worker that played the task last
+        self._homes: OrderedDict[str, _Worker] = OrderedDict()
         self._closed = False
 
     async def acquire(self, task: Task) -> ProcessEnvironment:
-        """Lends a game of the task's environment: one given back, else a new one. It is in the worker that lends fewest, or for an
-        environment with affinity in the one that played the task last, while that lends less than `UNEVEN` more.
+        """Acquire a game of the task's environment: a released one, or else a new one.
 
-        Raises `RolloutError` when none can be made; a `ConfigError` of the environment passes through.
+        The game is in the worker with the fewest acquired games. An environment with affinity
+        prefers the worker that played the task last. This worker must have fewer than `UNEVEN` more
+        acquired games than the least loaded one.
+
+        Raise `RolloutError` if no game can be created. Re-raise a `ConfigError` of the environment.
         """
         if self._closed:
             raise RolloutError("env", "the host is closed")
@@ -116,7 +127,10 @@ class ProcessHost:
         return environment
 
     async def release(self, environment: Environment) -> None:
-        """Takes a lent environment back; its game is kept for the next episode unless it failed."""
+        """Release an acquired environment.
+
+        Its game is reused by the next episode unless it failed.
+        """
         assert isinstance(environment, ProcessEnvironment)
         if environment not in self._lent:
             return
@@ -127,7 +141,7 @@ class ProcessHost:
             environment.worker.free[environment.spec, environment.rendering].append(game)
 
     async def aclose(self) -> None:
-        """Ends every worker, and with it its games. Nothing can be acquired afterwards."""
+        """End every worker and all its games. Nothing can be acquired afterwards."""
         self._closed = True
         for environment in self._lent:
             environment.game = None
@@ -135,7 +149,10 @@ class ProcessHost:
         await asyncio.gather(*(worker.dismiss() for worker in workers))
 
     def _home(self, task: Task) -> _Worker:
-        """Return the worker that played the task last, unless it is gone or too busy."""
+        """Return the worker that played the task last, and remember the choice.
+
+        Use `_place` if this worker has ended or is too busy.
+        """
         key = repr(task)
         worker = self._homes.pop(key, None)
         least = min((worker.lent for worker in self._workers), default=0)
@@ -152,6 +169,10 @@ class ProcessHost:
         return worker
 
     def _place(self) -> _Worker:
+        """Return the worker with the fewest acquired games.
+
+        Start a new worker if all workers have acquired games and the limit is not reached.
+        """
         for worker in [worker for worker in self._workers if not worker.alive]:
             self._workers.remove(worker)
             worker.retire()
@@ -165,12 +186,17 @@ class ProcessHost:
         if not self._closed:
             self.replaced += 1
             self._note(
-                f"environments: {end.removeprefix('its ')}; another takes its place, {self.replaced} replaced so far"
+                f"environments: {end.removeprefix('its ')}; another takes its place, "
+                f"{self.replaced} replaced so far"
             )
 
 
 class ProcessEnvironment:
-    """One lent game, by its number in its worker. Every error of it is a `RolloutError` of kind env, after which the game is gone."""
+    """One acquired game, identified by its number in its worker.
+
+    Its errors are raised as `RolloutError` of kind env; a `ConfigError` is re-raised. After an
+    error the game cannot be used again.
+    """
 
     def __init__(
         self,
@@ -195,7 +221,7 @@ class ProcessEnvironment:
         return await self._call("step", text)
 
     async def aclose(self) -> None:
-        """Closes the game for good; what goes wrong with that concerns nobody any more."""
+        """Close the game permanently. Errors are ignored."""
         game, self.game = self.game, None
         if game is not None:
             self.worker.post((game, "close", ()), self._host.deadline)
@@ -232,7 +258,7 @@ def _require_importable(spec: EnvSpec) -> None:
 
 
 _Reply = tuple[Any, ConfigError | str | None]
-"""(value, None), or (None, error)."""
+"""Reply of a worker: (value, None), or (None, error)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +273,11 @@ class _Job:
 
 
 class _Worker:
-    """One worker process. `lent` counts its lent games; `free` holds those given back. lost: told how it died or why it was given up."""
+    """One worker process.
+
+    `lent` counts its acquired games. `free` holds the numbers of its released games. `lost` is
+    called with the reason when the process has died or is given up.
+    """
 
     def __init__(self, folder: Path, lost: Callable[[str], None]) -> None:
         self.lent = 0
@@ -266,7 +296,11 @@ class _Worker:
     def post(
         self, request: tuple[int, str, tuple[Any, ...]], deadline: float
     ) -> asyncio.Future[_Reply]:
-        """The reply to a request, in its turn, of `deadline` seconds; an error in words once the worker is lost."""
+        """Queue a request and return a future of its reply.
+
+        The timeout of `deadline` seconds starts when the worker gets the request. Once the worker
+        is lost, the reply is an error description.
+        """
         job = _Job(framed(request), deadline, asyncio.get_running_loop().create_future())
         if self._end:
             job.answer((None, self._end))
@@ -275,18 +309,21 @@ class _Worker:
         return job.future
 
     def retire(self) -> None:
-        """Lets the process end after the requests that it has."""
+        """Let the process end after all queued requests."""
         self._jobs.put_nowait(None)
 
     async def dismiss(self) -> None:
-        """Ends the process, whatever it does: a worker outlives its input by seconds at most."""
+        """End the process, even if it is busy.
+
+        A worker ends at most a few seconds after its input is closed.
+        """
         if self._process is not None:
             self._process.stdin.close()  # type: ignore[union-attr]
         self.retire()
         await self._serving
 
     async def _serve(self) -> None:
-        """Starts the process and hands it one request at a time, until it is retired or lost."""
+        """Start the process and pass requests to it one by one, until it is retired or lost."""
         try:
             self._folder.mkdir()
             self._process = await self._start()
@@ -302,7 +339,7 @@ class _Worker:
         await self._bury()
 
     async def _play(self, process: asyncio.subprocess.Process, job: _Job) -> bool:
-        """Whether the worker is still there after this request."""
+        """Play one request. Return whether the worker can still be used."""
         if job.future.cancelled():
             return True
         try:
@@ -314,26 +351,27 @@ class _Worker:
         except (EOFError, OSError):
             await self._see_end()
             self._end = self._fate(process)
-        except Exception as error:  # the game's own classes are in it: a reply that cannot be read here can raise anything
+        except Exception as error:
+            # a reply may hold objects of a game's classes, so reading it can raise anything
             self._end = f"its worker's reply cannot be read: {describe(error)}"
         job.answer((None, self._end))
         return False
 
     async def _start(self) -> asyncio.subprocess.Process:
-        paths = os.pathsep.join(
-            path or os.getcwd() for path in sys.path
-        )  # what can be imported here, can be there
+        # the worker can import the same modules as this process
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         loop = asyncio.get_running_loop()
         with (self._folder / "log").open("wb") as log:
             self._transport, protocol = await loop.subprocess_exec(
                 lambda: _Pipes(loop, self._ended), sys.executable, "-P", "-m", "crl.envs.worker",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)}, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)},
+                start_new_session=True,
             )  # fmt: skip
         return asyncio.subprocess.Process(self._transport, protocol, loop)
 
     async def _see_end(self) -> None:
-        """Returns when the process has ended, which it is made to when it takes its time."""
+        """Wait until the process has ended. Kill it after `_FAREWELL` seconds."""
         try:
             await asyncio.wait_for(self._ended.wait(), _FAREWELL)
         except TimeoutError:
@@ -341,12 +379,13 @@ class _Worker:
             await self._ended.wait()
 
     def _kill(self) -> None:
-        """Ends the process, if it has not, and whatever its games have started."""
+        """Kill the process, if it still runs, and all processes that its games have started."""
         assert self._process is not None
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+        with suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _fate(self, process: asyncio.subprocess.Process) -> str:
+        """Return a description of how the process ended."""
         code = process.returncode or 0
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -356,15 +395,16 @@ class _Worker:
         return f"its worker {how}{self._last_words()}"
 
     def _last_words(self) -> str:
+        """Return the last line of the process's log, or an empty text."""
         try:
             lines = (self._folder / "log").read_text("utf-8", errors="replace").split("\n")
-        except OSError:  # somebody tidied up the folder for temporary files
+        except OSError:  # the folder for temporary files was cleaned up
             return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 
     async def _bury(self) -> None:
-        """Sees the process end, answers what still waits, and removes its folder."""
+        """Answer all waiting requests, wait for the process to end, and remove its folder."""
         process, lost = self._process, bool(self._end)
         self._end = self._end or "its worker has ended"
         while not self._jobs.empty():
@@ -381,8 +421,10 @@ class _Worker:
 
 
 class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
-    """A process's pipes, which a child of it can hold open. ended: set when the process itself has ended; `Process.wait` may wait for
-    the pipes too."""
+    """Pipes of a process. A child of the process can keep them open.
+
+    `ended` is set when the process itself has ended. `Process.wait` may also wait for the pipes.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         super().__init__(limit=1 << 16, loop=loop)
@@ -396,7 +438,7 @@ class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
 async def _exchange(
     process: asyncio.subprocess.Process, ended: asyncio.Event, frame: bytes
 ) -> _Reply:
-    """Raises `EOFError` or `OSError` when the process is gone."""
+    """Send a request and return the reply. Raise `EOFError` or `OSError` if the process ended."""
     replying, ending = (
         asyncio.create_task(_asked(process, frame)),
         asyncio.create_task(ended.wait()),

@@ -1,4 +1,7 @@
-"""Finds environments by name. Their modules are imported on first use, so listing names costs nothing."""
+"""Lookup of environments by name.
+
+Environment modules are imported on first use, so listing the names imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,26 @@ _ENVIRONMENTS = {
 }
 
 GEM = "gem:"
-"""What the names of the environments of the package gem-llm begin with."""
+"""Prefix of the names of environments from the package gem-llm."""
 
 
 def names() -> tuple[str, ...]:
-    """The environments that come with `crl`."""
+    """Return the names of the environments that ship with `crl`, sorted."""
     return tuple(sorted(_ENVIRONMENTS))
 
 
 def get_spec(name: str, key: str = "env") -> EnvSpec:
-    """The declared environment: one of `names()`, `gem:ID`, or one of the user's own: `path/to/file.py:ATTRIBUTE`, or
-    `package.module:ATTRIBUTE` of what is installed or on PYTHONPATH.
+    """Return the spec of the environment with this name.
 
-    Raises `ConfigError` (its key is `key`) when there is no such environment, or it cannot be imported.
+    The name has one of these forms:
+
+    * one of `names()`;
+    * `gem:ID`, an environment of the package gem-llm;
+    * `path/to/file.py:ATTRIBUTE`, a user's environment in a file;
+    * `package.module:ATTRIBUTE`, a user's environment that is installed or on PYTHONPATH.
+
+    Raise `ConfigError` with the key `key` if the environment does not exist or cannot be imported.
+    An environment in a file must not need worker processes, because they import it by name.
     """
     if name.startswith(GEM):
         return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM), key)
@@ -74,7 +84,7 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
 
 
 def require_extra(spec: EnvSpec, key: str) -> None:
-    """Raises `ConfigError` when the environment needs an extra that is not installed."""
+    """Raise `ConfigError` if the environment needs an extra that is not installed."""
     if spec.extra:
         require_package(spec.extra, key, spec.name)
 
@@ -91,7 +101,7 @@ def _module(source: str, name: str, key: str) -> ModuleType:
         return (
             _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         )
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         if (
             isinstance(error, ModuleNotFoundError)
             and error.name
@@ -108,16 +118,18 @@ def _module(source: str, name: str, key: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, imported once a process, under a name that no other file has."""
+    """Return the module in a file.
+
+    A process imports the file only once. The module's name is unique to the file.
+    """
     name = f"crl_env_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(
-        found
-    )  # there before it runs: dataclasses look themselves up
+    # registered before it runs, because dataclasses look up their module
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Breadth-first search, for scripted players and for what is known of a layout."""
+"""Breadth-first search, for scripted players and for the analysis of layouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ S = TypeVar("S", bound=Hashable)
 def shortest_path(
     start: S, is_goal: Callable[[S], bool], moves: Callable[[S], Iterable[tuple[str, S]]]
 ) -> list[str] | None:
-    """The actions of a shortest path from `start` to the nearest goal; empty when start is one, None when there is no way.
+    """Return the actions of a shortest path from `start` to the nearest goal.
 
-    moves(state): (action, next state) pairs; of equally short paths, the one of earlier moves.
+    Return an empty list if `start` is a goal, and None if no goal can be reached. `moves(state)`
+    returns (action, next state) pairs. Among equally short paths, the pairs that come first win.
     """
     came: dict[S, tuple[S, str] | None] = {start: None}
     queue = deque([start])

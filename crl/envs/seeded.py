@@ -1,4 +1,4 @@
-"""Streams of episodes that differ by a seed alone, for environments without places that persist.
+"""Task streams whose episodes differ by a seed alone, for environments without persistent places.
 
 Draws are addressed by (run seed, name, number), so task k of a stream is a pure function of k.
 """
@@ -14,23 +14,29 @@ from crl.types import Split, Task, Trajectory
 
 TRAIN_SEEDS = range(0, 1 << 30)
 NEW_SEEDS = range(1 << 30, 1 << 31)
-"""The `new` eval, the same in every run. All seeds fit numpy's 32 bits."""
+"""Seeds of the unseen split (`new`), the same in every run. All seeds fit into numpy's 32 bits."""
 
 
 class SeededTasks:
-    """What an `EnvSpec` needs of tasks: `source` is its `task_source`, `eval_tasks` its `eval_tasks`. All have one goal."""
+    """Tasks of an `EnvSpec`, all with the same goal.
+
+    `source` is its `task_source`, and `eval_tasks` is its `eval_tasks`.
+    """
 
     def __init__(self, env: str, goal: str) -> None:
         self._env, self._goal = env, goal
 
     def source(self, seed: int, settings: StreamSettings) -> SeedStream:
-        """The train stream of the run with `seed`."""
+        """Return the train stream of the run with `seed`."""
         return SeedStream(self._env, self._goal, seed)
 
     def eval_tasks(
         self, split: Split, n: int, seed: int, settings: StreamSettings
     ) -> tuple[Task, ...]:
-        """The first n `new` tasks. Raises `ValueError` for `known` ones, of which there are none."""
+        """Return the first n tasks of the unseen split (`new`).
+
+        Raise `ValueError` for the seen split (`known`), which does not exist.
+        """
         if split != "new":
             raise ValueError(
                 f"{self._env} has no places that stay, so it has no `known` eval: set it to 0"
@@ -39,7 +45,7 @@ class SeededTasks:
 
 
 class SeedStream:
-    """A `TaskSource`: every task has a seed of its own."""
+    """`TaskSource` that draws a seed for every task."""
 
     def __init__(self, env: str, goal: str, seed: int) -> None:
         self._env, self._goal, self._seed = env, goal, seed
@@ -59,7 +65,7 @@ class SeedStream:
         ]
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """The stream does not depend on what came of its tasks."""
+        """Ignore the trajectories. The stream does not depend on them."""
 
     def state(self) -> State:
         return {"drawn": self._drawn}

@@ -1,7 +1,7 @@
-"""A process that plays games for `crl.envs.processes`: `python -m crl.envs.worker`, one pickled request after the other on stdin,
-one reply each on stdout.
+"""Worker process that plays games for `crl.envs.processes`: `python -m crl.envs.worker`.
 
-It ends when its stdin does, so it cannot outlive its parent, not even under a game that hangs.
+The worker reads one pickled request after the other from stdin and writes one reply to each to
+stdout. It ends when stdin is closed, so it cannot outlive its parent, even if a game hangs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from crl.envs.host import CheckedGame, describe
 from crl.errors import ConfigError
 
 LENGTH = struct.Struct(">I")
-"""What comes before each pickle: its length in bytes."""
+"""Header of every pickle: its length in bytes."""
 
 _GRACE = 2.0
-"""Seconds that games have to close once the parent is gone."""
+"""Seconds that games have to close after the parent has ended."""
 
 _Frames = queue.SimpleQueue[bytes | None]
 
 
 def framed(message: object) -> bytes:
+    """Return the message as a pickle with its length header."""
     data = pickle.dumps(message)
     return LENGTH.pack(len(data)) + data
 
 
 def main() -> None:
+    """Answer requests until stdin is closed, then close all games."""
     requests, replies = _take_pipes()
     frames: _Frames = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, frames), daemon=True).start()
@@ -45,7 +47,10 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes to the parent, for nobody else: what games print goes to stderr, and they have nothing to read."""
+    """Return the two pipes to the parent, and disconnect all other code from them.
+
+    Output that games print is redirected to stderr. Their stdin is empty.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -54,6 +59,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(requests: BinaryIO, frames: _Frames) -> None:
+    """Pass requests to `frames`, and None when stdin is closed.
+
+    Then end the process after `_GRACE` seconds, even if a game hangs.
+    """
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
         frames.put(requests.read(*LENGTH.unpack(head)))
     frames.put(None)
@@ -62,12 +71,13 @@ def _read(requests: BinaryIO, frames: _Frames) -> None:
 
 
 def _reply(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str | None]:
-    """(value, None), or (None, error): in words, unless it is the user's to mend."""
+    """Return (value, None), or (None, error).
+
+    The error is a description, or a `ConfigError` if the user has to fix the cause.
+    """
     try:
         return _play(games, *pickle.loads(frame)), None
-    except (
-        BaseException
-    ) as error:  # whatever a game raises, SystemExit too, costs its episode and not the process
+    except BaseException as error:  # even SystemExit must fail only the episode, not the process
         return None, error if type(error) is ConfigError else describe(error)
 
 

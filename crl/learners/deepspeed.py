@@ -1,10 +1,15 @@
-"""The DeepSpeed learner: one model trained by several processes, its optimizer, gradients and weights cut up among them by ZeRO.
+"""DeepSpeed learner: one model trained by several processes.
 
-Cast. `DeepSpeedLearner` lives on the event loop; it starts one process per rank (`crl.learners.worker`), shares every minibatch out,
-gives all ranks the same commands and waits for their answers, for as long as they get further. `_Process` is one rank as seen from here.
+ZeRO partitions the optimizer state, the gradients and the weights among the processes (ranks).
 
-A rank that raises, dies or stops ends the learner within seconds, ranks that wait for each other do after a deadline: its `LearnerError`
-says what happened to which rank, and its cause is the rank's own traceback. Weights go out from the first rank: in a file, or over NCCL to
+* `DeepSpeedLearner` runs on the event loop. It starts one process per rank
+  (`crl.learners.worker`) and splits every minibatch among the ranks. It sends the same commands to
+  all ranks and waits for their answers as long as they make progress.
+* `_Process` represents one rank in this process.
+
+If a rank raises an error, dies or hangs, the learner fails within seconds. If ranks wait for each
+other, the learner fails after a deadline. The `LearnerError` names the rank and the failure; its
+cause is the traceback of the rank. Rank 0 publishes the weights, either in a file or over NCCL to
 engines on other GPUs.
 """
 
@@ -37,73 +42,88 @@ from crl.types import Minibatch, StepStats
 T = TypeVar("T")
 
 OPTIMIZER = "optimizer.safetensors"
-"""The optimizer's state beside a saved model: as wholes, so that any number of ranks can take it up again."""
+"""File name of the optimizer state beside a saved model.
+
+The file holds whole tensors, so any number of ranks can load it.
+"""
 
 BEAT_S = 1.0
-"""Seconds between two signs of life of a rank."""
+"""Seconds between two heartbeats of a rank."""
 
 SILENCE_S = 7.0
-"""Seconds without one after which a rank counts as hung: stopped, or stuck where no Python runs."""
+"""Heartbeat timeout in seconds. A rank without a heartbeat for this time counts as hung.
+
+The rank is stopped, or it is blocked in code during which no Python thread can run.
+"""
 
 LOADING_S = 1800.0
-"""Seconds that ranks may take to start, and to load a checkpoint's model: one long read of a disk."""
+"""Timeout in seconds for the start of the ranks, and for loading a checkpoint from a slow disk."""
 
 GRACE_S = 1.0
-"""Seconds in which a rank that fails may be followed by the one that it failed of."""
+"""Seconds to wait after a failure, so that the rank that caused it is detected too."""
 
 FAREWELL_S = 5.0
-"""Seconds that ranks have to end by themselves."""
+"""Seconds that ranks have to end by themselves before they are killed."""
 
 LAST_LINES = 40
-"""Of a rank's log that are told when it is lost."""
+"""Number of lines from the end of a lost rank's log that are reported."""
 
 _LENGTH = struct.Struct("!Q")
+"""Length prefix of a message: 8 bytes, unsigned, big-endian."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What every rank is given.
-
-    model: directory of the model; key: the setting that named it; precision: of weights in forward and backward passes (the optimizer
-    keeps float32 ones); zero: the stage; offload: the optimizer's state is kept in host memory; deadline: seconds in which one of them
-    must get further.
-    """
+    """Settings that are the same for every rank."""
 
     model: Path
+    """Directory of the model."""
     key: str
+    """Setting that names the model; used in error messages."""
     loss: Loss
     optimizer: OptimizerSection
     train: TrainSettings
     device: Literal["cpu", "cuda"]
     precision: Literal["float32", "bfloat16"]
+    """Dtype of the weights in forward and backward passes. The optimizer's weights are float32."""
     threads: int
+    """CPU threads of a rank."""
     zero: int
+    """Stage of ZeRO, 0 to 3."""
     offload: bool
+    """Store the optimizer state in host memory."""
     deterministic: bool
+    """Use deterministic algorithms only."""
     deadline: float
+    """Timeout in seconds without progress of any rank."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place among the others. folder: theirs, for as long as they live."""
+    """First message to a rank: its settings and its number."""
 
     settings: RankSettings
     rank: int
+    """Number of this rank, from 0."""
     ranks: int
+    """Number of ranks."""
     folder: Path
+    """Temporary folder shared by all ranks. It is removed when the learner ends."""
 
 
 class RankTraceback(Exception):
-    """What a rank said of its end: the cause of a `LearnerError`, there for the log."""
+    """Tracebacks or last log lines of lost ranks; the cause of a `LearnerError` in the log."""
 
 
 class DeepSpeedLearner:
-    """`crl.protocols.Learner` in processes of its own. `version` counts the steps that changed the weights."""
+    """`crl.protocols.Learner` in separate processes."""
 
     def __init__(
         self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int
     ) -> None:
+        """Create a learner without processes; `start` creates and starts a learner."""
         self.version = 0
+        """Number of steps that changed the weights."""
         self._settings, self._deadline, self._receivers = settings, deadline, receivers
         self._patience = LOADING_S
         size = model_size(settings.model, settings.key)
@@ -130,10 +150,15 @@ class DeepSpeedLearner:
         gpus: Sequence[str] = (),
         receivers: int = 0,
     ) -> DeepSpeedLearner:
-        """deadline: seconds without progress after which a command is given up. gpus: one for each rank, as CUDA_VISIBLE_DEVICES names
-        them; none on the CPU. receivers: vLLM's workers to which weights are broadcast over NCCL; 0 = they go out in a file.
+        """Start a learner with `ranks` processes. Return when all ranks have loaded the model.
 
-        Raises `ConfigError` for a model that cannot be loaded, `LearnerError` when the ranks do not come up.
+        * `deadline`: seconds without progress after which a command fails.
+        * `gpus`: one GPU per rank, named as in CUDA_VISIBLE_DEVICES; empty on the CPU.
+        * `receivers`: number of vLLM workers that receive the weights over NCCL. With 0, the
+          weights are published in a file.
+
+        Raise `ConfigError` if the model cannot be loaded, and `LearnerError` if the ranks do not
+        start.
         """
         learner = cls(settings, ranks, deadline=deadline, receivers=receivers)
         try:
@@ -144,11 +169,14 @@ class DeepSpeedLearner:
         return learner
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
-        """See `crl.protocols.Learner`. Raises `LearnerError`."""
+        """Run one training step. See `crl.protocols.Learner`. Raise `LearnerError` on failure."""
         return await self._unbroken(self._step(minibatches))
 
     async def publish(self) -> FileWeights | NcclWeights:
-        """See `crl.protocols.Learner`. A broadcast begins when the engine has it sent."""
+        """Publish the weights. See `crl.protocols.Learner`.
+
+        A broadcast over NCCL begins when the engine calls the `send` of the returned handle.
+        """
         return await self._unbroken(self._announce() if self._receivers else self._write())
 
     async def save(self, directory: Path) -> None:
@@ -158,7 +186,7 @@ class DeepSpeedLearner:
         await self._unbroken(self._command("load", directory))
 
     async def watch(self) -> None:
-        """See `crl.protocols.Learner`."""
+        """Wait until a rank is lost, then raise the error. See `crl.protocols.Learner`."""
         await self._trouble.wait()
         async with self._turn:
             raise self._failure or await self._lost("idle")
@@ -201,9 +229,10 @@ class DeepSpeedLearner:
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
 
-    # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
     async def _start(self, gpus: Sequence[str]) -> None:
+        """Start all ranks, wait until they are ready, and start the supervision."""
         count = len(self._ranks)
         for rank in self._ranks:
             await rank.start(
@@ -221,11 +250,11 @@ class DeepSpeedLearner:
         self._spawn(self._watch())
 
     async def _command(self, name: str, *arguments: object) -> Any:
-        """The same for all ranks."""
+        """Send the same command to all ranks. Return the answer of rank 0."""
         return await self._commands(name, [arguments] * len(self._ranks))
 
     async def _commands(self, name: str, arguments: Sequence[tuple[object, ...]]) -> Any:
-        """One for each rank; what the first one answers."""
+        """Send a command with separate arguments to each rank. Return the answer of rank 0."""
         async with self._turn:
             if self._failure:
                 raise self._failure
@@ -238,8 +267,12 @@ class DeepSpeedLearner:
     async def _meet(
         self, name: str, calls: Sequence[Coroutine[Any, Any, T]], limit: float | None = None
     ) -> Sequence[T]:
-        """All answers, unless a rank is lost before. limit: seconds, whatever progress there is. Raises `LearnerError`, and what a rank
-        found wrong with its settings."""
+        """Return the answers of all ranks to the command `name`.
+
+        `limit` is a timeout in seconds that applies even if the ranks make progress. Raise
+        `LearnerError` if a rank is lost or the timeout expires. Raise the rank's own error if it is
+        a `CrlError`, such as a `ConfigError`.
+        """
         answers = asyncio.gather(*calls)
         trouble = asyncio.create_task(self._trouble.wait())
         try:
@@ -256,7 +289,10 @@ class DeepSpeedLearner:
             await asyncio.gather(answers, trouble, return_exceptions=True)
 
     async def _unbroken(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` comes to. A cancelled caller does not cut it short: no rank may miss a command, no step its version."""
+        """Return the result of `work`. If the caller is cancelled, `work` still runs to its end.
+
+        Otherwise a rank could miss a command, or a step could miss the update of `version`.
+        """
         return await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -268,17 +304,20 @@ class DeepSpeedLearner:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits; nobody may
+            task.exception()  # avoid a warning if no caller retrieves the exception
 
-    # ── supervision ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── supervision ───────────────────────────────────────────────────────────────────────────────
 
     async def _listen(self, rank: _Process) -> None:
-        """Takes down what a rank says, until it is gone."""
+        """Process the messages of a rank until its process ends, then report the loss."""
         await rank.listen(self._trouble)
         self._trouble.set()
 
     async def _watch(self) -> None:
-        """Misses the signs of life, and of progress. A pause of this process itself, in which nothing was read, is nobody's silence."""
+        """Detect ranks whose heartbeat or progress has stalled.
+
+        Ignore gaps that are caused by a pause of this process. Return after the first detection.
+        """
         loop = asyncio.get_running_loop()
         last = loop.time()
         while not self._trouble.is_set():
@@ -292,14 +331,18 @@ class DeepSpeedLearner:
                     rank.silent = True
                     self._trouble.set()
             busy = [rank for rank in self._ranks if rank.busy]
-            if (
-                busy and now - max(rank.moved for rank in busy) > self._patience
-            ):  # one that waits for another stands still too
+            # A rank that waits for another rank makes no progress either. Therefore only a stall of
+            # all busy ranks counts.
+            if busy and now - max(rank.moved for rank in busy) > self._patience:
                 self._stuck = True
                 self._trouble.set()
 
     async def _lost(self, when: str) -> CrlError:
-        """Ends every rank; returns why it had to be."""
+        """Kill all ranks and return the error that explains the loss. Store a `LearnerError`.
+
+        `when` describes the activity at the time of the loss. If the ranks are stuck, they first
+        write the stacks of their threads to their logs.
+        """
         if self._stuck:
             for rank in self._ranks:
                 rank.ask_where()
@@ -314,7 +357,7 @@ class DeepSpeedLearner:
         return told or self._failure
 
     def _verdict(self) -> tuple[str, Sequence[_Process]]:
-        """What happened, and the ranks that have something to say about it."""
+        """Return a description of the failure and the ranks to report on, most relevant first."""
         guilty, count = min(self._ranks, key=_Process.guilt), len(self._ranks)
         if fault := guilty.fault():
             return f"rank {guilty.number} of {count} {fault}", [guilty]
@@ -332,27 +375,34 @@ class DeepSpeedLearner:
         ]
 
 
-# ── one rank, from here ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── process of one rank ───────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a rank raised. error: the error itself where it is one of crl's."""
+    """Error that a rank raised."""
 
     summary: str
+    """Type and message of the error."""
     traceback: str
     error: CrlError | None
+    """Error object if it is a `CrlError`, else None."""
 
 
 class _Process:
-    """One rank's process. On the loop's clock, `heard`: when it last said anything; `moved`: when it last got further. `progress`: how
-    far it has come, commands begun and then what was done in the last one; which of two ranks is behind."""
+    """Process of one rank."""
 
     def __init__(self, number: int, log: Path) -> None:
         self.number, self._log = number, log
         self.heard = self.moved = 0.0
+        """Times of the last message and of the last progress, on the event loop's clock."""
         self.progress = (0, 0)
+        """Number of commands begun, and number of ticks in the last command.
+
+        A comparison shows which of two ranks is behind.
+        """
         self.busy = self.died = self.silent = False
+        """State of the rank: works on a command, process has ended, heartbeats are missing."""
         self.raised: _Raised | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
@@ -366,12 +416,13 @@ class _Process:
             )  # fmt: skip
 
     async def call(self, message: object) -> Any:
-        """The answer. Waits for ever when the rank is lost."""
+        """Send a message and return the answer. Wait forever if the rank is lost."""
         assert self._process is not None
         assert self._process.stdin is not None
         self.busy, self.moved = True, asyncio.get_running_loop().time()
-        framed = await asyncio.to_thread(frame, message)  # a step's samples take a while
-        with suppress(OSError):  # its end is noticed where it is listened to
+        # Pickling the samples of a step takes a while.
+        framed = await asyncio.to_thread(frame, message)
+        with suppress(OSError):  # `listen` detects the end of the process
             self._process.stdin.write(framed)
             await self._process.stdin.drain()
         answer = await self._answers.get()
@@ -379,7 +430,10 @@ class _Process:
         return answer
 
     async def listen(self, trouble: asyncio.Event) -> None:
-        """Until the rank is gone. trouble: set when it says that it failed."""
+        """Process the rank's messages until its process ends.
+
+        Set `trouble` if the rank reports an error.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         with suppress(EOFError, OSError):
@@ -400,11 +454,15 @@ class _Process:
         self.died = True
 
     def guilt(self) -> int:
-        """Smaller is likelier to be what the others failed of: a death breaks their connections, which they report as errors."""
+        """Return a sort key: a smaller number means a more likely cause of the other ranks' errors.
+
+        The order is: died, raised an error, missed its heartbeats, none of these. When a rank dies,
+        the connections of the other ranks break, and these ranks report errors.
+        """
         return [self.died, self.raised is not None, self.silent, True].index(True)
 
     def fault(self) -> str | None:
-        """What is wrong with it; None when it is only late."""
+        """Return a description of the rank's fault, or None if the rank is at most late."""
         if self.died:
             return self._fate()
         if self.raised:
@@ -412,6 +470,7 @@ class _Process:
         return f"hangs: no sign of life for {SILENCE_S:g} s" if self.silent else None
 
     def _fate(self) -> str:
+        """Return a description of how the process ended."""
         assert self._process is not None
         code = self._process.returncode or 0
         if code == -signal.SIGKILL:
@@ -423,12 +482,15 @@ class _Process:
         )
 
     def ask_where(self) -> None:
-        """Has the rank write down what its threads are doing, if it has come so far as to understand."""
+        """Ask the rank to write the stacks of its threads to its log.
+
+        Do nothing if the rank has not sent a message yet, because it may not handle the signal.
+        """
         if self._process is not None and self._process.returncode is None and self.heard:
             self._process.send_signal(signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """The traceback of what it raised, else the end of its log."""
+        """Return the traceback of the rank's error, or the end of its log if it raised none."""
         if self.raised:
             return self.raised.traceback
         try:
@@ -438,7 +500,10 @@ class _Process:
         return "\n".join(lines[-LAST_LINES:]) or "(nothing)"
 
     async def end(self, *, kill: bool = False) -> None:
-        """A rank ends when its pipe closes; it is killed when it does not, or at once."""
+        """Close the pipe, which ends the rank. Kill the process if it does not end in time.
+
+        If `kill` is true, kill the process immediately.
+        """
         process = self._process
         if process is None:
             return
@@ -454,15 +519,14 @@ class _Process:
 
 
 def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None) -> dict[str, str]:
-    """A rank sees its own GPU only, and starts before anything else is known of it."""
+    """Return the environment variables of a rank's process. The rank sees only its own GPU."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0 if gpu is not None else rank}
     own = {
         "PYTHONPATH": paths,
         "DS_ACCELERATOR": settings.device,
-        "GLOO_SOCKET_IFNAME": os.environ.get(
-            "GLOO_SOCKET_IFNAME", "lo"
-        ),  # all ranks are on this machine
+        # All ranks run on this machine.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": str(settings.threads),
     }
     if gpu is not None:
@@ -472,11 +536,15 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     return {**os.environ, **own, **{name: str(value) for name, value in places.items()}}
 
 
-# ── what goes through the pipe ──────────────────────────────────────────────────────────────────────────────────────
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Minibatch]]:
-    """Every rank's share of each minibatch, about equally many tokens. Weights and total tokens stay those of the whole."""
+    """Split each minibatch among the ranks. Return a list of minibatches for each rank.
+
+    The ranks get about equal numbers of tokens. The weights of the samples and `total_tokens` still
+    refer to the whole minibatch.
+    """
     shares: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for minibatch in minibatches:
         dealt = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
@@ -491,12 +559,13 @@ def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Miniba
 
 
 def frame(message: object) -> bytes:
+    """Return the pickled message with its length prefix."""
     body = pickle.dumps(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def read_frame(stream: BinaryIO) -> Any:
-    """Raises `EOFError` at the stream's end."""
+    """Read one message from the stream. Raise `EOFError` at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError

@@ -1,4 +1,4 @@
-"""The in-process learner: one model, one AdamW, one worker thread."""
+"""In-process learner: one model, one AdamW optimizer, one worker thread."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPTIMIZER = "optimizer.pt"
-"""Optimizer and schedule beside a saved model."""
+"""File name of the optimizer and schedule state beside a saved model."""
 
 
 class LocalLearner:
-    """`crl.protocols.Learner` in this process. `version` counts the steps that changed the weights.
+    """`crl.protocols.Learner` in this process.
 
-    A model in half precision is trained through `MasterWeights`.
+    A model in half precision is trained with float32 master weights (`MasterWeights`).
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class LocalLearner:
     ) -> None:
         self.model = model
         self.version = 0
+        """Number of steps that changed the weights."""
         self._masters = None if model.dtype == torch.float32 else MasterWeights(model)
         trained = self._masters.parameters if self._masters else model.parameters()
         cuda = model.device.type == "cuda"
-        optim, schedule = adamw(
-            trained, optimizer, fused=cuda
-        )  # fused: without as much memory again for the update
+        # The fused update needs no temporary memory of the size of the weights.
+        optim, schedule = adamw(trained, optimizer, fused=cuda)
         if self._masters:
             self._masters.follow(optim)
         self._trainer = Trainer(model, optim, schedule, loss, settings)
@@ -59,7 +59,7 @@ class LocalLearner:
         )
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
-        """See `crl.protocols.Learner`. Raises `LearnerError`."""
+        """Run one training step. See `crl.protocols.Learner`. Raise `LearnerError` on failure."""
         return await self._compute(self._step, minibatches)
 
     async def publish(self) -> InProcessWeights:
@@ -72,7 +72,7 @@ class LocalLearner:
         await self._compute(self._load, directory)
 
     async def watch(self) -> None:
-        """A thread is not lost by itself."""
+        """Wait forever, because a thread cannot be lost while it is idle."""
         await asyncio.Event().wait()
 
     def state(self) -> State:
@@ -86,9 +86,9 @@ class LocalLearner:
 
     def _step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         stats = self._trainer.step(minibatches, self.version)
-        self.version += (
-            stats.updates > 0
-        )  # here, where a cancelled caller cannot part it from the weights
+        # On the worker thread, because a cancelled caller must not separate the version from the
+        # weights.
+        self.version += stats.updates > 0
         return stats
 
     def _save(self, directory: Path) -> None:
@@ -115,9 +115,13 @@ class LocalLearner:
             self._masters.load(saved["masters"])
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        """Return the result of `work(*args)`, run on the worker thread.
+
+        Raise every error except a `CrlError` as `LearnerError`.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         except CrlError:
             raise
-        except Exception as error:  # out of memory, a full disk, a bug: whatever it is, the weights can no longer be trusted
+        except Exception as error:  # such as out of memory; the weights may be damaged
             raise LearnerError(f"the learner failed: {type(error).__name__}: {error}") from error

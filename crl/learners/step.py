@@ -1,7 +1,8 @@
-"""One training step in plain torch, shared by every learner: minibatches in, optimizer updates out.
+"""Training step in plain torch, shared by all learners.
 
-The gradient does not depend on how a minibatch is cut: weights and token totals belong to the whole minibatch, losses of
-micro-batches are summed.
+A step makes one optimizer update per minibatch. The gradient does not depend on how a minibatch is
+split into micro-batches: sample weights and token totals refer to the whole minibatch, and the
+losses of the micro-batches are summed.
 """
 
 from __future__ import annotations
@@ -29,36 +30,46 @@ if TYPE_CHECKING:
 
 
 MOMENT = "moment_"
-"""What names of figures begin with that others are computed from, at the end."""
+"""Name prefix of intermediate metrics, from which `mismatch` computes the final metrics."""
 
 ROUNDING = 1e-10
-"""Of a mean square: what does not vary has a smaller variance."""
+"""Variance relative to the mean square, at or below which a quantity counts as constant."""
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What a training step needs to know.
-
-    temperature: the one that sampled, by which logits are scaled; micro_batch_tokens: tokens of one forward pass;
-    max_grad_norm: gradient clipping; recompute: old log-probs are the trainer's at the start of the step instead of the
-    engine's; importance_cap: truncation of the trainer-to-engine importance weights (only with recompute); kl_coef: weight of
-    KL(model ‖ the model at the start), summed over the samples that the minibatch still has and divided by all its trained tokens;
-    0 = no reference is kept; activation_checkpointing: activations are computed again for the gradient instead of kept.
-    """
+    """Settings of a training step."""
 
     temperature: float
+    """Sampling temperature of the engine, by which the logits are divided."""
     micro_batch_tokens: int
+    """Maximum number of tokens of one forward pass. A longer sample has its own forward pass."""
     max_grad_norm: float
+    """Norm to which gradients are clipped."""
     recompute: bool = False
+    """Use the trainer's log-probs at the start of the step as old log-probs, not the engine's."""
     importance_cap: float | None = None
+    """Cap of the trainer-to-engine importance weights, used only with `recompute`.
+
+    None disables the weights.
+    """
     kl_coef: float = 0.0
+    """Weight of KL(model ‖ reference); the reference is the model at the start of the run.
+
+    The KL is summed over the samples that the minibatch still contains and divided by
+    `Minibatch.total_tokens`. With 0 there is no reference model.
+    """
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them."""
 
 
 def adamw(
     parameters: Iterable[torch.Tensor], section: OptimizerSection, **options: bool
 ) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
-    """The optimizer of a model, and its warm-up: a learning rate that rises linearly over the first updates."""
+    """Return an AdamW optimizer and its schedule.
+
+    The learning rate rises linearly over the first `warmup_steps` updates and is then constant.
+    """
     betas = (section.beta1, section.beta2)
     optimizer = torch.optim.AdamW(
         parameters,
@@ -73,17 +84,21 @@ def adamw(
 
 @dataclass(frozen=True)
 class Tensors:
-    """A micro-batch, right-padded to [b, t]; adv is [b, t] too, weights [b]."""
+    """Micro-batch as tensors, right-padded to [b, t]. Only `weights` has the shape [b]."""
 
     ids: torch.Tensor
     mask: torch.Tensor
+    """True at trained tokens."""
     old_logp: torch.Tensor
+    """Log-probs of the behaviour policy, float32."""
     versions: torch.Tensor
+    """Policy version that sampled each token; negative where no policy sampled it."""
     advantage: torch.Tensor
     weights: torch.Tensor
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], device: torch.device) -> Tensors:
+        """Return the tensors of `samples`."""
         width = max(len(s.trace.ids) for s in samples)
 
         def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
@@ -105,15 +120,20 @@ class Tensors:
         )
 
     def old_logps(self, logp: torch.Tensor) -> torch.Tensor:
-        """Return the behaviour policy's log-probs [b, t]; `logp` itself where no policy sampled the token.
+        """Return the log-probs [b, t] of the behaviour policy.
 
-        There the ratio is 1, and the gradient that of the advantage times the log-likelihood.
+        Tokens that no policy sampled get the detached `logp`. Their importance ratio is therefore
+        1, and their gradient is that of the advantage times the log-likelihood.
         """
         return torch.where(self.versions < 0, logp.detach(), self.old_logp)
 
 
 class Figures:
-    """Adds up a step's metrics: `…_max` by maximum, the others as means weighted by trained tokens."""
+    """Accumulator of a step's metrics.
+
+    Metrics whose names end in `_max` are combined by maximum. All other metrics are combined as
+    means, weighted by trained tokens.
+    """
 
     def __init__(
         self, rows: Iterable[tuple[Mapping[str, torch.Tensor | float], float]] = ()
@@ -121,12 +141,14 @@ class Figures:
         self.rows = list(rows)
 
     def add(self, metrics: Mapping[str, torch.Tensor | float], tokens: float) -> None:
+        """Add metrics of `tokens` trained tokens."""
         self.rows.append((metrics, tokens))
 
     def merge(self, other: Figures) -> None:
         self.rows += other.rows
 
     def result(self) -> dict[str, float]:
+        """Return the combined metrics. A mean over 0 tokens is left out."""
         sums: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = {}
@@ -141,8 +163,12 @@ class Figures:
 
 
 def mismatch_moments(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Means over tokens of what `mismatch` is computed from: with g = trainer − engine and e = engine, log-probs [n] of the same tokens
-    under the same weights. Means of parts, weighted by tokens, are those of the whole."""
+    """Return the means over tokens from which `mismatch` is computed.
+
+    `trainer` and `engine` are log-probs [n] of the same tokens under the same weights. The means
+    are those of e = engine, g = trainer − engine, their squares and product, and the k3 terms.
+    Means of several parts can be combined by weighting them with their numbers of tokens.
+    """
     gap, engine = (trainer - engine).double(), engine.double()
     terms = {
         "kl": gap.exp() - 1 - gap,
@@ -156,10 +182,13 @@ def mismatch_moments(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, t
 
 
 def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
-    """How far the trainer's log-probs are from the engine's, and in which way.
+    """Return metrics of the difference between the trainer's and the engine's log-probs.
 
-    mismatch_kl: KL of the trainer against the engine (k3 estimator), nats a token; mismatch_correlation: of the two, 1 where either
-    does not vary; mismatch_explained: share of the gap's variance that follows linearly from the engine's log-prob.
+    * `mismatch_kl`: KL between engine and trainer in nats per token. It is the k3 estimator
+      exp(g) − 1 − g on tokens sampled by the engine, which estimates KL(engine ‖ trainer).
+    * `mismatch_correlation`: correlation of the two log-probs; 1 if one of them is constant.
+    * `mismatch_explained`: share of the variance of g that a linear function of the engine's
+      log-prob explains; 0 if the engine's log-prob or g is constant.
     """
     kl, g, e, gg, ee, ge = (moments[MOMENT + name] for name in ("kl", "g", "e", "gg", "ee", "ge"))
     of_gap, of_engine, common = gg - g * g, ee - e * e, ge - g * e
@@ -177,19 +206,25 @@ def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
 
 
 def untrained(probe: Sequence[TokenTrace]) -> Minibatch:
-    """As something to be cut into micro-batches."""
+    """Return the traces as a minibatch that can be split into micro-batches.
+
+    All weights, all advantages and `total_tokens` are 0.
+    """
     return Minibatch(tuple(TrainSample(trace, 0.0, 0.0) for trace in probe), 0)
 
 
 class Trainer:
-    """Applies minibatches to one model, which is as the run started when it comes here, and from then on reads packed sequences.
+    """Training of one model on minibatches.
 
-    The gradients are those of the optimizer's parameters, which need not be the model's (`MasterWeights`). Not thread-safe: a
-    learner calls it from its one worker.
+    The constructor sets the model to read packed sequences. The model must still have the weights
+    of the start of the run, because the reference for the KL is copied from it. The optimizer's
+    parameters may differ from the model's (`MasterWeights`). A trainer is not thread-safe: a
+    learner calls it from one worker thread only.
     """
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler,
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
         loss: Loss, settings: TrainSettings,
     ) -> None:  # fmt: skip
         pack_sequences(model)
@@ -200,7 +235,11 @@ class Trainer:
         self._reference = copy.deepcopy(model).requires_grad_(False) if settings.kl_coef else None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
-        """One optimizer update per minibatch. `version` is the trainer's policy version at the start of the step."""
+        """Make one optimizer update per minibatch and return the metrics of the step.
+
+        `version` is the trainer's policy version at the start of the step. An update whose loss or
+        gradient is not finite is skipped.
+        """
         figures = Figures()
         measured = [Figures() for _ in minibatches]
         if self.settings.recompute:
@@ -212,16 +251,16 @@ class Trainer:
         grad_norms = []
         learning_rate = float(self.schedule.get_last_lr()[0])
         for minibatch, own in zip(minibatches, measured, strict=True):
-            # The trainer's weights are those of `version` until the first update: only then can its log-probs be held
-            # against the engine's.
+            # The trainer has the weights of `version` until the first update. Only until then can
+            # its log-probs be compared with the engine's.
             if updates == 0:
                 self._probe(minibatch, own, version)
             total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
             grad_norm = self._update(total)
             if grad_norm is None:
-                skipped += 1  # with its figures: they may be as little finite as its loss
+                skipped += 1  # its metrics are dropped too, because they may not be finite
                 continue
-            learning_rate = float(self.schedule.get_last_lr()[0])  # the one that was applied
+            learning_rate = float(self.schedule.get_last_lr()[0])  # the rate of this update
             self.schedule.step()
             updates += 1
             grad_norms.append(grad_norm)
@@ -239,7 +278,11 @@ class Trainer:
         return StepStats(updates, skipped, metrics)
 
     def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
-        """Leaves the minibatch's gradient in the parameters; returns its loss."""
+        """Compute the minibatch's gradient, store it in the parameters and return the loss.
+
+        Add the metrics to `figures`. `probe` is the trainer's version if its log-probs can be
+        compared with the engine's, else None.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for _, batch in self._micro_batches(minibatch):
@@ -251,7 +294,11 @@ class Trainer:
     def _loss(
         self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None
     ) -> torch.Tensor:
-        """A micro-batch's part of its minibatch's loss."""
+        """Return the part of the minibatch's loss that belongs to one micro-batch.
+
+        Add the metrics of the micro-batch to `figures`. `probe` is the trainer's version if its
+        log-probs can be compared with the engine's, else None.
+        """
         logp, entropy, kl = self._tokens(batch)
         old_logp = batch.old_logps(logp)
         loss, metrics = self.loss(
@@ -273,12 +320,16 @@ class Trainer:
         return loss
 
     def _tokens(self, batch: Tensors) -> TokenFigures:
+        """Return log-prob, entropy and KL of the trained tokens of a micro-batch."""
         return token_logprobs(
             self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
         )
 
     def _update(self, total: float) -> float | None:
-        """Clips and applies the gradient; returns its norm before, or None, with nothing applied, when it or the loss is not finite."""
+        """Clip the gradient, make the update and return the norm before clipping.
+
+        If the loss `total` or the norm is not finite, make no update and return None.
+        """
         trained = [
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
         ]
@@ -290,13 +341,13 @@ class Trainer:
         return norm
 
     def _pooled(self, figures: Figures) -> Figures:
-        """With those of whoever else works on the same minibatches."""
+        """Return the metrics of all processes that train on the same minibatches."""
         return figures
 
     def _add_mismatch(
         self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int
     ) -> None:
-        """The trainer against the engine, on tokens of the trainer's own version."""
+        """Add the mismatch between trainer and engine on tokens sampled by policy `version`."""
         same = batch.mask & (batch.versions == version)
         tokens = int(same.sum())
         if tokens:
@@ -304,6 +355,7 @@ class Trainer:
 
     @torch.no_grad()
     def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+        """Add the mismatch between trainer and engine on the minibatch's probe traces."""
         for _, batch in self._micro_batches(untrained(minibatch.probe)):
             self._add_mismatch(figures, self._tokens(batch).logp, batch, version)
 
@@ -318,7 +370,10 @@ class Trainer:
 
     @torch.no_grad()
     def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
-        """The minibatch with the trainer's own log-probs as the old ones, importance weights folded into the advantages."""
+        """Return the minibatch with the trainer's log-probs as old log-probs.
+
+        If `importance_cap` is set, the advantages are multiplied by truncated importance weights.
+        """
         recomputed = []
         for samples, batch in self._micro_batches(minibatch):
             logp = self._tokens(batch).logp

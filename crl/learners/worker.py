@@ -1,10 +1,13 @@
-"""One rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and drives.
+"""Rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and controls.
 
-Cast. `Link` is the pipe to the parent: commands in, answers out, and every second a sign of life, with how far the rank has come.
-`ZeroTrainer` is the shared training step on a model whose optimizer, gradients and weights ZeRO cuts up among the ranks. `Rank` carries
-out the commands; every rank is given the same ones in the same order, because each of them is a collective operation.
+* `Link` is the pipe to the parent process. It receives commands, and sends answers and a heartbeat
+  every second. The heartbeat contains the progress of the rank.
+* `ZeroTrainer` is the shared training step on a model whose optimizer state, gradients and weights
+  ZeRO partitions among the ranks.
+* `Rank` executes the commands. All ranks receive the same commands in the same order, because each
+  command is a collective operation.
 
-A rank lives as long as its parent: when the pipe closes it ends at once, whatever it does.
+When the pipe closes, the process ends immediately.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -66,20 +69,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for every weight."""
+"""Names of the optimizer state that AdamW stores for every weight."""
 
 IDLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
-"""What a rank computes, and drops, while others have one more micro-batch than it has: all must meet in every pass."""
+"""Dummy sample for a rank that has fewer micro-batches than another rank.
+
+The rank computes the sample and drops the result, because all ranks must take part in every pass.
+"""
 
 
-# ── the parent's end ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pipe to the parent ────────────────────────────────────────────────────────────────────────────
 
 
 class Link:
-    """The pipe to the parent. Whatever this process prints goes to its log instead.
-
-    `tick` is called at everything that shows progress, and that all ranks do alike: those that wait for others are then ahead of these.
-    """
+    """Pipe to the parent process. Everything that this process prints is written to its log."""
 
     def __init__(self) -> None:
         self._in: BinaryIO = sys.stdin.buffer
@@ -90,34 +93,40 @@ class Link:
         os.dup2(2, 1)
 
     def seat(self) -> Seat:
-        """The first thing that the parent says; from then on it is listened to beside the work."""
+        """Read and return the first message. Start the listener and heartbeat threads."""
         seat = read_frame(self._in)
         threading.Thread(target=self._listen, args=(seat.folder,), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         return seat
 
     def command(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the next command and return its name and arguments."""
         command = self._commands.get()
         self._progress = (self._progress[0] + 1, 0)
         return command
 
     def tick(self) -> None:
+        """Count one unit of progress within the current command.
+
+        Call this method at the same points of the work in all ranks. A rank that waits for another
+        rank then has a higher count than that rank.
+        """
         begun, done = self._progress
         self._progress = (begun, done + 1)
 
     def say(self, kind: str, value: object = None) -> None:
+        """Send a message to the parent."""
         with self._lock:
             self._out.write(frame((kind, value)))
             self._out.flush()
 
     def _listen(self, folder: Path) -> None:
+        """Receive commands until the pipe closes, then clean up and end the process."""
         try:
             while True:
                 self._commands.put(read_frame(self._in))
-        except (
-            EOFError,
-            OSError,
-        ):  # the parent has closed the pipe, or is gone without having tidied up
+        except (EOFError, OSError):
+            # The parent has closed the pipe, or has ended without cleaning up.
             shutil.rmtree(folder, ignore_errors=True)
             sweep_all()
         finally:
@@ -130,7 +139,8 @@ class Link:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank is that does not answer
+    """Run a rank: execute commands until the parent closes the pipe."""
+    faulthandler.register(signal.SIGUSR1)  # the parent requests stack dumps of a stuck rank
     link = Link()
     try:
         rank = Rank(link.seat(), link.tick)
@@ -144,14 +154,19 @@ def main() -> None:
             "failed",
             (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(told)),
         )
-        threading.Event().wait()  # an end would break the others' connections: the parent must hear of this error first
+        # Do not end here: that would break the connections of the other ranks. The parent must
+        # receive this error before their errors.
+        threading.Event().wait()
 
 
-# ── the training step ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── training step ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Scorer(torch.nn.Module):
-    """Log-probs as the module whose calls DeepSpeed watches: within one, ZeRO-3 gathers weights and gives them up again."""
+    """Computation of log-probs as a module.
+
+    DeepSpeed wraps this module. ZeRO-3 gathers the weights during a call and then releases them.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -164,16 +179,23 @@ class Scorer(torch.nn.Module):
         temperature: float,
         reference: PreTrainedModel | None,
     ) -> torch.Tensor:
-        """`TokenFigures` as one tensor [3, b, t]: whatever a loss makes of them, all ranks walk back the same way, and meet."""
+        """Return `TokenFigures` as one tensor [3, b, t].
+
+        With a single output, the backward pass is the same in all ranks, whichever parts a loss
+        uses. The collective operations of the ranks then match.
+        """
         return torch.stack(token_logprobs(self.model, ids, mask, temperature, reference=reference))
 
 
 class ZeroTrainer(Trainer):
-    """The shared step on one rank's share of every minibatch. Each rank loads the whole model into host memory before it is cut up, and
-    where there is a KL to a reference keeps all of that.
+    """Shared training step on one rank's share of every minibatch.
 
-    DeepSpeed averages gradients over ranks; the losses of the shares add up, so each is multiplied by their number. All ranks go
-    through the same number of micro-batches, and apply or refuse an update together.
+    Each rank first loads the whole model into host memory; ZeRO then partitions the model. A
+    reference model for the KL remains whole on every rank.
+
+    DeepSpeed averages gradients over ranks, but the losses of the shares must be summed. Therefore
+    each loss is multiplied by the number of ranks. All ranks compute the same number of
+    micro-batches, and all of them make or skip an update together.
     """
 
     def __init__(
@@ -181,7 +203,7 @@ class ZeroTrainer(Trainer):
     ) -> None:
         dtype = getattr(torch, settings.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
-        require_packing(model, settings.model, settings.key)  # later ZeRO has cut it up
+        require_packing(model, settings.model, settings.key)  # before ZeRO partitions the model
         optimizer, schedule = adamw(
             model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda"
         )
@@ -195,7 +217,10 @@ class ZeroTrainer(Trainer):
         self._allocate()
 
     def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
-        """Of the whole minibatch, like the loss."""
+        """Compute the gradient of the whole minibatch and return its loss, summed over the ranks.
+
+        See `Trainer._gradient`.
+        """
         if self.stage == 0:
             self.optimizer.zero_grad(set_to_none=True)
         own = [batch for _, batch in self._micro_batches(minibatch)]
@@ -212,7 +237,8 @@ class ZeroTrainer(Trainer):
             self._tick()
             if last:
                 total = self._sum(total)
-                # A loss that is not finite may have a gradient that is: spoilt, it is refused, by every rank alike.
+                # A loss that is not finite may have a finite gradient. A gradient of NaN makes all
+                # ranks skip the update.
                 loss = loss if math.isfinite(total) else loss * math.nan
             self.engine.backward(loss * self._ranks)
         return total
@@ -253,11 +279,16 @@ class ZeroTrainer(Trainer):
         self._catch_up(behind)
 
     def _behind(self, minibatch: Minibatch) -> int:
-        """How many micro-batches fewer than another rank this one has. Asked before the first: a pass is a meeting of all ranks too."""
+        """Return how many micro-batches this rank has fewer than the rank with the most.
+
+        Call this method before the first micro-batch, because all ranks take part in this
+        exchange and in every pass.
+        """
         own = sum(1 for _ in self._micro_batches(minibatch))
         return self._most(own) - own
 
     def _catch_up(self, passes: int) -> None:
+        """Run `passes` forward passes on the dummy sample."""
         for _ in range(passes):
             self._tokens(self._idle())
 
@@ -265,21 +296,26 @@ class ZeroTrainer(Trainer):
         return Tensors.of([IDLE], self._device)
 
     def _idle_loss(self) -> torch.Tensor:
+        """Return a loss of 0 whose backward pass is that of a micro-batch."""
         return self._tokens(self._idle()).logp.sum() * 0.0
 
     def _most(self, count: int) -> int:
-        """The largest of the ranks' counts."""
+        """Return the maximum of `count` over all ranks."""
         largest = torch.tensor(count, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
     def _sum(self, value: float) -> float:
+        """Return the sum of `value` over all ranks."""
         total = torch.tensor(value, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return float(total)
 
     def _allocate(self) -> None:
-        """Has the optimizer make its state, by an update of nothing: so there is always one to save, and one to load into."""
+        """Create the optimizer state with an update at learning rate 0.
+
+        `save` and `load` need an existing state.
+        """
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -292,7 +328,7 @@ class ZeroTrainer(Trainer):
 
     @property
     def updates(self) -> int:
-        """Applied so far; what AdamW corrects its moments by."""
+        """Number of updates so far, which AdamW uses to correct the bias of its moments."""
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     @updates.setter
@@ -302,8 +338,12 @@ class ZeroTrainer(Trainer):
 
 
 def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Batch sizes are formal: a step's micro-batches are as many as it needs. In bfloat16 gradients are
-    summed in float32, over micro-batches and over ranks, and an update that is not finite is refused, as it is in float32."""
+    """Return DeepSpeed's configuration.
+
+    The batch sizes are placeholders: a step uses as many micro-batches as it needs. In bfloat16,
+    gradients are summed in float32 over micro-batches and ranks. An update that is not finite is
+    skipped, as in float32.
+    """
     zero: dict[str, Any] = {"stage": settings.zero}
     if settings.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": settings.device == "cuda"}
@@ -326,14 +366,14 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
     }
 
 
-# ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Rank:
-    """Carries out what the parent asks of all ranks. Answers that are the same on all are read from rank 0."""
+    """Commands of the parent. The parent uses the answer of rank 0."""
 
     def __init__(self, seat: Seat, tick: Callable[[], None]) -> None:
-        """tick: called whenever the work gets further."""
+        """Join the process group and load the model. `tick` is called when the work progresses."""
         settings = seat.settings
         torch.set_num_threads(settings.threads)
         if settings.deterministic:
@@ -341,16 +381,16 @@ class Rank:
         self._device = torch.device(settings.device)
         self._first = seat.rank == 0
         self._settings, self._rank, self._ranks = settings, seat.rank, seat.ranks
-        # Nothing is compiled: an interrupted compilation would hang every later run.
+        # Do not compile DeepSpeed's ops: an interrupted compilation would hang every later run.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
         dist.init_process_group(
             "nccl" if settings.device == "cuda" else "gloo",
             init_method=f"file://{seat.folder / 'ranks'}",
             rank=seat.rank,
             world_size=seat.ranks,
-            timeout=timedelta(
-                seconds=2 * max(settings.deadline, LOADING_S)
-            ),  # the parent, which asks all of them where they are, is to be first
+            # The shorter timeouts of the parent must expire first, because the parent then collects
+            # the stacks of all ranks.
+            timeout=timedelta(seconds=2 * max(settings.deadline, LOADING_S)),
         )
         self._tick = tick
         self._trainer = ZeroTrainer(settings, seat.ranks, self._device, tick)
@@ -361,9 +401,11 @@ class Rank:
         return self._trainer.step(minibatches, version)
 
     def publish(self, path: Path | None) -> tuple[int, WeightManifest] | None:
-        """Checksum and manifest of the weights, from the first rank; it writes them to `path` too.
+        """Return checksum and manifest of the weights on rank 0, and None on other ranks.
 
-        Without one they are only gathered and counted, where they are: `broadcast` gathers them again when the engines wait for them.
+        Rank 0 writes the weights to `path`. If `path` is None, the ranks only gather the weights
+        and rank 0 computes the checksum; `broadcast` gathers the weights again when the engines
+        wait for them.
         """
         manifest = self._manifest(
             {name: str(p.dtype) for name, p in self._model.named_parameters()}
@@ -379,9 +421,13 @@ class Rank:
         return (crc, manifest) if self._first else None
 
     def broadcast(self, port: int, world_size: int) -> None:
-        """Sends the weights from the first rank, the NCCL group's rank 0, to vLLM's workers, gathered one by one and packed as they expect.
+        """Send the weights from rank 0 to vLLM's workers over NCCL.
 
-        Not run where this was written, for want of GPUs: read against the source of vLLM 0.32.0.
+        Rank 0 is also rank 0 of the NCCL group. The weights are gathered one by one and packed in
+        vLLM's format.
+
+        This method has not been run, because no GPUs were available when it was written. It was
+        checked against the source of vLLM 0.32.0.
         """
         if not self._first:
             for _ in self._weights():
@@ -390,7 +436,7 @@ class Rank:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        if self._receivers is None:  # the workers meet this rank here, the first time
+        if self._receivers is None:  # the workers join the group before the first transfer
             self._receivers = trainer_init(
                 {"master_address": MEETING, "master_port": port, "world_size": world_size}
             )
@@ -399,7 +445,10 @@ class Rank:
         )
 
     def save(self, directory: Path) -> None:
-        """The model as Hugging Face has it, and beside it what the optimizer knows of each weight, whoever held which part."""
+        """Write the model in Hugging Face format, and the optimizer state beside it.
+
+        The optimizer state is stored as whole tensors that do not depend on the number of ranks.
+        """
         whole = {name: tensor.cpu().clone() for name, tensor in self._weights() if self._first}
         if self._first:
             kept = self._model.state_dict().keys()
@@ -416,7 +465,10 @@ class Rank:
         self._write(directory / OPTIMIZER, self._manifest(names), self._states(), metadata)
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, with any number of ranks and at any stage."""
+        """Load a checkpoint of `save`, which may have used another number of ranks or ZeRO stage.
+
+        Raise `LearnerError` if the directory holds no optimizer state of this kind of learner.
+        """
         saved = directory / OPTIMIZER
         if not saved.is_file():
             raise LearnerError(
@@ -450,15 +502,20 @@ class Rank:
         ):
             group["lr"] = rate
 
-    # Parameters that ZeRO has cut up, as wholes. At stage 3 a weight exists only while it is gathered; from stage 1 on the float32
-    # weights and moments that are trained are each in parts. Every rank goes through them in the same order.
+    # Access to whole tensors that ZeRO has partitioned. At stage 3 a whole weight exists only while
+    # it is gathered. From stage 1 on, the float32 weights and the moments are partitioned. All
+    # ranks visit the tensors in the same order.
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """What is saved of each weight beside the model; "weight" is its float32 value where the model's own is rounded."""
+        """Names of the tensors saved for each weight, in addition to the model.
+
+        "weight" is the float32 value; it is saved if the model's own weight is rounded.
+        """
         return MOMENTS if self._settings.precision == "float32" else ("weight", *MOMENTS)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and whole tensor of each weight. A tensor is valid until the next one."""
         for name, parameter in self._model.named_parameters():
             with self._gathered(parameter):
                 yield name, parameter.detach()
@@ -466,17 +523,23 @@ class Rank:
     def _gathered(
         self, parameter: torch.nn.Parameter, *, change: bool = False
     ) -> AbstractContextManager[Any]:
+        """Return a context in which the parameter is whole.
+
+        With `change`, the value on rank 0 is distributed to all ranks at the end.
+        """
         self._tick()
         if self._trainer.stage < 3:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if change else None)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and whole tensor of each part of the optimizer state."""
         for kind in self._kinds:
             for name, parameter in self._model.named_parameters():
                 yield f"{kind}.{name}", self._state(parameter, kind)
 
     def _state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        """Return a whole tensor of the optimizer state. `kind` is "weight" or one of `MOMENTS`."""
         self._tick()
         if not self._trainer.stage:
             return self._trainer.optimizer.state[parameter][kind]
@@ -489,11 +552,13 @@ class Rank:
         return whole
 
     def _set_weight(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Set the parameter to the whole tensor `value`."""
         with self._gathered(parameter, change=True), torch.no_grad():
             if self._first or self._trainer.stage < 3:
                 parameter.copy_(value)
 
     def _set_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        """Set a part of the optimizer state to the whole tensor `value`."""
         self._tick()
         value = value.to(self._device)
         if not self._trainer.stage:
@@ -517,7 +582,10 @@ class Rank:
                 safe_set_local_optimizer_state(parameter, part, kind)
 
     def _manifest(self, dtypes: dict[str, str]) -> WeightManifest:
-        """dtypes: of tensors that are shaped like the parameters, in their order, once or several times over."""
+        """Return a manifest of tensors that have the shapes of the parameters.
+
+        `dtypes` maps names to dtypes. It lists the parameters once or several times, in order.
+        """
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in self._model.parameters()]
         return WeightManifest(
             tuple(dtypes), tuple(dtypes.values()), tuple(shapes * (len(dtypes) // len(shapes)))
@@ -530,7 +598,10 @@ class Rank:
         named: Iterator[tuple[str, torch.Tensor]],
         metadata: dict[str, str] | None = None,
     ) -> int:
-        """By the first rank; the others only help to gather."""
+        """Write the tensors to `path` on rank 0 and return their checksum.
+
+        The other ranks only take part in gathering the tensors and return 0.
+        """
         tensors = (tensor for _, tensor in named)
         if self._first:
             return write_tensors(path, manifest, tensors, metadata)

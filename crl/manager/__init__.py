@@ -1,4 +1,7 @@
-"""The ExperienceManager: retrieval, distillation, credit, on a durable bank. Imports neither torch nor transformers."""
+"""Experience manager: retrieval, distillation and credit on a durable bank.
+
+The package imports neither torch nor transformers.
+"""
 
 from crl.manager.credit import CreditSettings, ExtractorSample
 from crl.manager.distil import DistilSettings, PromptWriter

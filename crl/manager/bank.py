@@ -1,4 +1,8 @@
-"""The active entries in memory: what searches read. The store is the truth; this is its copy with an index per scope."""
+"""Active entries in memory, for searches.
+
+The store is authoritative. This is a copy of its active entries, with one index per task or one
+index for all tasks.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +21,35 @@ from crl.seeds import generator
 from crl.types import ExperienceUse, Lift, UseKind
 
 Scope = Literal["task", "shared"]
+"""Episodes that an entry may guide: those of its own task, or those of every task."""
+
 Vector = NDArray[np.float32]
 
 GROUPS = 4096
-"""Groups whose pick is remembered for members that ask later; far more than are ever in flight."""
+"""Number of groups whose shared entry is remembered for members that search later.
+
+This is far more than the number of groups in flight.
+"""
 
 
 class Bank:
-    """dim: of the vectors; scope: entries guide their own task alone, or any; seed: of the draws that decide ties.
+    """In-memory copy of the active entries with their indexes.
 
-    No method awaits. What is put is seen whole by the next search. `nearest` alone may be called on other threads, while nothing is
-    put or removed.
+    `dim` is the size of the vectors. `seed` determines the draws that break ties and place trials.
+
+    No method awaits, so a search sees a change either completely or not at all. Only `nearest` may
+    be called on other threads, and only while no entry is put or removed.
     """
 
     def __init__(self, dim: int, scope: Scope, settings: RetrievalSettings, seed: int) -> None:
-        self.entries: dict[str, Entry] = {}  # the last written last
+        self.entries: dict[str, Entry] = {}  # in the order in which they were last written
         self._indexes: dict[str, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
-        self._picks: dict[tuple[str, int], Hit | None] = {}  # with per = "group" alone
+        self._picks: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
         self._counts: dict[UnitKey, tuple[int, int | None]] = {}
 
     def put(self, entry: Entry, vector: Vector) -> None:
-        """Adds an entry or its next version. An older version than the one that is there changes nothing."""
+        """Add an entry or a newer version of it. Ignore a version that is not newer."""
         known = self.entries.get(entry.uid)
         if known is None or known.version < entry.version:
             self.entries.pop(entry.uid, None)
@@ -48,46 +59,52 @@ class Bank:
             ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
-        """The entry guides nobody any more; not an error when it is not there."""
+        """Remove an entry, so that no search returns it. Do nothing if it is not in the bank."""
         entry = self.entries.pop(uid, None)
         if entry is not None:
             self._indexes[self._room(entry.task)].remove(uid)
 
     def credit(self, unit: UnitKey, reward: float) -> None:
-        """One more credited episode of the unit, if it is a current version."""
+        """Add a credited episode to the unit if it is the current version of an entry."""
         if entry := self._current(unit):
             entry.credited += 1
             entry.credit += reward
 
     def lift(self, unit: UnitKey, lift: Lift) -> None:
-        """Add a group's lift to the unit's, if it is a current version."""
+        """Add a group's lift to the unit's lift if it is the current version of an entry."""
         if entry := self._current(unit):
             entry.lift = entry.lift + lift if entry.lift else lift
 
     def vote(self, unit: UnitKey, value: int) -> None:
-        """One more vote on the unit, if it is a current version."""
+        """Add a vote to the unit if it is the current version of an entry."""
         if entry := self._current(unit):
             entry.votes += value
 
     def nearest(self, task: str, query: Vector) -> list[Neighbour]:
-        """What `task` may be guided by, the most similar first: at most as many as are looked at."""
+        """Return the entries that may guide `task`, the most similar first.
+
+        At most `RetrievalSettings.candidates` entries are returned.
+        """
         index = self._indexes.get(self._room(task))
         return index.nearest(query, self._settings.candidates) if index else []
 
     def size(self, task: str) -> int:
-        """Entries that `task` may be guided by."""
+        """Return the number of entries that may guide `task`."""
         return len(self._indexes.get(self._room(task), ()))
 
     def due(self) -> list[Index]:
-        """The indexes whose next snapshot is to be built."""
+        """Return the indexes whose next snapshot should be built now."""
         return [index for index in self._indexes.values() if index.due]
 
     def decided(self, request: SearchRequest, *, counted: bool) -> bool:
-        """Whether a member of the request's group has searched before it, and its pick is shared."""
+        """Return whether an earlier member of the group has already chosen the shared entry."""
         return counted and not request.asked and (request.task.name, request.group) in self._picks
 
     def remembered(self, requests: Sequence[SearchRequest]) -> list[Hit | None] | None:
-        """The picks that earlier members of the requests' groups made for all of them; None where one has to be made."""
+        """Return the shared entries that earlier members of the requests' groups have chosen.
+
+        Return None if at least one entry is still to be chosen.
+        """
         if any(request.asked for request in requests):
             return None
         try:
@@ -104,11 +121,16 @@ class Bank:
         counted: bool,
         near: Sequence[Neighbour] | None = None,
     ) -> Hit | None:
-        """The experience for one episode, counted at once, so that the next search sees it as retrieved.
+        """Return the experience that guides one episode.
 
-        With `per = "group"` the members of a group get at their start what the first of them got, and it counts once. A question is
-        answered to its member alone. counted = False leaves no trace: it neither counts nor remembers. near: what `nearest` finds, where
-        it was asked before.
+        The retrieval is counted immediately, so the next search sees the updated count.
+
+        With `per = "group"`, all members of a group get the same experience at their start: the one
+        that the first of them got. It is counted once. A question is answered for its member alone.
+
+        * step: completed actor steps.
+        * counted: if False, the search is neither counted nor remembered.
+        * near: result of `nearest`, if it has been computed before.
         """
         group = (request.task.name, request.group)
         if self.decided(request, counted=counted):
@@ -135,7 +157,10 @@ class Bank:
         return hit
 
     def _is_trial(self, request: SearchRequest) -> bool:
-        """Return whether the search tries an entry. The members of a group share a phase, whenever they search."""
+        """Return whether the search is a trial of a rarely retrieved entry.
+
+        All members of a group have the same phase, regardless of when they search.
+        """
         share = self._settings.trials
         if not share:
             return False
@@ -143,7 +168,10 @@ class Bank:
         return is_trial(0 if self._shared(request) else request.member, share, phase)
 
     def take_counts(self) -> dict[UnitKey, tuple[int, int | None]]:
-        """(retrieved, last_returned_step) of the units that were returned since the last call."""
+        """Return the counts of the units that were retrieved since the last call.
+
+        The counts are (retrieved, last_returned_step) by unit.
+        """
         counts, self._counts = self._counts, {}
         return counts
 

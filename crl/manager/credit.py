@@ -1,7 +1,9 @@
-"""What the extractor is trained on: which credit units make a batch, with what weight and advantage. Pure.
+"""Training batches of the extractor: credit units, weights and advantages. Pure functions.
 
-CRL §3.3 and appendix B. A unit is one op of one generation; its reward the mean of r = ±1 over the pending episodes it guided, or
-of r̃ (eq. 8) over those it was found for where the actor judges.
+See CRL §3.3 and appendix B. A unit is one op of one generation. Its reward is the mean of r = ±1
+over the pending episodes that it guided. If the actor judges experiences, it is the mean of r̃
+(eq. 8) over the pending episodes that it was retrieved for. The expected r of an episode without
+experience may be subtracted (`crl.manager.records.Credit`).
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from crl.types import TokenTrace
 
 @dataclass(frozen=True, slots=True)
 class CreditSettings:
-    """What the extractor's training makes of credit."""
+    """Settings for training the extractor on credit."""
 
     cooldown: int = 2
     """δ of CRL eq. 7, in actor steps."""
     alpha: float = 0.5
     """α of CRL eq. 7."""
     malformed_reward: float | None = None
-    """Reward of a generation without any op. None: such generations are not trained on."""
+    """Reward of a generation without a usable op. None: these generations are not trained on."""
     centred: bool = True
-    """Whether advantages are taken against the batch's mean. Rewards that are relative already, to what
-    a group came to without experience, are advantages as they are."""
+    """Whether the mean reward of the batch is subtracted.
+
+    This is not needed for rewards that are relative to the success of the same group without
+    experience.
+    """
 
     def __post_init__(self) -> None:
         if self.cooldown < 0 or self.alpha < 0:
@@ -36,30 +41,37 @@ class CreditSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExtractorSample:
-    """A training sample: a generation with the mask on one op's tokens, on those before its first op, or
-    on the token that made it malformed.
+    """Training sample of the extractor.
 
-    id: what `mark_trained` takes; reward: r̄ ∈ [−2, 2], with the critic's scores at most 3;
-    weight: w of eq. 7; advantage: w·(r̄ − baseline), see `batch_samples`.
+    The mask selects a part of one generation: the tokens of one op, the tokens before the first op,
+    or the token that made the generation malformed.
     """
 
     id: str
+    """Id for `ExperienceManager.mark_trained`."""
     generation: str
+    """Id of the generation."""
     trace: TokenTrace
     reward: float
+    """r̄ ∈ [−2, 2]; with the critic's scores at most 3."""
     weight: float
+    """w of CRL eq. 7."""
     advantage: float
+    """w·(r̄ − baseline), see `batch_samples`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A unit that may be trained on, with the counters of its generation."""
+    """Unit with pending rewards, with the counters of its generation."""
 
     pending: PendingUnit
     c_train: int
+    """c_train of CRL eq. 7: number of times that the generation was trained on."""
     t_last: int | None
+    """t_last of CRL eq. 7: actor step that last trained on the generation; None if none did."""
 
     def weight(self, step: int, settings: CreditSettings) -> float:
+        """Return w of CRL eq. 7 after `step` completed actor steps; 0 during the cooldown."""
         return training_weight(
             step, self.t_last, self.c_train, cooldown=settings.cooldown, alpha=settings.alpha
         )
@@ -68,10 +80,10 @@ class Ready:
 def choose_batch(
     ready: Sequence[Ready], n: int, step: int, settings: CreditSettings
 ) -> list[Ready] | None:
-    """The first `n` of `ready`, which is in order of becoming ready; None when there are not so many.
+    """Return a batch of the first `n` suitable units of `ready`; None if there are fewer.
 
-    Units in cooldown wait and do not fill the batch; at most n // 4 of it are generations without an op. step: completed
-    actor steps.
+    `ready` is in the order of preference. Units in cooldown are skipped. At most n // 4 units of a
+    batch are generations without a usable op. `step` is the number of completed actor steps.
     """
     batch: list[Ready] = []
     malformed = 0
@@ -93,16 +105,24 @@ def batch_samples(
     step: int,
     settings: CreditSettings,
 ) -> list[ExtractorSample]:
-    """The samples of a batch: one per unit in order, then one per generation for the tokens before its first op.
+    """Return the samples of a batch.
 
-    A = w·(r̄ − baseline), the baseline being the mean of r̄ over the units, weighted by w. **Ours**: with the plain mean the
-    advantages would not sum to 0 as soon as the weights differ. What is trained again, at a lower weight, is mostly what helped;
-    so their sum would be negative, and every batch would push down what all answers have in common: that they are answers.
+    The first samples are one per unit, in the order of the batch. Then follows one sample per
+    generation for the tokens before its first op. It is omitted if there are no such tokens or if
+    the generation is malformed.
 
-    Where the settings do not centre, the baseline is 0. A right lesson earns 0 in a place that is won
-    without it, and the mean of lessons that help elsewhere would push it down there.
+    The advantage is A = w·(r̄ − baseline). The baseline is the mean of r̄ over the units, weighted
+    by w. **Ours**: with the unweighted mean, the advantages would not sum to 0 if the weights
+    differ. Units that are trained again have a lower weight, and most of them have helped. The sum
+    would therefore be negative, and every batch would lower the probability of the features that
+    all answers share.
 
-    The tokens before the first op have as r̄ the mean over those ops of their generation that are in this batch.
+    If `settings.centred` is False, the baseline is 0. A correct lesson earns 0 in a place where the
+    actor wins without it. The mean of lessons that help in other places would give it a negative
+    advantage.
+
+    For the tokens before the first op, r̄ is the mean over the ops of the generation that are in
+    this batch.
     """
     weights = [unit.weight(step, settings) for unit in batch]
     baseline = 0.0
@@ -139,7 +159,10 @@ def _sample(
 
 
 def masked_trace(generation: Generation, span: tuple[int, int]) -> TokenTrace:
-    """Prompt and completion with the mask on the sampled tokens [start, stop) alone, and nothing after them."""
+    """Return the trace of a generation up to sampled token `stop`.
+
+    The mask is 1 for the sampled tokens [start, stop) and 0 before them.
+    """
     start, stop = span
     completion = generation.completion
     trace = TokenTrace().with_context(generation.prompt + completion.ids[:start])

@@ -1,7 +1,8 @@
-"""One SQLite file behind asyncio: opening it safely, whole transactions in shared commits, one error for whatever goes wrong.
+"""SQLite file behind asyncio: safe opening, shared commits, and one error type.
 
-WAL with synchronous=FULL: what a transaction wrote is on disk when it returns, and readers never wait for a writer. One thread does
-all of it: the statements of a transaction follow one another without a way through the event loop.
+The file uses WAL with synchronous=FULL. The writes of a transaction are on disk when the
+transaction returns, and readers never wait for a writer. One thread runs all statements, so the
+statements of a transaction follow each other without a detour through the event loop.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from crl.manager.writer import WriterClaim, beside, several_names
 
 T = TypeVar("T")
 Work = Callable[[Connection], T]
-"""Statements that belong together; called on the database's thread."""
+"""Statements that belong together. They are called on the database's thread."""
 
 GROUP = 64
-"""Works that share one commit at most."""
+"""Maximum number of works that share one commit."""
 
 
 class Database:
-    """A bank's file, which nobody else writes to. Made by `open`; every failure of SQLite is a `StoreError` that names the file."""
+    """Bank file with this object as its only writer. Create it with `open`.
+
+    Every failure of SQLite becomes a `StoreError` that names the file.
+    """
 
     def __init__(
         self, path: Path, connection: Connection, closing: ExitStack, thread: ThreadPoolExecutor
@@ -48,26 +52,30 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Opens the bank at `path`, which is made when it is not there (its directory must be) and upgraded when it is of an older crl.
+        """Open the bank at `path`.
 
-        Raises `StoreError` when somebody else writes to it, and when the file is of a newer version, is not a bank, is damaged or
-        cannot be written.
+        The file is created if it does not exist (its directory must exist), and upgraded if an
+        older crl wrote it. Raise `StoreError` if another writer has the bank open. Raise
+        `StoreError` also if the file is newer than this crl, is not a bank, is damaged or cannot be
+        written.
         """
         thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
         opening = asyncio.get_running_loop().run_in_executor(thread, _open, path)
         try:
             return cls(path, *await to_its_end(opening), thread)
         except BaseException:
-            if not opening.exception():  # it is the caller that was cancelled
+            if not opening.exception():  # the file was opened, but the caller was cancelled
                 opening.result()[1].close()
             thread.shutdown(wait=False)
             raise
 
     async def transaction(self, work: Work[T]) -> T:
-        """All of `work` is durable when this returns, or nothing of it happened. Works begin in the order of their calls.
+        """Run `work` in a transaction and return its result.
 
-        Works that wait at the same time share one commit, since making it durable takes longer than they do; each can fail alone.
-        A caller that is cancelled does not interrupt its work.
+        When this method returns, all changes of `work` are durable. If `work` or its commit fails,
+        none of them is made. Works begin in the order of their calls. Works that wait at the same
+        time share one commit, because a durable commit takes longer than the works. Each work can
+        fail alone. A caller that is cancelled does not interrupt its work.
         """
         self._require_open()
         loop = asyncio.get_running_loop()
@@ -78,8 +86,11 @@ class Database:
         return await asyncio.shield(done)
 
     async def transaction_after_copy(self, work: Work[T], target: Work[Path | None]) -> T:
-        """A transaction before which all that is committed is copied to the file that `target` returns (None: no copy), whole or not at
-        all, over what may be there. Nothing comes between the two."""
+        """Copy the committed state to a file, then run `work` in a transaction.
+
+        No other transaction runs between the two. `target` returns the file for the copy (None: no
+        copy). The copy is written completely or not at all, and it replaces an existing file.
+        """
 
         self._require_open()
 
@@ -96,7 +107,10 @@ class Database:
         return await asyncio.shield(self._on_thread(both))
 
     async def read(self, work: Work[T]) -> T:
-        """What `work` reads: one state of the bank, outside of any transaction."""
+        """Return the result of `work`, which reads the bank outside any transaction.
+
+        No write runs at the same time, so `work` sees one state of the bank.
+        """
 
         self._require_open()
 
@@ -107,11 +121,14 @@ class Database:
         return await self._on_thread(reading)
 
     async def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of one query outside of any transaction."""
+        """Return all rows of one query, which runs outside any transaction."""
         return await self.read(lambda db: db.execute(sql, tuple(parameters)).fetchall())
 
     async def backup(self, target: Path) -> None:
-        """Copies what is committed to a new file, in one piece. Raises `StoreError`, also when `target` exists."""
+        """Copy the committed state to the new file `target`, completely or not at all.
+
+        Raise `StoreError` if the copy fails or `target` exists.
+        """
         self._require_open()
         _refuse_existing(target)
 
@@ -122,9 +139,10 @@ class Database:
         await _whole_or_none(target, self._on_thread(copying))
 
     async def compact(self) -> None:
-        """Makes the bank one file without unused pages, for one that goes elsewhere: nothing of it is left in the log beside it.
+        """Compact the bank into one file without unused pages, so that the file can be moved.
 
-        Raises `StoreError`, also while somebody reads it.
+        No data is left in the write-ahead log beside the file. Raise `StoreError` if this fails,
+        for example because another connection is reading the bank.
         """
         self._require_open()
 
@@ -133,13 +151,17 @@ class Database:
                 self.connection.execute("VACUUM")
                 if self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()["busy"]:
                     raise StoreError(
-                        f"{self.path}: somebody reads it, so it cannot be made one file. End that reader first."
+                        f"{self.path}: somebody reads it, so it cannot be made one file. "
+                        "End that reader first."
                     )
 
         await to_its_end(self._on_thread(compacting))
 
     async def aclose(self) -> None:
-        """Closes the file after the transactions that have begun or wait; closing it again does nothing."""
+        """Close the file after the transactions that have begun or wait.
+
+        Further calls have no effect.
+        """
         if not self._ending:
             self._ending = asyncio.create_task(self._end())
         await to_its_end(self._ending)
@@ -177,40 +199,42 @@ class Database:
         self, group: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]
     ) -> None:
         self._committing = None
-        error = (
-            committing.exception()
-        )  # then nothing of the group happened: each of its callers is told why
+        # After an error the whole group is rolled back, and each of its callers gets the error.
+        error = committing.exception()
         for done, outcome in zip(
             group, [error] * len(group) if error else committing.result(), strict=True
         ):
             if isinstance(outcome, BaseException):
                 done.set_exception(outcome)
-                done.exception()  # it counts as seen when its caller was cancelled meanwhile
+                done.exception()  # marks the error as retrieved if the caller was cancelled
             else:
                 done.set_result(outcome)
         self._commit_waiting()
 
     def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
-        """One transaction; what each work returned or raised."""
+        """Run the works in one transaction. Return the result or the exception of each work."""
         with store_errors(self.path):
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
                 outcomes = [self._attempt(work) for work in works]
                 self.connection.execute("COMMIT")
             except BaseException:
-                self.connection.rollback()  # nothing where none is open
+                self.connection.rollback()  # does nothing if no transaction is open
                 raise
         return outcomes
 
     def _attempt(self, work: Work[Any]) -> Any:
+        """Run one work. Return its result or its exception; if it failed, undo its changes.
+
+        Re-raise the exception if SQLite has rolled back the whole transaction.
+        """
         self.connection.execute("SAVEPOINT work")
         try:
             with store_errors(self.path):
                 outcome = work(self.connection)
         except Exception as error:
-            if (
-                not self.connection.in_transaction
-            ):  # SQLite gave up the whole transaction, as on a full disk
+            # SQLite has rolled back the whole transaction, for example because the disk is full.
+            if not self.connection.in_transaction:
                 raise
             self.connection.execute("ROLLBACK TO work")
             outcome = error
@@ -219,8 +243,11 @@ class Database:
 
 
 def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> None:
-    """Raises `ConfigError` when the file at `path` is no bank that this crl reads, and where it shall be `guiding`, when it has no active
-    entry. The file is only read. key: the setting that names it; remedy: what to give in its place."""
+    """Raise `ConfigError` if the file at `path` is not a bank that this crl can read.
+
+    The file is only read. `key` is the setting that names the file, and `remedy` is the advice in
+    the error message. If `guiding` is set, the bank must also have an active entry.
+    """
     if reason := _out_of_reach(path) or several_names(path):
         raise ConfigError(key, str(path), reason, remedy)
     try:
@@ -231,7 +258,10 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
             _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
             and (log := beside(path, "wal")).exists()
         ):
-            reason = f"it was not closed, and what is in {log.name} beside it can only be read where both and their directory are writable"
+            reason = (
+                f"it was not closed, and what is in {log.name} beside it "
+                "can only be read where both and their directory are writable"
+            )
             raise ConfigError(
                 key, str(path), reason, "Copy both files to such a directory and use that copy"
             ) from error
@@ -244,7 +274,10 @@ def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> N
 
 
 def _out_of_reach(path: Path) -> str:
-    """Why there is nothing to be read; empty where there is. (Opening it to find out would end SQLite's locks on it.)"""
+    """Return why the file cannot be read, or "" if it can.
+
+    The file is not opened for this check: closing it again would end SQLite's locks on it.
+    """
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -257,7 +290,7 @@ def _out_of_reach(path: Path) -> str:
 
 
 def _unreadable(db: Connection) -> str:
-    """Why this crl does not read it; empty where it does."""
+    """Return why this crl cannot read the bank, or "" if it can."""
     ((application,),), ((version,),) = (
         db.execute("PRAGMA application_id"),
         db.execute("PRAGMA user_version"),
@@ -274,6 +307,7 @@ def _unreadable(db: Connection) -> str:
 
 
 def _unguiding(bank: Connection) -> str:
+    """Return why the bank cannot guide episodes, or "" if it can."""
     try:
         if bank.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1").fetchall():
             return ""
@@ -283,7 +317,10 @@ def _unguiding(bank: Connection) -> str:
 
 
 async def copy_database(source: Path, target: Path) -> None:
-    """Copies what is committed in `source`, which is only read, to a new file. Raises `StoreError`, also when `target` exists."""
+    """Copy the committed state of `source` to the new file `target`. `source` is only read.
+
+    Raise `StoreError` if the copy fails or `target` exists.
+    """
     _refuse_existing(target)
     with ThreadPoolExecutor(1) as thread:
         await _whole_or_none(
@@ -292,7 +329,10 @@ async def copy_database(source: Path, target: Path) -> None:
 
 
 async def _whole_or_none(target: Path, copying: asyncio.Future[None]) -> None:
-    """A copy whose caller is cancelled is removed: nobody knows that it is whole."""
+    """Await a copy, and remove the copy if the caller is cancelled.
+
+    After a cancellation no caller knows that the copy is complete.
+    """
     try:
         await to_its_end(copying)
     except asyncio.CancelledError:
@@ -306,7 +346,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _back_up(original: Connection, target: Path) -> None:
-    """Over what may be there: what was left of a copy that was killed."""
+    """Copy a database to `target`, replacing files that an interrupted copy left there.
+
+    The copy is removed if it fails.
+    """
     remove(target)
     try:
         with closing(sqlite3.connect(target)) as copy:
@@ -317,7 +360,7 @@ def _back_up(original: Connection, target: Path) -> None:
 
 
 def _open(path: Path) -> tuple[Connection, ExitStack]:
-    """The connection, and what closes it."""
+    """Return the open connection, and the stack that closes it and releases the writer's claim."""
     with store_errors(path), ExitStack() as stack:
         stack.callback(WriterClaim(path).release)
         connection = stack.enter_context(
@@ -328,8 +371,10 @@ def _open(path: Path) -> tuple[Connection, ExitStack]:
 
 
 async def to_its_end(work: asyncio.Future[T]) -> T:
-    """What `work` returns. A caller that is cancelled waits for it, and is cancelled then: what its thread holds is in nobody's hands
-    before."""
+    """Await `work` even if the caller is cancelled, then re-raise the cancellation.
+
+    Before `work` ends, no caller could release the resources that its thread holds.
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -338,11 +383,21 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
 
 
 def connect_to_read(path: Path) -> Connection:
-    """A connection that writes nothing to the bank and leaves nothing beside it; a writer that comes or goes meanwhile does not disturb it.
+    """Return a connection that writes nothing to the bank and leaves no file beside it.
 
-    SQLite makes files beside the bank, and removes them for a connection that may write. So this one may, unless there is a log, which it
-    would write into the bank as it closes. Where no file can be made, as in a read-only directory or on a full disk, nobody can write, and
-    it reads without. So it does where the bank is not ours to write: what it made it could not remove, and the owner not use.
+    A writer that opens or closes the bank meanwhile does not disturb the connection.
+
+    SQLite creates files beside the bank. It removes them only if the connection may write.
+    Therefore the mode of the connection depends on the file:
+
+    * The bank is writable and has no log: mode rw, so that SQLite can remove its files. Changes are
+      still refused (query_only).
+    * The bank is writable and has a log: mode ro. A connection that may write would copy the log
+      into the bank when it closes.
+    * The bank is not writable: mode ro, without new files (readonly_shm or immutable). This
+      connection could not remove new files, and the owner could not use them.
+    * SQLite cannot create the files, for example in a read-only directory or on a full disk, and
+      there is no log: mode ro with immutable. Then no process can write to the bank either.
     """
     logged = log_bytes(path) > 0
     if os.access(path, os.W_OK):
@@ -360,7 +415,10 @@ def connect_to_read(path: Path) -> Connection:
 
 
 def log_bytes(path: Path) -> int:
-    """What is in the log beside the bank, which is open, or its writer did not close it."""
+    """Return the size of the write-ahead log beside the bank, in bytes; 0 if there is none.
+
+    A log with data means that the bank is open, or that its writer did not close it.
+    """
     try:
         return beside(path, "wal").stat().st_size
     except FileNotFoundError:
@@ -381,18 +439,25 @@ def _refuse_existing(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Not an error when there is nothing."""
+    """Delete a bank's files. A missing file is not an error."""
     for file in files_of(path):
         file.unlink(missing_ok=True)
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """A bank's own, and those that SQLite leaves beside it when a process ends without closing it."""
+    """Return the paths of the bank's file and of the files that SQLite may leave beside it.
+
+    SQLite leaves these files if a process ends without closing the bank.
+    """
     return path, *(path.with_name(f"{path.name}-{suffix}") for suffix in ("wal", "shm"))
 
 
 class store_errors:
-    """SQLite's errors, the system's, and what cannot be text or JSON, as `StoreError`s that name the file."""
+    """Context manager that converts low-level errors to a `StoreError` that names the file.
+
+    These errors come from SQLite, from the operating system, or from data that is not valid text or
+    JSON.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -407,10 +472,13 @@ class store_errors:
 
 @contextmanager
 def readable_rows(path: Path) -> Iterator[None]:
-    """Of rows that crl did not write like this, `StoreError`s that name the file."""
+    """Convert errors caused by malformed rows to a `StoreError` that names the file.
+
+    crl never writes malformed rows.
+    """
     try:
         yield
-    except UnicodeEncodeError:  # of what was asked for, not of a row
+    except UnicodeEncodeError:  # caused by the caller's argument, not by a row
         raise
     except (ValueError, TypeError, LookupError) as error:
         raise StoreError(
@@ -419,6 +487,7 @@ def readable_rows(path: Path) -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
+    """Return advice for the error message."""
     name = _code(error)
     for prefix, remedy in REMEDIES.items():
         if name.startswith(prefix):
@@ -427,7 +496,11 @@ def _remedy(error: Exception) -> str:
 
 
 def _code(error: Exception) -> str:
-    """SQLite's name of the error, none where it is the system's; that of a damaged file for what cannot be text or JSON."""
+    """Return SQLite's name of the error.
+
+    Return "" for an error of the operating system. Return "SQLITE_CORRUPT", the name for a damaged
+    file, for data that is not valid text or JSON.
+    """
     return (
         (getattr(error, "sqlite_errorname", "") or "")
         if isinstance(error, sqlite3.Error | OSError)
@@ -438,10 +511,12 @@ def _code(error: Exception) -> str:
 REMEDIES = {
     "SQLITE_NOTADB": f"It is not a bank, or it is damaged: {RESTORE} or choose another path.",
     "SQLITE_CORRUPT": DAMAGED,
-    "SQLITE_ERROR": DAMAGED,  # the statements are always the same: it is the tables that are others
+    "SQLITE_ERROR": DAMAGED,  # the statements are fixed, so the tables are wrong
     "SQLITE_READONLY": "Make the file and its directory writable.",
     "SQLITE_CANTOPEN": "Its directory must exist and be writable.",
     "SQLITE_FULL": "Free some disk space; what was acknowledged before is safe.",
-    "SQLITE_IOERR": "See whether its disk is full, over a quota or gone; what was acknowledged before is safe.",
+    "SQLITE_IOERR": "See whether its disk is full, over a quota or gone; "
+    "what was acknowledged before is safe.",
     "SQLITE_BUSY": "Another process is writing to it: end that one first.",
 }
+"""Advice for the user, by the beginning of SQLite's name of the error."""

@@ -1,4 +1,8 @@
-"""From a finished episode to operations: prompt the extractor, read its answer, embed what it wrote. Touches no bank."""
+"""Distillation of a finished episode into operations.
+
+The extractor is prompted, its answer is parsed, and the written texts are embedded. The bank is not
+changed.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,32 @@ from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
 from crl.types import ExperienceUse, Segment
 
 PromptWriter = Callable[[DistilRequest], Sequence[Segment]]
-"""Writes the extractor's prompt; it numbers `request.shown` from 1, in order. Raises `RolloutError` where there can be none."""
+"""Function that writes the extractor's prompt. It numbers `request.shown` from 1, in order.
+
+It raises `RolloutError` if no prompt is possible.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DistilSettings:
-    """max_tokens, temperature: of the extractor's sampling. key_text_weight: see `Keys`. limits: of what one answer may hold."""
+    """Settings of the extractor's answers."""
 
     max_tokens: int = 4096
+    """Maximum number of sampled tokens of one answer."""
     temperature: float = 1.0
+    """Sampling temperature."""
     key_text_weight: float | None = None
+    """Weight of the text in an entry's key, see `Keys`."""
     limits: OpLimits = field(default_factory=OpLimits)
+    """Limits of the ops in one answer."""
 
 
 class Distiller:
-    """prompt: what the extractor is told of an episode; votes: it is asked for them too."""
+    """Distiller of episodes.
+
+    `prompt` writes the extractor's prompt for an episode. `votes` says whether the prompt also asks
+    for votes.
+    """
 
     def __init__(
         self,
@@ -49,8 +64,11 @@ class Distiller:
         )
 
     async def distil(self, request: DistilRequest) -> Distilled:
-        """Raises `RolloutError` when the request cannot be distilled, `TransientError` when it may be another time, `EngineError` when
-        the engine is gone."""
+        """Ask the extractor about an episode and return the result.
+
+        Raise `RolloutError` if the request cannot be distilled, `TransientError` if a retry may
+        succeed, and `EngineError` if the engine has failed.
+        """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             parsed = parse_ops(
@@ -78,11 +96,16 @@ class Distiller:
 
 
 def _one_word_each(completion: str, parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOps:
-    """Of the updates of one experience the first stands, whatever numbers they give it, and of the votes on it; no vote where it is
-    updated too, since the new version begins without votes, and none on words that are not its own."""
+    """Keep at most one update or vote per experience and refuse the others.
+
+    The first update of an experience is kept, even if the experience has several numbers in the
+    prompt. Without an update, the first vote is kept. A vote beside an update is refused because
+    the new version starts without votes. A vote is also refused if the agent read a text that
+    differs from the entry's.
+    """
     named: set[UnitKey] = set()
     refused: dict[Op, str] = {}
-    for op in sorted(parsed.ops, key=lambda op: op.is_vote):  # an update outweighs a vote before it
+    for op in sorted(parsed.ops, key=lambda op: op.is_vote):  # updates first
         for use in (uses[target] for target in op.targets):
             if op.is_vote and use.reworded:
                 refused[op] = "vote on other words"

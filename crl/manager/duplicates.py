@@ -1,4 +1,4 @@
-"""Leaves out adds that say what an active experience says already. **Ours**; off unless `bank.duplicate` is set."""
+"""Filter for adds that repeat an active experience. **Ours**; only active with `bank.duplicate`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from crl.types import Task
 Vector = NDArray[np.float32]
 
 TEXTS = 16384
-"""Texts whose vectors are remembered; far more than the answers on their way are compared with."""
+"""Number of texts whose vectors are cached.
+
+This is far more than the number of texts that the answers in flight are compared with.
+"""
 
 
 class DuplicateFilter:
-    """least: cosine of two texts from which on they say the same; with_goals: the goal is part of what an experience is found by, so that
-    only those of one goal are compared, and by their own texts, since their keys are alike.
+    """Filter for near duplicates of active experiences.
 
-    Experiences that no query can find together are never compared; those that can are among the nearest.
+    * least: cosine of two texts at or above which an add is dropped.
+    * with_goals: whether the goal is part of an experience's key. If so, only experiences with the
+      same goal are compared, and their texts are embedded for it, because their keys are similar.
+
+    An add is compared only with the entries that `Bank.nearest` returns for its task, so
+    experiences that no query can retrieve together are never compared.
     """
 
     def __init__(self, bank: Bank, embedder: Embedder, least: float, *, with_goals: bool) -> None:
@@ -34,10 +41,13 @@ class DuplicateFilter:
             least - EQUAL,
             with_goals,
         )
-        self._vectors: dict[str, Vector] = {}  # of texts; the last asked for last
+        self._vectors: dict[str, Vector] = {}  # by text, the most recently used last
 
     async def prepare(self, distilled: Distilled) -> None:
-        """Embeds what `novel` will compare, as far as it is known now; the rest comes with the answers that write it."""
+        """Embed the texts that `novel` will compare, as far as they are known now.
+
+        Other texts are embedded when the answers that write them are prepared.
+        """
         if self._with_goals:
             near = [
                 entry.text
@@ -49,10 +59,12 @@ class DuplicateFilter:
             )
 
     def novel(self, distilled: Distilled) -> Distilled:
-        """Without the adds whose text is nearly that of an active entry, or of what the same answer wrote before.
+        """Return `distilled` without near-duplicate adds.
 
-        It holds for the bank as it is in memory: nothing else may be applied until this is. What a merge wrote since `prepare` is not
-        compared.
+        An add is dropped if its text is nearly equal to the text of an active entry or of an
+        earlier write of the same answer. The result is valid for the current state of the bank in
+        memory, so it must be applied before any other change. With goals in the keys, entries that
+        a merge has written since `prepare` are not compared.
         """
         kept: list[Write] = []
         said: list[Vector] = []
@@ -85,7 +97,7 @@ class DuplicateFilter:
         return similarities + [float(other @ vector) for other in said]
 
     def _near(self, write: Write, task: Task) -> list[Entry]:
-        """Entries of the task's goal."""
+        """Return the entries near the write that have the goal of the task."""
         entries = [
             self._bank.entries[neighbour.uid]
             for neighbour in self._bank.nearest(task.name, write.vector)

@@ -1,4 +1,4 @@
-"""An embedder that needs no model, a cache in front of any, and what entries are found by."""
+"""Embedder without a model, cache for any embedder, and keys of entries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from crl.protocols import Embedder
 
 
 class HashEmbedder:
-    """`crl.protocols.Embedder`: hashed character n-grams (2 to 4, within words). Stateless, the same on every machine.
+    """`crl.protocols.Embedder` of hashed character n-grams (length 2 to 4, within words).
 
-    It tells texts apart by their wording, not by their meaning: right for templated lessons and named places, a stand-in
-    for everything else.
+    It has no state and gives the same vectors on every machine. It compares the wording of texts,
+    not their meaning. This suits lessons from templates and named places; for other texts it is
+    only a substitute.
     """
 
     def __init__(self, dim: int = 384) -> None:
         from sklearn.feature_extraction.text import (
             HashingVectorizer,
-        )  # a second of imports that only this class needs
+        )  # this import takes a second, and only this class needs it
 
         self.name, self.dim = f"hash-char_wb-2-4-{dim}", dim
         self._vectorizer: Any = HashingVectorizer(
@@ -31,7 +32,10 @@ class HashEmbedder:
         )
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm; texts without any n-gram share one arbitrary direction."""
+        """Return the embeddings: float32 [len(texts), dim], unit norm.
+
+        All texts without any n-gram have the same arbitrary vector.
+        """
         if not texts:
             return np.zeros((0, self.dim), np.float32)
         vectors = self._vectorizer.transform(texts).toarray().astype(np.float32)
@@ -40,10 +44,11 @@ class HashEmbedder:
 
 
 class CachedEmbedder:
-    """`crl.protocols.Embedder` that remembers the vectors of the `size` texts that were asked for last, and asks for no text twice at
-    the same time.
+    """`crl.protocols.Embedder` that caches the vectors of the `size` most recently used texts.
 
-    misses: texts that went to `embedder`; hits: all others, duplicates in one call and those on their way among them.
+    A text is never requested from `embedder` twice at the same time. `misses` counts the texts that
+    were passed to `embedder`. `hits` counts all others, including duplicates within one call and
+    texts whose request is in progress. Raise `ValueError` if `size` is below 1.
     """
 
     def __init__(self, embedder: Embedder, size: int) -> None:
@@ -52,23 +57,27 @@ class CachedEmbedder:
         self.name, self.dim = embedder.name, embedder.dim
         self.hits = self.misses = 0
         self._embedder, self._size = embedder, size
-        self._vectors: dict[str, NDArray[np.float32]] = {}  # the last asked for last
+        self._vectors: dict[str, NDArray[np.float32]] = {}  # the most recently used last
         self._coming: dict[str, asyncio.Task[dict[str, NDArray[np.float32]]]] = {}
 
     @property
     def hit_rate(self) -> float:
-        """Share of the texts so far that were remembered; 0 before the first."""
+        """Share of hits among all texts so far; 0 before the first text."""
         return self.hits / max(self.hits + self.misses, 1)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """float32 [len(texts), dim], unit norm. Raises `EngineError` for vectors that cannot be compared, beside what `embedder` raises."""
+        """Return the embeddings: float32 [len(texts), dim], unit norm.
+
+        Raise `EngineError` if the vectors of `embedder` have the wrong shape or are not finite.
+        Errors of `embedder` are raised too.
+        """
         found = {text: self._vectors[text] for text in texts if text in self._vectors}
         missing = dict.fromkeys(text for text in texts if text not in found)
         unknown = [text for text in missing if text not in self._coming]
         self.misses += len(unknown)
         self.hits += len(texts) - len(unknown)
         if unknown:
-            # A task of its own: others may be waiting for these texts when this caller is cancelled.
+            # In a separate task: others may wait for these texts after this caller is cancelled.
             self._coming |= dict.fromkeys(unknown, asyncio.create_task(self._fetch(unknown)))
         for coming in [self._coming[text] for text in missing]:
             fetched = await asyncio.shield(coming)
@@ -88,7 +97,8 @@ class CachedEmbedder:
                 del self._coming[text]
         if made.shape != (len(texts), self.dim) or not np.isfinite(made).all():
             raise EngineError(
-                f"embedder {self.name}: its vectors of {len(texts)} texts are not each of {self.dim} finite numbers"
+                f"embedder {self.name}: its vectors of {len(texts)} texts are not each of "
+                f"{self.dim} finite numbers"
             )
         vectors = dict(zip(texts, map(np.array, made), strict=True))
         self._remember(vectors)
@@ -103,9 +113,11 @@ class CachedEmbedder:
 
 
 class Keys:
-    """What entries are found by: unit(embed(goal) + text_weight·embed(text)); **ours**. None = embed(text) alone, as in the paper.
+    """Keys of entries, which are compared with queries.
 
-    For a weight w < 1 a key's cosine to its own goal is at least √(1 − w²), whatever the text. Raises `ValueError` below 0.
+    A key is unit(embed(goal) + text_weight·embed(text)); **ours**. If `text_weight` is None, the
+    key is embed(text), as in the paper. For a weight w < 1, the cosine of a key and its own goal is
+    at least √(1 − w²) for any text. Raise `ValueError` for a negative weight.
     """
 
     def __init__(self, embedder: Embedder, text_weight: float | None) -> None:
@@ -115,7 +127,7 @@ class Keys:
 
     @property
     def name(self) -> str:
-        """How they are made; vectors of another name do not compare with them."""
+        """Name of the embedder and the formula. Only vectors with equal names are comparable."""
         return (
             self._embedder.name
             if self._weight is None
@@ -123,7 +135,7 @@ class Keys:
         )
 
     async def embed(self, entries: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
-        """The keys of (goal, text) pairs: float32 [len(entries), dim], unit norm."""
+        """Return the keys of (goal, text) pairs: float32 [len(entries), dim], unit norm."""
         if not entries:
             return np.zeros((0, self._embedder.dim), np.float32)
         texts = await self._embedder.embed([text for _, text in entries])

@@ -1,4 +1,4 @@
-"""The extractor as the manager speaks to it: a prompt in, operations out, with what is trained on later."""
+"""Client of the extractor: prompts in, parsed operations and generations for training out."""
 
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ from crl.types import Completion, Sampling, Segment
 T = TypeVar("T")
 
 Parser = Callable[[str, bool], ParsedOps]
-"""Reads a completion; the second argument: its prompt opened the thinking."""
+"""Function that parses a completion.
+
+The second argument says whether the prompt opened the thinking.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ops: those that stand; spans: the tokens [start, stop) of each in the generation; dropped: the refused ones by reason."""
+    """Parsed answer of the extractor."""
 
     generation: Generation
     ops: tuple[Op, ...]
+    """Usable ops, in order."""
     spans: tuple[Span, ...]
+    """Tokens [start, stop) of each op in the sampled tokens of the generation."""
     dropped: Mapping[str, int]
+    """Number of refused ops, by reason."""
 
 
 class Extractor:
-    """max_tokens, temperature: of its sampling; threaded: see `ManagerSettings`. Draws come from `seed` and the answer's name alone: a
-    repeat samples the same."""
+    """Client of the extractor's engine.
+
+    `max_tokens` and `temperature` are its sampling parameters. For `threaded` see
+    `ManagerSettings`. The seed of a draw depends only on `seed` and on the purpose and name of the
+    answer, so a repeated request has the same seed.
+    """
 
     def __init__(
         self,
@@ -50,24 +60,29 @@ class Extractor:
         self._sampling = Sampling(max_tokens, renderer.stop_ids, temperature)
 
     def tokens(self, segments: Sequence[Segment]) -> int:
-        """How long a prompt of these segments is."""
+        """Return the number of tokens of the prompt that `segments` form."""
         return len(self._renderer.encode(self._renderer.text(segments)))
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which writes or reads what the extractor does: milliseconds of tokenising for a long episode."""
+        """Return the result of `work`, which writes a prompt or parses an answer.
+
+        With `threaded`, `work` runs on a thread, because tokenising a long episode takes
+        milliseconds.
+        """
         if not self._threaded:
             return work()
         async with (
             self._desk
-        ):  # one at a time: several threads would keep the interpreter's lock from the event loop
+        ):  # one at a time: several threads would take the interpreter lock from the event loop
             return await asyncio.to_thread(work)
 
     async def answer(
         self, purpose: str, name: str, segments: Sequence[Segment], parse: Parser
     ) -> Answer:
-        """name: becomes the generation's id, unique within the bank.
+        """Ask the extractor and return its parsed answer.
 
-        Raises `RolloutError` when the engine cannot serve this request, `EngineError` when it is gone.
+        `name` becomes the id of the generation and must be unique within the bank. Raise
+        `RolloutError` if the engine cannot serve the request, and `EngineError` if it has failed.
         """
         text, prompt = await self.aside(partial(self._rendered, segments))
         version = self._engine.version
@@ -87,21 +102,23 @@ class Extractor:
     def _read(
         self, completion: Completion, parse: Parser, thinking: bool
     ) -> tuple[ParsedOps, int, tuple[Span, ...]]:
-        """Return what was parsed, the tokens that `Generation.head` counts, and each op's tokens.
+        """Return the parsed ops, the number of tokens for `Generation.head`, and each op's tokens.
 
-        The last op's tokens include the rest of the answer and its stop token: nothing else would
-        teach an answer to end. They do not if something refused follows, nor if the token limit cut
-        the answer, which then has no end to be taught.
+        The tokens of the last op include the rest of the answer and its stop token, because no
+        other sample trains the extractor to end an answer. They are not included if a refused op
+        follows or if the answer was cut off at the token limit.
         """
         decode, ended = self._renderer.decode, completion.finish == "stop"
         sampled = completion.ids[:-1] if ended else completion.ids
         text = decode(sampled)
         parsed = parse(text, thinking)
-        # Mapped apart from the ops: the first op begins with the token that the head ends before.
+        # Computed separately from the ops' spans: the head ends before the first token of the first
+        # op, so the two ranges would overlap.
         ((head, _),) = token_spans(decode, sampled, [(parsed.head, parsed.head + 1)])
-        # A cut answer's last token stands where its end should be: there the head ends before it.
+        # If the head is the whole text, the answer is incomplete. If the token limit cut it off,
+        # its last token is punished (`head` ends before it); otherwise its stop token is.
         if ended and parsed.head == len(text):
-            head = len(sampled)  # the stop token came too early
+            head = len(sampled)  # ends before the stop token
         spans = token_spans(decode, sampled, [op.span for op in parsed.ops])
         if ended and parsed.closed and spans:
             spans[-1] = (spans[-1][0], len(completion.ids))

@@ -1,7 +1,8 @@
-"""Where an answer of the extractor departs from every answer that could be used.
+"""Position at which a malformed answer of the extractor departs from all usable answers.
 
-Up to its departure a malformed answer shares its tokens with valid ones. After it the answer often
-reads like a valid one again. So only the departure is punished (`ops.ParsedOps.head`).
+Before its departure, a malformed answer is equal to the start of a usable one. After it, the answer
+often looks like a usable one again. Therefore only the token at the departure is punished
+(`ops.ParsedOps.head`).
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from collections.abc import Sequence
 
 Span = tuple[int, int]
 
-DECODER = json.JSONDecoder(strict=False)  # models break lines within a text
+DECODER = json.JSONDecoder(strict=False)  # not strict: models put line breaks inside texts
 
 KEYS = ("op", "text", "target", "targets", "operations")
+"""Keys of JSON objects in usable answers."""
 
 _LEAD = re.compile(r"\s*(?:```\w*\s*)?")
 _KEY = re.compile(r'"([^"]*)"\s*\Z')
 _LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,4})?")
-"""The beginning of an escape in a JSON string, such as \\n or \\u00e9."""
+"""Start of an escape in a JSON string, such as \\n or \\u00e9."""
 
 
 def broken_at(text: str, answer: int, position: int | None) -> int:
-    """Return the first character at which no continuation would make the answer readable.
+    """Return the position at which the answer stops being the start of a valid one.
 
-    This is the text's length if the answer is the beginning of a valid one: it ended too early.
+    Return the length of the text if the answer is the start of a valid one and ended too early.
+    Prose in place of ops departs with its first word.
 
-    answer: where the answer begins, after the thinking. position: where the object begins that was
-    taken for an op; None if there was none. Prose in place of ops departs with its first word.
+    * answer: start of the answer, after the thinking.
+    * position: start of the object that was taken for an op; None if there was none.
     """
     found = _LEAD.match(text, answer)
     lead = found.end() if found else answer
@@ -39,7 +42,7 @@ def broken_at(text: str, answer: int, position: int | None) -> int:
         broken = _json_breaks(text, lead)
         if broken is not None:
             return broken
-        if position is None:  # JSON without an op: it is over where its last bracket closes
+        if position is None:  # JSON without an op: it departs at its closing bracket
             return DECODER.raw_decode(text, lead)[1] - 1
     elif position is None:
         return lead
@@ -47,12 +50,15 @@ def broken_at(text: str, answer: int, position: int | None) -> int:
 
 
 def _json_breaks(text: str, start: int) -> int | None:
-    """Return where the text from `start` stops being the beginning of JSON; None if it is JSON."""
+    """Return the position at which the text from `start` stops being the start of valid JSON.
+
+    Return None if it is valid JSON.
+    """
     try:
         DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         return _departure(text, start, error)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets as many
+    except (ValueError, RecursionError):  # thousands of digits or of brackets
         return start
     return None
 
@@ -66,7 +72,7 @@ def _departure(text: str, start: int, error: json.JSONDecodeError) -> int:
     if error.msg.startswith("Unterminated string") or in_literal or not rest.strip():
         return len(text)
     if error.msg.startswith("Expecting ':'") and (key := _KEY.search(text, start, at)):
-        # A key that no op has was wrong before the colon that is missing.
+        # An unknown key is wrong before the missing colon.
         return at if key[1] in KEYS else key.start(1) + _shared(key[1], KEYS)
     return at
 
@@ -74,11 +80,14 @@ def _departure(text: str, start: int, error: json.JSONDecodeError) -> int:
 def wrong_at(
     text: str, span: Span, kinds: Sequence[str], shown: int, max_chars: int, about: str
 ) -> int:
-    """Return the first character that no usable op has in the place of a refused one.
+    """Return the position of the first character at which a refused op differs from usable ops.
 
-    span: the refused op, an object with an "op"; kinds: those that could be used; shown: how many
-    numbers a target may have, from 1; about: the key that it was refused for, if its kind is right.
-    A missing key is noticed at the closing brace.
+    * span: characters of the refused op, an object with an "op" key.
+    * kinds: allowed kinds of ops.
+    * shown: number of experiences in the prompt. A target is a number from 1 to `shown`.
+    * about: key that the op was refused for, if its kind is allowed: "text" or "target".
+
+    An op without the required key departs at its closing brace.
     """
     kind = _value(text, span, "op")
     wanted = [json.dumps(one) for one in kinds]
@@ -102,18 +111,18 @@ def wrong_at(
 
 
 def target_span(text: str, span: Span) -> Span | None:
-    """Return the characters of an op's target or targets; None if it has none."""
+    """Return the characters of an op's value of "targets" or "target"; None if it has neither."""
     return _value(text, span, "targets") or _value(text, span, "target")
 
 
 def _value(text: str, span: Span, key: str) -> Span | None:
-    """Return the characters of the value under `key` in the JSON object at `span`."""
+    """Return the characters of the value of `key` in the JSON object at `span`; None without it."""
     found = re.compile(rf'"{key}"\s*:\s*').search(text, *span)
     return (found.end(), DECODER.raw_decode(text, found.end())[1]) if found else None
 
 
 def _shared(text: str, others: Sequence[str]) -> int:
-    """Return how many characters `text` has in common with the beginning of one of `others`."""
+    """Return the length of the longest common prefix of `text` and any of `others`."""
     length = 0
     while length < len(text) and any(other.startswith(text[: length + 1]) for other in others):
         length += 1

@@ -1,4 +1,8 @@
-"""Nearest neighbours: an immutable snapshot, searched exactly or by a graph when it is large, and an exact tail behind it."""
+"""Index for nearest neighbours.
+
+An index has an immutable snapshot and a tail of newer rows. A large snapshot is searched with a
+graph, a small one exactly. The tail is always searched exactly.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +17,58 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float32]
 
 TAIL = 256
-"""Rows that the tail holds at least before it becomes part of a new snapshot."""
+"""Minimum number of rows that fit into the tail before it becomes part of a new snapshot."""
 
 GRAPH_FROM = 8192
-"""Rows from which on a graph is faster than comparing with each: measured, 384 dimensions, one core (0.3 ms)."""
+"""Number of rows above which a graph is faster than an exact search.
+
+Measured with 384 dimensions on one core (0.3 ms).
+"""
 
 LINKS, EF_CONSTRUCTION, EF = 16, 200, 256
-"""M, ef_construction and least ef of HNSW (Malkov & Yashunin 2018): recall@1 ≥ 0.99 and @10 ≥ 0.98 on clustered text embeddings."""
+"""M, ef_construction and minimum ef of HNSW (Malkov & Yashunin 2018).
+
+They give recall@1 ≥ 0.99 and recall@10 ≥ 0.98 on clustered text embeddings.
+"""
 
 ROWS_PER_EF = 100
-"""ef grows with the rows, or recall falls: of 100,000, ef = 256 finds 0.96 of the nearest, and 1,024 finds 0.995, in a fifth of the time
-of comparing with each."""
+"""Snapshot rows per unit of ef. Recall falls unless ef grows with the number of rows.
+
+With 100,000 rows, ef = 256 finds 0.96 of the nearest rows. ef = 1,024 finds 0.995 of them, in a
+fifth of the time of an exact search.
+"""
 
 CHUNK = 500
-"""Rows that are added to a graph before it is asked whether to stop."""
+"""Rows that are added to a graph between two checks of the stop event."""
 
 
 class Neighbour(NamedTuple):
-    """similarity: the cosine of query and key, both of unit norm."""
+    """Entry near a query."""
 
     uid: str
     similarity: float
+    """Cosine of query and key, which both have unit norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """vectors: float32 [n, dim], the oldest first; graph: over its rows, None = each is compared with."""
+    """Immutable part of an index."""
 
     vectors: NDArray[np.float32]
-    graph: Any | None = None  # hnswlib.Index: it has no types
+    """Rows, the oldest first: float32 [n, dim]."""
+    graph: Any | None = None  # hnswlib.Index, which has no type annotations
+    """Graph over the rows; None: the snapshot is searched exactly."""
 
     def __len__(self) -> int:
         return len(self.vectors)
 
 
 class Build:
-    """The next snapshot of an index, made on a thread of its own while the index is read and changed: of the rows that were alive when
-    it began. `run`, then `Index.swap`.
+    """Build of the next snapshot of an index, from the rows that are alive when the build begins.
 
-    live: those rows; rows_before: how many there were in all.
+    `run` is called on a separate thread while the index is read and changed. Then `Index.swap`
+    installs the snapshot. `live` holds the numbers of those rows, `rows_before` is the number of
+    all rows at the beginning of the build.
     """
 
     def __init__(
@@ -64,7 +81,11 @@ class Build:
         self.rows: dict[str, int] = {}
 
     def run(self, stop: threading.Event) -> bool:
-        """Blocks for a second per few thousand rows, without the interpreter's lock for most of it. False: `stop` was set."""
+        """Build the snapshot. Return False if `stop` was set.
+
+        The call blocks for one second per few thousand rows. It releases the interpreter lock most
+        of this time.
+        """
         vectors = np.concatenate(self._parts)[self.live]
         graph = hnswlib.Index("ip", vectors.shape[1])
         graph.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS)
@@ -80,10 +101,14 @@ class Build:
 
 
 class Index:
-    """Cosine top-k over unit vectors of `dim`. `put` and `remove` take effect at once. exact: never by a graph.
+    """Index for the cosine top-k of unit vectors of size `dim`.
 
-    No row is changed in place: a new vector of an entry is a new row of the tail, and the old row is passed over until the next
-    snapshot. Small ones are made at once. For a large one the caller runs `begin` when it is `due`; until the `swap` the tail grows.
+    `put` and `remove` take effect immediately. With `exact`, no graph is used.
+
+    Rows are never changed in place. A new vector of an entry becomes a new row of the tail, and
+    searches ignore the old row until the next snapshot removes it. The snapshot of a small index is
+    made at once. For a large index, the caller starts a `Build` with `begin` when the index is
+    `due`, and the tail grows until the `swap`.
     """
 
     def __init__(self, dim: int, *, exact: bool = False) -> None:
@@ -91,7 +116,7 @@ class Index:
         self._exact, self._building = exact, False
         self._snapshot = Snapshot(np.zeros((0, dim), np.float32))
         self._tail = np.empty((TAIL, dim), np.float32)
-        self._uids: list[str] = []  # of every row: the snapshot's, then the tail's
+        self._uids: list[str] = []  # of every row: first the snapshot's rows, then the tail's
         self._alive = np.zeros(TAIL, bool)
         self._rows: dict[str, int] = {}
 
@@ -100,14 +125,18 @@ class Index:
 
     @property
     def due(self) -> bool:
-        """A large index whose tail takes about as long as its graph, and no next snapshot is being made."""
+        """Whether the next snapshot of a large index should be built now.
+
+        This is so if searching the tail takes about as long as searching the graph and no build is
+        in progress.
+        """
         long = len(self._uids) - len(self._snapshot) >= max(
             GRAPH_FROM // 4, len(self._snapshot) // 16
         )
         return long and self._large and not self._building
 
     def put(self, uid: str, vector: Vector) -> None:
-        """Adds `uid`, or gives it another vector. Raises `ValueError` for a vector of another size."""
+        """Add `uid` or replace its vector. Raise `ValueError` if the vector has the wrong shape."""
         if vector.shape != (self.dim,):
             raise ValueError(
                 f"a vector of shape {vector.shape} does not fit an index of dimension {self.dim}"
@@ -122,23 +151,28 @@ class Index:
         self._rows[uid] = row
 
     def remove(self, uid: str) -> None:
-        """Forgets `uid`; not an error when it is not there."""
+        """Remove `uid`. Do nothing if it is not in the index."""
         row = self._rows.pop(uid, None)
         if row is not None:
             self._alive[row] = False
 
     def nearest(self, query: Vector, k: int) -> list[Neighbour]:
-        """At most `k` neighbours, the most similar first; equals in the order in which they were put."""
+        """Return at most `k` neighbours, the most similar first.
+
+        Equally similar entries are in the order in which they were put.
+        """
         n, used = len(self._snapshot), len(self._uids)
         near = self._by_graph(query, k)
-        # One matrix-vector product a query: in a larger product the last bits would depend on who else asks.
+        # One matrix-vector product per query: in a product over several queries, the last bits
+        # would depend on the other queries.
         old = (
             self._snapshot.vectors @ query if near is None else self._snapshot.vectors[near] @ query
         )
         rows = np.arange(used) if near is None else np.concatenate([near, np.arange(n, used)])
         scores = np.concatenate([old, self._tail[: used - n] @ query])
         scores[~self._alive[rows]] = -np.inf
-        # All that are as good as the k-th best are sorted, so that equals are cut by age and not by chance.
+        # Sort all rows that are as similar as the k-th best, so that ties at the cut are resolved
+        # by age and not by chance.
         bound = (
             np.partition(scores, len(scores) - k)[len(scores) - k] if len(scores) > k else -np.inf
         )
@@ -150,12 +184,15 @@ class Index:
         ]
 
     def _by_graph(self, query: Vector, k: int) -> NDArray[np.intp] | None:
-        """The snapshot's rows that are nearest, `k` of them alive, in order of age. None: it must be searched exactly."""
+        """Return the `k` nearest live rows of the snapshot, the oldest first.
+
+        Return None if the snapshot must be searched exactly.
+        """
         width = max(EF, len(self._snapshot) // ROWS_PER_EF, k)
         while self._snapshot.graph is not None and width <= len(self._snapshot) // 4:
             try:
                 labels, _ = self._snapshot.graph.knn_query(query, width, num_threads=1)
-            except RuntimeError:  # it reaches fewer rows than were asked for
+            except RuntimeError:  # the search reaches fewer than `width` rows
                 return None
             rows = labels[0].astype(np.intp)
             rows = rows[self._alive[rows]]
@@ -164,10 +201,10 @@ class Index:
             width *= 4
         return None
 
-    # ── the next snapshot ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── next snapshot ─────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> Build:
-        """Begins the next snapshot, of the rows that are alive now."""
+        """Return a build of the next snapshot from the rows that are alive now."""
         self._building = True
         used = len(self._uids)
         return Build(
@@ -178,7 +215,7 @@ class Index:
         )
 
     def swap(self, build: Build) -> None:
-        """Puts the snapshot that was built in the place of the old one; what was put since it began is the tail."""
+        """Replace the snapshot by the built one. Rows that were put since `begin` form the tail."""
         n, begun = len(build.snapshot), build.rows_before
         young = self._tail[begun - len(self._snapshot) : len(self._uids) - len(self._snapshot)]
         alive = np.concatenate([self._alive[build.live], self._alive[begun : len(self._uids)]])
@@ -199,7 +236,12 @@ class Index:
         return not self._exact and len(self._rows) > GRAPH_FROM
 
     def _make_room(self) -> None:
-        """A snapshot at once where it is made by copying, else a longer tail. Either grows with it, so that a put costs a constant."""
+        """Make space for another row.
+
+        A small index without a build in progress gets a new snapshot by copying. Otherwise the tail
+        gets longer. The new capacity is proportional to the size, so that a `put` has a constant
+        average cost.
+        """
         if self._large or self._building:
             self._set_tail(self._tail, self._alive, 2 * len(self._tail))
             return
@@ -210,7 +252,7 @@ class Index:
         self._set_tail(self._tail[:0], np.ones(len(live), bool), max(TAIL, len(live) // 4))
 
     def _set_tail(self, rows: NDArray[np.float32], alive: NDArray[np.bool_], capacity: int) -> None:
-        """alive: of all rows that there are."""
+        """Set the rows of the tail and its capacity. `alive` covers all rows of the index."""
         self._tail = np.empty((capacity, self.dim), np.float32)
         self._tail[: len(rows)] = rows
         self._alive = np.zeros(len(self._snapshot) + capacity, bool)

@@ -1,9 +1,15 @@
-"""The lock between searches, which read the index, and what changes it: granted strictly in order, readers together, a writer alone.
+"""Lock between searches, which read the index, and changes, which write it.
 
-So no reader that comes later passes a waiting writer, and no writer passes a waiting reader. Of the libraries that were put under
-tests/unit/test_manager_lock.py, fifolock 0.0.20 alone holds. aiorwlock 1.5.1 and rwlocker 3.4.2 are safe; but the first, and the
-writer-preferring lock of the second, starve readers under a stream of writers, and the fair ones of the second let later ones pass.
-readerwriterlock 1.0.10 is left locked by cancellations.
+The lock is granted strictly in order of arrival. Readers share it; a writer holds it alone. A
+reader never passes a waiting writer that came before it, and a writer never passes a waiting
+reader.
+
+Of the libraries that were tested with tests/unit/test_manager_lock.py, only fifolock 0.0.20 passes:
+
+* aiorwlock 1.5.1 is safe, but it starves readers under a stream of writers.
+* rwlocker 3.4.2 is safe, but its writer-preferring lock starves readers in the same way. Its fair
+  locks let later arrivals pass earlier ones.
+* readerwriterlock 1.0.10 stays locked after cancellations.
 """
 
 from __future__ import annotations
@@ -16,17 +22,21 @@ from fifolock import FifoLock
 
 
 class ReadWriteLock:
-    """Of one event loop; not reentrant. One that is cancelled while it waits, or as it is let in, leaves no trace."""
+    """First-in, first-out read-write lock for one event loop. It is not reentrant.
+
+    A task may be cancelled while it waits, or at the moment it acquires the lock. It then holds
+    neither the lock nor a place in the queue.
+    """
 
     def __init__(self) -> None:
         self._lock = FifoLock()
 
     def read(self) -> AbstractAsyncContextManager[None]:
-        """Held together with other readers."""
+        """Return a context manager that holds the lock together with other readers."""
         return self._lock(_Read)
 
     def write(self) -> AbstractAsyncContextManager[None]:
-        """Held alone."""
+        """Return a context manager that holds the lock alone."""
         return self._lock(_Write)
 
 

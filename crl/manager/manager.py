@@ -1,10 +1,18 @@
-"""The ExperienceManager: between the actor's episodes, the extractor that distils them, and the bank.
+"""Experience manager: the link between the actor's episodes, the extractor and the bank.
 
-The cast: `Store` holds everything on disk and alone decides what has happened. `Bank` is its copy in memory, which searches read;
-`Searcher` gathers them, and lets changes in between. `DistilQueue` keeps episodes until `Distiller` has asked the extractor about
-them; `Merger` asks it about the bank, `Refiner` for an agent. `credit` chooses what the extractor is trained on. The manager wires
-them and keeps the clock; engine and embedder belong to the caller. Searches wait for the embedder alone: never for a model, a write
-or the disk.
+Parts:
+
+* `Store` holds the bank on disk. It is the source of truth.
+* `Bank` is the copy of the active entries in memory. Searches read it.
+* `Searcher` groups searches into batches and applies changes to the `Bank` between them.
+* `DistilQueue` keeps submitted episodes until `Distiller` has asked the extractor about them.
+* `Merger` asks the extractor about chunks of the bank.
+* `Refiner` asks the extractor on behalf of an agent.
+* `credit` chooses the samples that the extractor is trained on.
+
+`ExperienceManager` connects these parts and holds the clock (completed actor steps). The engine and
+the embedder belong to the caller. Apart from other searches and changes in memory, a search waits
+only for the embedder. It never waits for the extractor, a write or the disk.
 """
 
 from __future__ import annotations
@@ -54,22 +62,24 @@ from crl.types import Experience, ExperienceUse, lift_order
 T = TypeVar("T")
 
 EMBEDDED = 1024
-"""Entries that are embedded in one call when a bank is embedded again."""
+"""Maximum number of entries per embedder call when a whole bank is embedded again."""
 
 TIMES = 4096
-"""Durations of a kind that are kept for whoever takes them."""
+"""Maximum number of stored durations of each kind. Older durations are dropped."""
 
 
 class ExperienceManager:
-    """Made by `open`. Distillation runs in `run` (in the background) or in `drain` (at step boundaries), or both.
+    """Manager of the experience bank. Create it with `open`.
 
-    Deterministic runs call `drain` alone: requests are applied in (step, group, member) order, whatever their timing.
-    Its methods raise `StoreError` when the bank's file fails.
+    Distillation runs in the background (`run`), at step boundaries (`drain`), or both. A
+    deterministic run uses only `drain`, which applies requests in (step, group, member) order,
+    independent of their timing. The methods raise `StoreError` if the bank's file fails.
     """
 
     def __init__(
-        self, store: Store, extractor: Extractor, prompts: Prompts, engine: Engine, embedder: Embedder, settings: ManagerSettings,
-        seed: int, on_distilled: Callable[[Distilled], None] | None, progress: Progress,
+        self, store: Store, extractor: Extractor, prompts: Prompts, engine: Engine,
+        embedder: Embedder, settings: ManagerSettings, seed: int,
+        on_distilled: Callable[[Distilled], None] | None, progress: Progress,
     ) -> None:  # fmt: skip
         self._store, self._engine, self._embedder = store, engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
@@ -104,21 +114,29 @@ class ExperienceManager:
         self._offered: dict[str, PendingUnit] = {}
         self._offered_by: dict[str, str] = {}
         self._put_off: dict[UnitKey, tuple[int, int]] = {}
-        """Units that were put off: how often, and at which step for the last time."""
+        """Postponed units: number of postponements, and step of the last one."""
         self._search_times: deque[float] = deque(maxlen=TIMES)
         self._refine_times: deque[float] = deque(maxlen=TIMES)
 
     @classmethod
     async def open(
-        cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer, prompts: Prompts,
-        settings: ManagerSettings, *, seed: int, on_distilled: Callable[[Distilled], None] | None = None,
-        progress: Progress = unseen,
+        cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer,
+        prompts: Prompts, settings: ManagerSettings, *, seed: int,
+        on_distilled: Callable[[Distilled], None] | None = None, progress: Progress = unseen,
     ) -> ExperienceManager:  # fmt: skip
-        """Opens or makes the bank at `path`; what was acknowledged and not yet distilled is queued again.
+        """Open or create the bank at `path`. Episodes that are not distilled yet are queued again.
 
-        engine: the extractor's; renderer: of its chat template; seed: root of all draws; on_distilled: told what became of a request,
-        after its ops were applied. What is over the bounds of the settings is evicted. A bank that another embedder wrote, or with other
-        keys, is embedded again, which `progress` shows. Raises `StoreError`.
+        * `engine`: the extractor's engine.
+        * `renderer`: renderer of the extractor's chat template.
+        * `seed`: root seed of all random draws.
+        * `on_distilled`: called with the result of a request after its operations are applied. It
+          is not called for a dead request.
+        * `progress`: shows the progress if the bank is embedded again.
+
+        Entries over the bounds in `settings` are evicted. A bank whose vectors were made by another
+        embedder or with other keys is embedded again.
+
+        Raise `StoreError` if the bank cannot be opened.
         """
         store = await Store.open(path)
         try:
@@ -155,7 +173,11 @@ class ExperienceManager:
         )
 
     async def _load(self) -> None:
-        """Fills the empty bank from the store, as far as there is room."""
+        """Evict entries over the bounds, then fill the empty bank in memory from the store.
+
+        The entries are embedded again if the stored vectors were made with other keys or have
+        another dimension.
+        """
         await self._store.fit(self._rules)
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
@@ -168,6 +190,7 @@ class ExperienceManager:
         )
 
     async def _embed_again(self, entries: Sequence[Entry]) -> list[Vector]:
+        """Embed the entries again, store the vectors, and return them in the same order."""
         vectors: list[Vector] = []
         if entries:
             with self._progress(len(entries)) as advance:
@@ -184,30 +207,32 @@ class ExperienceManager:
         return vectors
 
     async def aclose(self) -> None:
-        """Writes what is still in memory and closes the bank; engine and embedder stay open. Closing it again does nothing."""
+        """Wait for changes in progress, write the retrieval counts, and close the bank.
+
+        The engine and the embedder stay open. Further calls have no effect.
+        """
         if not self._ending:
             self._ending = asyncio.create_task(self._end())
         await to_its_end(self._ending)
 
     async def _end(self) -> None:
-        async with (
-            AsyncExitStack() as stack
-        ):  # each of them, the last one first, whatever becomes of the others
+        # The stack runs all callbacks, the last one first, even if one of them raises.
+        async with AsyncExitStack() as stack:
             stack.push_async_callback(self._store.aclose)
             stack.push_async_callback(self._write_counts)
             stack.push_async_callback(self._searcher.aclose)
             while self._changes:
                 await asyncio.wait(set(self._changes))
 
-    # ── the clock ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the clock ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def step(self) -> int:
-        """Completed actor steps: what recency, cooldown and the log count in."""
+        """Completed actor steps. Recency, cooldown and the log use this clock."""
         return self._step
 
     def advance(self, step: int) -> None:
-        """`step` actor steps are completed now. Raises `ValueError` when that is fewer than before."""
+        """Set the number of completed actor steps. Raise `ValueError` if the number decreases."""
         if step < self._step:
             raise ValueError(f"{self._step} steps were completed already, not {step}")
         self._step = step
@@ -215,14 +240,16 @@ class ExperienceManager:
     def _stamp(self) -> Stamp:
         return Stamp(self._step, self._engine.version)
 
-    # ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── retrieval ─────────────────────────────────────────────────────────────────────────────────
 
     async def search(
         self, requests: Sequence[SearchRequest], *, counted: bool = True
     ) -> list[Hit | None]:
-        """`Retriever`: at most one experience per request, picked in request order and counted at once.
+        """Return at most one experience per request.
 
-        counted = False (evaluations): no counter moves and nothing is remembered.
+        This method implements `Retriever.search`. Experiences are picked in request order, and each
+        retrieval is counted immediately. With counted = False (evaluations) no counter changes, and
+        no pick is remembered for a group.
         """
         start = time.perf_counter()
         hits = await self._searcher.search(requests, self._step, counted=counted)
@@ -231,22 +258,37 @@ class ExperienceManager:
         return hits
 
     def take_search_times(self) -> list[float]:
-        """Seconds that each counted `search` took since the last call of this, the embedder's time included; the last TIMES."""
+        """Return the seconds that each counted `search` took, and clear them.
+
+        A duration includes the embedder's time. The last `TIMES` durations since the previous call
+        are returned.
+        """
         times = list(self._search_times)
         self._search_times.clear()
         return times
 
     async def refine(self, question: Question, hit: Hit, *, counted: bool = True) -> Hit:
-        """`Retriever`: the extractor's answer to the question; durable then, and its use is of the generation that wrote it.
+        """Return the experience, refined by the extractor for the agent's question.
 
-        `hit` as it is where nothing is to be fitted, where the answer cannot be used, where the extractor fails, and past `ask_deadline`.
-        counted = False (evaluations): nothing is kept, nothing is counted. Raises `EngineError` when the engine is gone.
+        This method implements `Retriever.refine`. The refinement is durable when it returns. The
+        use in the returned hit names the generation that wrote the refinement, so that this
+        generation earns the credit.
+
+        Return `hit` unchanged in these cases:
+
+        * Agents do not ask, because there is no refine prompt.
+        * The answer leaves the experience unchanged or cannot be used.
+        * The extractor fails, or its answer takes longer than `ask_deadline`.
+
+        With counted = False (evaluations) nothing is stored or counted. Raise `EngineError` if the
+        engine can no longer serve.
         """
         if self._refiner is None:
             return hit
         start = time.perf_counter()
         try:
-            # Beside the places of `concurrency`: an agent waits, and there are no more of these than episodes in flight.
+            # `concurrency` does not limit these calls: an agent is waiting, and the number of
+            # episodes in flight bounds them.
             refined = await self._served(
                 partial(self._refiner.refine, question, hit),
                 self._settings.ask_deadline,
@@ -273,44 +315,54 @@ class ExperienceManager:
         )
 
     def take_refine_times(self) -> list[float]:
-        """Seconds that each counted `refine` took since the last call of this; the last TIMES."""
+        """Return the seconds that each counted `refine` took, and clear them.
+
+        The last `TIMES` durations since the previous call are returned.
+        """
         times = list(self._refine_times)
         self._refine_times.clear()
         return times
 
-    # ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── distillation ──────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, request: DistilRequest) -> bool:
-        """Queues an episode for distillation: durable when it returns True. A repeat of an id changes nothing.
+        """Queue an episode for distillation. Return True when the request is durable.
 
-        False: refused, because the queue is full and the settings say so; nothing was stored, and the refusal is counted. Raises
-        `UnicodeEncodeError`, and stores nothing, where its texts hold lone surrogates.
+        A repeated id changes nothing. If the queue is full, the `overflow` setting applies. With
+        "wait", this method waits for space. With "refuse", it returns False: nothing is stored, and
+        the refusal is counted. Raise `UnicodeEncodeError`, and store nothing, if a text of the
+        request holds lone surrogates.
         """
         return await self._queue.submit(request)
 
     async def run(self) -> None:
-        """Distils requests as they come, until it is cancelled; lives in the caller's task group, once.
+        """Distil requests as they arrive, until cancelled.
 
-        An engine that is gone ends it, and whatever else but a `RolloutError` ends a distillation. What it had in work is pending again.
+        Call this method once, in the caller's task group. A failed engine ends it, and so does any
+        other error except a `RolloutError`. Errors are raised in an `ExceptionGroup`. At the end,
+        requests in progress become pending again.
         """
         await self._queue.run()
 
     async def drain(self) -> None:
-        """Returns when every request submitted before is distilled and applied, those of this call in request order.
+        """Distil and apply every request that was submitted before this call, then `flush`.
 
-        Flushes at its end.
+        The requests that this call distils are applied in request order.
         """
         await self._queue.drain()
         await self.flush()
 
     async def flush(self) -> None:
-        """Writes retrieval counts down and drops generations that can earn nothing any more; waits for no distillation.
+        """Write the retrieval counts, and delete generations that can no longer earn credit.
 
-        Searches do not wait for the disk: a crash forgets the counts since the last flush. Raises what went wrong in building an index.
+        This method does not wait for distillation. Searches do not wait for the disk, so a crash
+        loses the counts since the last flush. Raise the error of an index build that failed.
         """
         before = self._step - self._settings.keep_steps
         spent = await self._store.spent(before)
-        if self._changes:  # until these are done, searches find what they evict or update, and its count is to be written
+        # Until these changes are done, searches still find entries that the changes evict or
+        # update. The counts of these retrievals must be written too.
+        if self._changes:
             await asyncio.wait(set(self._changes))
         await self._write_counts()
         await self._store.prune(spent, before)
@@ -337,7 +389,12 @@ class ExperienceManager:
     async def _served(
         self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str
     ) -> T:
-        """Raises `TransientError` also when it takes longer than `seconds`, and when the engine failed and serves again."""
+        """Return the result of `ask`. The time limit is `seconds` (None: no limit).
+
+        `bound` names the limit in the error message. Raise `TransientError` if the limit expires,
+        if the engine reports a timeout, or if the engine failed and is healthy again. Raise
+        `EngineError` if the engine can no longer serve.
+        """
         deadline = asyncio.timeout(seconds)
         try:
             async with deadline:
@@ -346,7 +403,7 @@ class ExperienceManager:
                 except EngineError as error:
                     await self._engine.health()
                     raise TransientError("engine", str(error)) from error
-        except TimeoutError as error:  # the deadline's, or the engine's own
+        except TimeoutError as error:  # raised by the deadline or by the engine
             said = (
                 f"no answer within the {bound} of {seconds:g} s"
                 if deadline.expired()
@@ -368,8 +425,11 @@ class ExperienceManager:
         await self._whole(change())
 
     async def _write(self, distilled: Distilled) -> Distilled:
-        """Applies an answer, without what the bank says already; that is looked for by one answer after the other, or of two that say the
-        same at the same time both would get in."""
+        """Apply an answer without its near-duplicate adds. Return the answer as applied.
+
+        Only one answer at a time is checked for duplicates. Otherwise two similar answers that
+        arrive at the same time would both be added.
+        """
         async with self._comparing if self._duplicates else nullcontext():
             distilled = self._duplicates.novel(distilled) if self._duplicates else distilled
             applied = await self._store.apply(
@@ -381,16 +441,17 @@ class ExperienceManager:
         return distilled
 
     async def _show(self, applied: Applied) -> None:
-        """What was written can be found from now on, and what went no more."""
+        """Make the written entries searchable, and remove the evicted entries from searches."""
         await self._searcher.change(
             [(entry, write.vector) for entry, write in applied.changed], applied.evicted
         )
 
     async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
-        """Runs a change of store and memory to its end, also when the caller is cancelled."""
+        """Run a change of store and memory to completion, even if the caller is cancelled."""
         await asyncio.shield(self._begun(change))
 
     def _begun(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a change as a task that `aclose` and `flush` wait for."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changed)
@@ -399,18 +460,20 @@ class ExperienceManager:
     def _changed(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
-            task.exception()  # it counts as seen when its caller was cancelled meanwhile
+            task.exception()  # marks the error as retrieved if the caller was cancelled
 
-    # ── merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── merge ─────────────────────────────────────────────────────────────────────────────────────
 
     async def merge(self) -> MergeStats | None:
-        """One pass of the periodic merge over the entries that are active now; searches and distillation go on meanwhile.
+        """Run one pass of the periodic merge over the entries that are active now.
 
-        Entries are merged with those that the same searches may find: in a shared bank with all
-        others (CRL §3.2.1), else with those of their task, and with goals in the keys only with
-        those of the same goal. A merged entry has the task and the goal of its first source.
-        Return None where another merge is under way: nothing was done, and that is counted.
-        Raises `EngineError`.
+        Searches and distillation continue during the pass. Entries are merged only with entries
+        that the same searches can find. In a shared bank these are all entries (CRL §3.2.1),
+        otherwise the entries of the same task. If goals are part of the keys, the goal must be the
+        same too. A merged entry has the task and the goal of its first source.
+
+        Return None if another merge is in progress. Then nothing is done, and the skipped merge is
+        counted. Raise `EngineError` if the engine can no longer serve.
         """
         if self._merging:
             self._merges_skipped += 1
@@ -434,7 +497,7 @@ class ExperienceManager:
         costs: dict[UnitKey, int] = {}
         for entry in entries:
             costs[entry.unit] = self._merger.cost(entry)
-            await asyncio.sleep(0)  # counting tokens takes its time, and a bank may be large
+            await asyncio.sleep(0)  # counting the tokens of a large bank must not block the loop
         chunker = Chunker(
             entries,
             self._settings.merge_tokens,
@@ -450,10 +513,15 @@ class ExperienceManager:
         return [entry for entry in entries if self._bank.entries.get(entry.uid) is entry]
 
     async def _merge_chunk(self, chunk: Sequence[Entry], stats: MergeStats) -> list[Entry]:
-        """What the next chunk may meet: what this one made, then what it was shown; after a failure nothing, or that would fail too."""
+        """Merge one chunk. Return the entries that may be carried into the next chunk.
+
+        These are the entries made from this chunk, followed by the chunk itself. Return an empty
+        list if the extractor fails. Carried entries could make the next chunk fail too.
+        """
         stats.chunks += 1
         try:
-            # So a repeat of one that was not written samples the same, and no entry of another bank, taken in, has the name of its own.
+            # The name seeds the sampling: a chunk that was not written samples the same answer
+            # again. The hash keeps the name distinct from names in an imported bank.
             units = derive_seed(0, "chunk", *(str(entry.unit) for entry in chunk))
             name = f"merge/{await self._store.merges()}-{units % 2**32:08x}"
             merged = await self._attempt(partial(self._merger.merge, name, chunk))
@@ -476,7 +544,7 @@ class ExperienceManager:
         stats.made += len(made)
         return made + list(chunk)
 
-    # ── credit and training ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── credit and training ───────────────────────────────────────────────────────────────────────
 
     async def credit(
         self,
@@ -486,11 +554,20 @@ class ExperienceManager:
         episode: str,
         expected: float | None = 0.0,
     ) -> None:
-        """r(m) = +1 to every experience that guided a successful episode, −1 otherwise (CRL §2.3); r̃(m) where it was judged (eq. 8).
+        """Credit the experiences that were found for one episode.
 
-        uses: the rejected ones too; a verdict changes what the extractor is trained on, and not the record (won of credited), and so does
-        `expected`: r of such an episode without experience, in [−1, 1]; None = not known, and then what guided is not trained on.
-        episode: the id of its request; a second call for it changes nothing. Episodes with an error are not credited.
+        An experience m that guided the episode receives r(m) = +1 if the episode succeeded, else −1
+        (CRL §2.3). If the actor judged m, the extractor is trained on r̃(m) instead (eq. 8).
+
+        * `uses`: all experiences found for the episode, rejected ones included.
+        * `episode`: id of the episode's request. A second call with the same id changes nothing.
+        * `expected`: expected r of the episode without experience, in [−1, 1]. It is subtracted
+          from the training reward of each experience that guided the episode. None: unknown; these
+          experiences are not trained on.
+
+        Verdicts and `expected` change the training reward of the extractor. They do not change the
+        record of an entry (episodes won and credited). The caller must not credit episodes that
+        ended with an error.
         """
         given = [Credit.of(use, success, expected) for use in uses]
 
@@ -502,10 +579,10 @@ class ExperienceManager:
         await self._whole(change())
 
     async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]]) -> None:
-        """Add what groups say of units to their lifts, which nothing is trained on.
+        """Add the results of groups to the lifts of their units. Lifts are not used for training.
 
-        found: by the group's id, success with each unit and without any. A second call for a group
-        changes nothing.
+        `found` maps the id of a group to the success of its members with each unit and without any.
+        A second call for a group changes nothing.
         """
 
         async def change() -> None:
@@ -516,12 +593,18 @@ class ExperienceManager:
             await self._whole(change())
 
     async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
-        """The samples of the `n` units that became ready first and are not in cooldown; None when there are not so many.
+        """Return the samples of the first `n` ready units, or None if there are fewer than `n`.
 
-        step: completed actor steps, t of eq. 7. The units stay pending until `mark_trained`; a batch
-        that was not marked is offered again. Units that were put off at this step wait; at later ones
-        they come last. Of the generations without an op, of which a batch takes few, the last `n` wait;
-        older ones are dropped, and counted as `dropped/too many malformed`. Raises `ValueError` for n < 1.
+        Units are taken in the order in which they became ready. Units in cooldown are skipped.
+        `step` is the number of completed actor steps, t of eq. 7. The units stay pending until
+        `mark_trained`, so a batch that was not marked is offered again.
+
+        Units that were postponed (`put_off`) at this step are skipped. At later steps they come
+        last. A batch takes at most n // 4 generations without an op. Only the last `n` ready
+        generations without an op stay pending. Older ones are dropped and counted as `dropped/too
+        many malformed`.
+
+        Raise `ValueError` if n < 1.
         """
         if n < 1:
             raise ValueError(f"a batch holds at least one unit, not {n}")
@@ -542,15 +625,17 @@ class ExperienceManager:
         return samples
 
     async def mark_trained(self, ids: Sequence[str], step: int) -> None:
-        """Samples of the last batch were trained on at `step`: their rewards are spent and their generations' counters move.
+        """Record that samples of the last batch were trained on at `step`.
 
-        A generation counts once, however many of its samples are among them. Raises `ValueError` for an id that the last
-        batch does not hold.
+        Their rewards are spent, and the counters of their generations advance. A generation counts
+        once, even if `ids` holds several of its samples. Raise `ValueError` if an id is not in the
+        last batch.
         """
         ids = list(dict.fromkeys(ids))
         if unknown := [name for name in ids if name not in self._offered_by]:
             raise ValueError(f"the last batch holds no {unknown}")
-        # No more on offer from here on: a caller that is cancelled, or a second one, must not spend the rewards again.
+        # Withdraw the samples before the write. After a cancellation, or in a second call, the
+        # rewards must not be spent again.
         trained = [self._offered.pop(name) for name in ids if name in self._offered]
         generations = [self._offered_by.pop(name) for name in ids]
         for pending in trained:
@@ -558,11 +643,12 @@ class ExperienceManager:
         await self._store.mark_trained(trained, generations, step, self._stamp())
 
     def put_off(self, step: int) -> None:
-        """Offer the units of the last batch no more at `step`: it could not be trained on.
+        """Postpone the units of the last batch, which could not be trained on at `step`.
 
-        Their rewards stay pending and no counter moves. At later steps units that were put off less
-        often come first, so that one poisoned unit does not hold up those that shared its batch. This
-        is kept in memory alone: a process that opens the bank again starts afresh.
+        Their rewards stay pending, and no counter changes. At later steps, units that were
+        postponed less often come first. One bad unit therefore does not block the other units of
+        its batch. Postponements are stored only in memory, so a process that opens the bank again
+        starts without them.
         """
         for pending in self._offered.values():
             times, _ = self._put_off.get(pending.unit, (0, -1))
@@ -570,21 +656,25 @@ class ExperienceManager:
         self._offered.clear()
         self._offered_by.clear()
 
-    # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────
 
     async def snapshot(self, kept: Collection[int] | None = None) -> int:
-        """The log's sequence number that `rollback` takes to bring the bank back to what it is now; for a checkpoint's manifest.
+        """Record a snapshot of the bank. Return its sequence number in the log.
 
-        kept: of those before, the ones that somebody may go back to, None = all; the others are forgotten.
+        A checkpoint's manifest stores this number, and `rollback` takes it to restore the current
+        state. `kept` lists the earlier snapshots that are still needed (None: all). The others are
+        deleted.
         """
         await self._write_counts()
         return await self._store.snapshot(self._stamp(), kept)
 
     async def rollback(self, seq: int) -> RolledBack:
-        """The bank and its clock are what they were at the snapshot `seq`; what was done since is kept in the archive alone.
+        """Restore the bank and its clock to the snapshot `seq`.
 
-        Requests that were open then are pending, those submitted since are unknown, as they were. For the start of a run: raises
-        `RuntimeError` while `run` or `drain` has requests or `merge` a chunk in work, `StoreError` when there is no such snapshot.
+        Later changes exist only in the archive copy. Requests that were open at the snapshot are
+        pending again. Requests that were submitted later are unknown again. Call this method only
+        at the start of a run. Raise `RuntimeError` while requests, a merge or another change are in
+        progress. Raise `StoreError` if there is no snapshot `seq`.
         """
         if self._queue.busy or self._merging or self._changes:
             raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
@@ -606,14 +696,18 @@ class ExperienceManager:
             await before.aclose()
         return done
 
-    # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
     async def stats(self) -> dict[str, int]:
-        """Figures by name: bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND, dropped/REASON, …
+        """Return metrics by name.
 
-        refine/failed: questions that the extractor did not answer in time, or at all.
-        total/sampled_tokens/extractor: tokens of its answers since the bank was opened; evaluations
-        are not included.
+        Examples are bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND
+        and dropped/REASON. See also `Store.counts`.
+
+        * merge/skipped: merges that did not start because another merge was in progress.
+        * refine/failed: questions that the extractor did not answer in time or at all.
+        * total/sampled_tokens/extractor: tokens of the extractor's answers since the bank was
+          opened, without evaluations.
         """
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
@@ -629,7 +723,11 @@ class ExperienceManager:
         return {**sizes, **await self._store.counts(), **figures}
 
     def latest(self, n: int) -> list[Experience]:
-        """At most `n` active entries as they are now: those that guided an episode last, then the last written."""
+        """Return at most `n` active entries, the most recently retrieved first.
+
+        Among equals, the last written entry comes first. An entry that was never retrieved counts
+        as retrieved at step 0.
+        """
         order = sorted(
             reversed(self._bank.entries.values()),
             key=lambda entry: -(entry.last_returned_step or 0),
@@ -637,19 +735,20 @@ class ExperienceManager:
         return [entry.experience for entry in order[:n]]
 
     def best(self, n: int) -> list[Experience]:
-        """Return at most `n` active entries that guided episodes, in `lift_order`.
+        """Return at most `n` active entries that have credited episodes, in `lift_order`.
 
-        Among equals those of the highest Σ r come first, then the last written.
+        Among equals, the highest Σ r comes first, then the last written entry.
         """
         guiding = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
         entries = sorted(guiding, key=lambda entry: (lift_order(entry.lift), -entry.credit))
         return [entry.experience for entry in entries[:n]]
 
     async def export_copy(self, path: Path) -> None:
-        """Copies the bank as it is now to a file of its own, while it is in use, for another run or a scratch copy.
+        """Copy the bank to the new file `path`, for another run or a scratch copy.
 
-        The copy begins anew: it has the entries with their lineage, credit and lift, and neither the queue nor pending rewards. Raises
-        `StoreError`, also when `path` exists.
+        The bank may be in use. The copy is reset for a new run: it holds the entries with their
+        lineage, credit and lift, but neither the queue nor pending rewards. Raise `StoreError` if
+        the copy fails or `path` exists.
         """
         await self._write_counts()
         await self._store.backup(path)
@@ -657,16 +756,20 @@ class ExperienceManager:
 
     @staticmethod
     async def start_from(source: Path, path: Path) -> None:
-        """Makes a bank at `path` that begins anew with the entries of the bank at `source`, which stays as it is.
+        """Create a bank at `path`, for a new run, with the entries of the bank at `source`.
 
-        Raises `StoreError`, also when `source` is no bank or `path` exists.
+        The bank at `source` is not changed. Raise `StoreError` if `source` is not a bank, if `path`
+        exists or if the copy fails.
         """
         await copy_database(source, path)
         await _begin_anew(path)
 
 
 async def _begin_anew(path: Path) -> None:
-    """Of a fresh copy, which is removed when that does not succeed: it would pass for the bank that it was copied from."""
+    """Reset a fresh copy for a new run, and remove the copy if this fails.
+
+    A copy that was not reset could be mistaken for the original bank.
+    """
     try:
         store = await Store.open(path)
         try:

@@ -1,8 +1,13 @@
-"""The periodic merge (CRL §3.2.1): chunk by chunk the extractor says which entries of the bank to keep, to merge and to discard.
+"""Periodic merge of the bank (CRL §3.2.1).
 
-Entries are taken in the order in which they were written, as many as a chunk has tokens for. What a chunk leaves is carried into the
-next one, so that every entry meets what came before; **ours**: at most half a chunk of it, what was merged first. What the extractor
-does not mention stays, and a chunk whose answer cannot be used changes nothing.
+The bank is processed in chunks. For each chunk, the extractor says which entries to keep, to merge
+and to discard. A chunk has as many entries as its token budget allows, in the order in which they
+were written.
+
+The entries that remain of a chunk are carried over into the next one, so that every entry is
+compared with earlier ones. **Ours**: carried entries fill at most half a chunk, merged entries
+first. Entries that the extractor does not mention are kept. A chunk without a usable answer changes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,28 +23,38 @@ from crl.manager.records import Entry, Merged, UnitKey, Write
 from crl.types import Segment
 
 MergePromptWriter = Callable[[Sequence[Entry]], Sequence[Segment]]
-"""Writes the prompt of a chunk; it numbers the entries from 1, in order."""
+"""Function that writes the prompt of a chunk. It numbers the entries from 1, in order."""
 
 
 @dataclass(slots=True)
 class MergeStats:
-    """What a merge did. chunks: that the extractor was asked about; failed: of these, those without a usable answer; made: entries
-    that took the place of others; removed: entries that were merged into them or discarded."""
+    """Statistics of one merge."""
 
     chunks: int = 0
+    """Chunks that the extractor was asked about."""
     failed: int = 0
+    """Chunks without a usable answer."""
     made: int = 0
+    """New entries that replace others."""
     removed: int = 0
+    """Entries that were merged into new ones or discarded."""
 
 
 class Chunker:
-    """Cuts entries into chunks of at most `budget` tokens, what was carried over included. cost: the tokens of an entry."""
+    """Splitter of entries into chunks of at most `budget` tokens, including carried entries.
+
+    `cost` returns the tokens of an entry. The first new entry of a chunk may exceed the budget.
+    """
 
     def __init__(self, entries: Iterable[Entry], budget: int, cost: Callable[[Entry], int]) -> None:
         self._rest, self._budget, self._cost = list(entries), budget, cost
 
     def next(self, carried: Sequence[Entry]) -> list[Entry]:
-        """The next chunk: of `carried` what fits into half of it, then at least one new entry; empty when none is left."""
+        """Return the next chunk, or an empty list if no new entry is left.
+
+        The chunk starts with the entries of `carried` that fit into half of the budget. At least
+        one new entry follows.
+        """
         if not self._rest:
             return []
         chunk = self._fitting(carried, self._budget // 2)
@@ -60,7 +75,7 @@ class Chunker:
 
 
 class Merger:
-    """Asks the extractor about chunks. Touches no bank."""
+    """Client of the extractor for chunks. It does not change the bank."""
 
     def __init__(
         self, extractor: Extractor, keys: Keys, prompt: MergePromptWriter, limits: OpLimits
@@ -72,11 +87,15 @@ class Merger:
         return self._extractor.tokens(self._prompt([]))
 
     def cost(self, entry: Entry) -> int:
-        """Tokens that the entry adds to a chunk's prompt, about."""
+        """Return approximately how many tokens the entry adds to the prompt of a chunk."""
         return self._extractor.tokens(self._prompt([entry])) - self._frame
 
     async def merge(self, name: str, chunk: Sequence[Entry]) -> Merged:
-        """name: becomes the generation's id. Raises `RolloutError` when the engine cannot serve it, `EngineError` when it is gone."""
+        """Ask the extractor about a chunk and return its answer.
+
+        `name` becomes the id of the generation. Raise `RolloutError` if the engine cannot serve the
+        request, and `EngineError` if it has failed.
+        """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             return parse_merge(completion, len(chunk), thinking=thinking, limits=self._limits)

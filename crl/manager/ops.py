@@ -1,28 +1,39 @@
-"""Reads the operations out of what an extractor wrote, one by one: a bad op is dropped and counted, the good ones stand.
+"""Parser for the operations (ops) in an extractor's answer.
 
-The answer is what follows the thinking (`</think>`). Of an episode (CRL §3.2.1) it holds a JSON list of objects
+Ops are parsed one by one. An invalid op is dropped and counted; the valid ops remain usable.
+
+The answer is the text after the thinking (`</think>`). The answer about an episode (CRL §3.2.1) is
+a JSON list of objects:
 
     [{"op": "add", "text": "The exit is behind the altar."},
      {"op": "update", "target": 1, "text": "Go southeast first; the exit is behind the altar."},
      {"op": "up", "target": 2},
      {"op": "return"}]
 
-add: a new experience. update: a better text for a retrieved experience, `target` its number in the prompt, from 1. up, down: a vote on
-a retrieved experience, where the extractor is asked for votes. return: nothing to learn here; so says an empty list too. Of a chunk of
-the bank (its periodic merge)
+* add: a new experience.
+* update: a better text for a retrieved experience. `target` is its number in the prompt, from 1.
+* up, down: a vote on a retrieved experience, if the extractor is asked for votes.
+* return: the episode teaches nothing. An empty list means the same.
 
-    [{"op": "merge", "targets": [1, 4], "text": "Go southeast first; the exit is behind the altar."},
+The answer about a chunk of the bank (periodic merge):
+
+    [{"op": "merge", "targets": [1, 4], "text": "Go southeast first, then behind the altar."},
      {"op": "discard", "target": 2},
      {"op": "keep", "target": 3}]
 
-merge: one text in the place of several experiences. discard: one that is wrong or says nothing. keep: what stays as it is, as does
-what is not mentioned. To the question of an agent (search_and_ask) it is
+* merge: one text that replaces several experiences.
+* discard: an experience that is wrong or says nothing.
+* keep: an experience that stays unchanged. Experiences without an op stay unchanged too.
+
+The answer to a question of an agent (search_and_ask):
 
     [{"op": "refine", "text": "The altar is two rooms east of you."}]
 
-refine: what was found, fitted to the agent's situation; or return: it is to stay as it is.
+* refine: the retrieved experience, rewritten for the agent's situation.
+* return: the retrieved experience stays unchanged.
 
-Objects are read wherever they stand: in a code fence, between sentences, one after the other without a list, inside another object.
+Objects are read at any position: in a code fence, between sentences, one after the other without a
+list, or inside another object.
 """
 
 from __future__ import annotations
@@ -40,7 +51,7 @@ OpKind = Literal["add", "update", "return", "up", "down", "merge", "discard", "k
 THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
 
 ATTEMPTS = 256
-"""Braces of an answer that open no op, as far as it is read."""
+"""Maximum number of opening braces without an op that are tried in one answer."""
 
 _LOOKS_LIKE_AN_OP = re.compile(r'\{\s*["\']?op\b')
 _NOTHING = re.compile(r"\[\s*\]")
@@ -48,60 +59,71 @@ _NOTHING = re.compile(r"\[\s*\]")
 
 @dataclass(frozen=True, slots=True)
 class OpLimits:
-    """max_ops: ops of one answer about an episode, as many as the prompt `distil` asks for at most; max_chars: characters of one text."""
+    """Limits of one answer of the extractor."""
 
     max_ops: int = 3
+    """Maximum number of ops about an episode. The prompt `distil` asks for at most as many."""
     max_chars: int = 2000
+    """Maximum number of characters of one text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. span: its characters in the completion; targets: 0-based, one of an update or a vote, several of a merge."""
+    """One operation."""
 
     kind: OpKind
     span: Span
+    """Characters [start, stop) of the op in the completion."""
     text: str = ""
     targets: tuple[int, ...] = ()
+    """Experiences in the prompt, from 0.
+
+    An update or a vote has one target, a discard or a keep at least one, a merge at least two.
+    """
 
     @property
     def is_vote(self) -> bool:
+        """Whether the op is an up vote or a down vote."""
         return self.kind in ("up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedOps:
-    """The ops of one answer, and where it can be trained apart from them."""
+    """Ops of one answer, with the data that is needed to train the text around the ops."""
 
     ops: tuple[Op, ...]
-    """Those that stand, in order."""
+    """Usable ops, in order."""
     dropped: Mapping[str, int]
-    """How many ops were refused, by reason."""
+    """Number of refused ops, by reason."""
     head: int
-    """Characters before the first op, good or bad. Of a malformed answer: characters that it shares
-    with answers that could be used (`crl.manager.faults`), all of them if it ended too early."""
+    """Number of characters before the first op, whether that op is usable or refused.
+
+    For a malformed answer: number of leading characters that it shares with usable answers
+    (`crl.manager.faults`). This is the whole length if the answer ended too early.
+    """
     closed: bool = True
-    """Nothing that was refused follows the last op: what follows closes the answer."""
+    """Whether no refused op follows the last usable op. The text after it then ends the answer."""
 
     @property
     def malformed(self) -> bool:
-        """Nothing in the completion could be used, not even a `return`."""
+        """Whether the completion has no usable op, not even a `return`."""
         return not self.ops
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What an answer may hold."""
+    """Allowed content of an answer."""
 
     kinds: tuple[OpKind, ...]
-    """Kinds of ops that could be used. An update or a vote needs an experience in the prompt."""
+    """Allowed kinds of ops. An update or a vote needs an experience in the prompt."""
     nothing: OpKind
-    """The op that an empty list stands for."""
+    """Op that an empty list means."""
     most: int
-    """Ops of one answer."""
+    """Maximum number of ops in one answer."""
     shown: int
-    """Experiences that the prompt numbered."""
+    """Number of experiences in the prompt."""
     max_chars: int
-    """Characters of one text."""
+    """Maximum number of characters of one text."""
 
 
 def parse_ops(
@@ -112,10 +134,14 @@ def parse_ops(
     votes: bool = False,
     limits: OpLimits | None = None,
 ) -> ParsedOps:
-    """Read an answer about an episode: add, update, return and, with `votes`, up and down, in order.
+    """Parse an answer about an episode. The ops keep their order.
 
-    shown: how many experiences the prompt numbered; thinking: the prompt itself opened the thinking, so that an answer comes
-    only after its end. Any text is parsed; nothing is raised and nothing is evaluated.
+    The kinds are add, update and return, and with `votes` also up and down.
+
+    * shown: number of experiences in the prompt.
+    * thinking: whether the prompt opened the thinking. The answer then starts after its end.
+
+    Any text can be parsed: no error is raised and nothing is evaluated.
     """
     limits = limits or OpLimits()
     kinds: tuple[OpKind, ...] = ("add", "return")
@@ -136,9 +162,9 @@ def parse_ops(
 def parse_merge(
     completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None
 ) -> ParsedOps:
-    """Read an answer about a chunk of `shown` experiences: merge, discard and keep, in order.
+    """Parse an answer about a chunk of `shown` experiences. The ops keep their order.
 
-    Each experience is named once.
+    The kinds are merge, discard and keep. An op that names an experience a second time is refused.
     """
     limits = limits or OpLimits()
     named: set[int] = set()
@@ -158,7 +184,7 @@ def parse_merge(
 def parse_refine(
     completion: str, *, thinking: bool = False, limits: OpLimits | None = None
 ) -> ParsedOps:
-    """Read an answer to a question: one refine or one return."""
+    """Parse an answer to a question: one refine or one return."""
     limits = limits or OpLimits()
     asked = _Asked(("refine", "return"), "return", 1, 0, limits.max_chars)
     return _parse(completion, asked, lambda value, span: _refine_op(value, span, limits), thinking)
@@ -167,7 +193,7 @@ def parse_refine(
 def _parse(
     completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str], thinking: bool
 ) -> ParsedOps:
-    """read: returns the op that an object is, or why it is refused."""
+    """Parse the ops of an answer. `read` returns the op of an object or the reason for refusal."""
     start = _answer(completion, thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
@@ -204,7 +230,7 @@ def _parse(
 def _departure(
     completion: str, asked: _Asked, answer: int, refused: Sequence[tuple[str, Span]]
 ) -> int:
-    """Return where a completion without a usable op departs from those that have one."""
+    """Return the position at which a completion without a usable op departs from usable ones."""
     if not refused:
         return broken_at(completion, answer, None)
     reason, span = refused[0]
@@ -215,7 +241,7 @@ def _departure(
 
 
 def _answer(completion: str, thinking: bool) -> int | None:
-    """Where the answer begins; None while the thinking goes on."""
+    """Return the position at which the answer starts; None if the thinking did not end."""
     end = completion.rfind(THINKING_ENDS)
     if end >= 0:
         return end + len(THINKING_ENDS)
@@ -223,9 +249,11 @@ def _answer(completion: str, thinking: bool) -> int | None:
 
 
 def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
-    """JSON objects with an "op", and None for what begins like one and is not JSON; each with its span.
+    """Yield the JSON objects with an "op" key, each with its span.
 
-    After ATTEMPTS at something else the rest is one None: each may read the text to its end.
+    Yield None in place of an object that looks like an op but is not valid JSON. After `ATTEMPTS`
+    braces that open no op, yield a single None for the rest of the text, because every attempt may
+    read the text to its end.
     """
     attempts = 0
     while (position := text.find("{", position)) >= 0:
@@ -297,7 +325,7 @@ def _refine_op(value: Any, span: Span, limits: OpLimits) -> Op | str:
 
 
 def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
-    """The op's text, and why it is none."""
+    """Return the op's text and the reason for refusal; the reason is empty for a usable text."""
     text = value.get("text")
     if not isinstance(text, str) or not is_unicode(text):
         return "", "no text"
@@ -308,7 +336,7 @@ def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
 
 
 def _target(value: Any, shown: int) -> int | str:
-    """The experience (from 0) of a number in the prompt, or why it is none."""
+    """Return the experience (from 0) of a number in the prompt, or the reason for refusal."""
     number = _number(value)
     if number is None:
         return "no target"
@@ -316,14 +344,20 @@ def _target(value: Any, shown: int) -> int | str:
 
 
 def _number(value: Any) -> int | None:
-    """A whole number, written as one or as a short string of digits, as models like to do."""
+    """Return an integer that is given as a number or as a short string of digits, else None.
+
+    Models often write numbers as strings.
+    """
     if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdigit():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def is_unicode(text: str) -> bool:
-    """No lone surrogates, which JSON's \\u escapes can spell and nothing can store."""
+    """Return whether the text has no lone surrogates.
+
+    JSON's \\u escapes can produce lone surrogates, but such a text cannot be encoded for storage.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -334,9 +368,10 @@ def is_unicode(text: str) -> bool:
 def token_spans(
     decode: Callable[[Sequence[int]], str], ids: Sequence[int], spans: Sequence[Span]
 ) -> list[Span]:
-    """Character spans of decode(ids), in order, as token ranges [start, stop) that do not overlap.
+    """Return the token ranges [start, stop) of character spans of `decode(ids)`.
 
-    A token that lies across a border belongs to the span that it opens, and to the earlier of two spans that it lies in.
+    `spans` are in order. The ranges do not overlap. A token across the border of a span belongs to
+    the span. A token that lies in two spans belongs to the earlier one.
     """
     taken = 0
     ranges = []
@@ -348,11 +383,12 @@ def token_spans(
 
 
 def _tokens_until(decode: Callable[[Sequence[int]], str], ids: Sequence[int], chars: int) -> int:
-    """How many tokens it takes until `chars` characters are complete."""
+    """Return the smallest number of tokens whose text has at least `chars` complete characters."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2
-        # The bytes of an unfinished character decode to U+FFFD; without them the length grows with every token or stays.
+        # The bytes of an incomplete character decode to U+FFFD. Without these, the text never gets
+        # shorter when a token is added.
         if len(decode(ids[:middle]).rstrip("\ufffd")) >= chars:
             high = middle
         else:

@@ -1,4 +1,7 @@
-"""The queue of finished episodes: submitted, distilled in the background or at step boundaries, tried again where that may help."""
+"""Queue of finished episodes that wait for distillation, with retries.
+
+Episodes are distilled in the background or at step boundaries.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,25 @@ from crl.manager.settings import ManagerSettings
 from crl.manager.store import Store
 
 Outcome = Distilled | str
-"""What became of a request, or the reason why it is dead."""
+"""Result of a request, or the reason why the request is dead."""
 
 
 class DistilQueue:
-    """stamp: of what happens now; attempt: asks the extractor about a request, once; settle: writes an outcome to its end, also when
-    its caller is cancelled, and tells so by `count_settled`.
+    """Queue of distillation requests.
 
-    refused: requests for which there was no room; retried: attempts that failed and were not the last.
+    * `stamp`: returns the stamp of an operation that happens now.
+    * `attempt`: asks the extractor about a request once.
+    * `settle`: writes an outcome to completion, even if its caller is cancelled, and then calls
+      `count_settled`.
+
+    The attribute `refused` counts requests that were refused because the queue was full. `retried`
+    counts failed attempts that were followed by another attempt.
     """
 
     def __init__(
         self, store: Store, settings: ManagerSettings, stamp: Callable[[], Stamp],
-        attempt: Callable[[DistilRequest], Awaitable[Distilled]], settle: Callable[[DistilRequest, Outcome], Awaitable[None]],
+        attempt: Callable[[DistilRequest], Awaitable[Distilled]],
+        settle: Callable[[DistilRequest, Outcome], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._store, self._settings, self._stamp, self._attempt, self._settle = (
             store,
@@ -34,7 +43,7 @@ class DistilQueue:
         )
         self.refused = self.retried = 0
         self._settled = 0
-        self._held: set[str] = set()  # what `run` has in its hands
+        self._held: set[str] = set()  # ids of the requests that `run` has in progress
         self._leasing = False
         self._draining = asyncio.Lock()
         self._arrived = asyncio.Event()
@@ -42,7 +51,7 @@ class DistilQueue:
 
     @property
     def busy(self) -> bool:
-        """`run` or `drain` has requests in its hands."""
+        """True while `run` or `drain` has requests in progress."""
         return self._running or self._draining.locked()
 
     @property
@@ -50,7 +59,7 @@ class DistilQueue:
         return self._leasing or bool(self._held)
 
     async def submit(self, request: DistilRequest) -> bool:
-        """See `ExperienceManager.submit`."""
+        """Queue a request (see `ExperienceManager.submit`)."""
         while True:
             settled = self._settled
             if await self._store.submit(request, self._stamp(), self._settings.queue_size):
@@ -63,7 +72,7 @@ class DistilQueue:
                 await self._changed.wait_for(lambda seen=settled: self._settled != seen)
 
     async def run(self) -> None:
-        """See `ExperienceManager.run`."""
+        """Distil requests until cancelled (see `ExperienceManager.run`)."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -76,13 +85,16 @@ class DistilQueue:
                 self._changed.notify_all()
 
     async def drain(self) -> None:
-        """Returns when every request submitted before is settled, those of this call in request order."""
-        async with self._draining:  # another call has some of them in its hands
+        """Settle every request that was submitted before this call.
+
+        The requests that this call leases are settled in request order.
+        """
+        async with self._draining:  # another call may have leased some of the requests
             requests = await self._store.lease()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
-                # Begun in request order, and so written and put into memory in it.
+                # The tasks begin in request order. The writes and the changes in memory follow it.
                 await asyncio.gather(
                     *(
                         self._settle(r, outcome.result())
@@ -96,22 +108,22 @@ class DistilQueue:
             await self._changed.wait_for(lambda: not self._running)
 
     async def count_settled(self) -> None:
-        """A request was applied or buried: there is room for another one."""
+        """Record that a request was applied or buried. The queue has space for another one."""
         async with self._changed:
             self._settled += 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """There may be pending requests that nobody has submitted."""
+        """Let `run` check for pending requests that did not arrive through `submit`."""
         self._arrived.set()
 
     async def _next(self) -> list[DistilRequest]:
-        """As many pending requests as there is room for, at least one."""
+        """Lease pending requests up to `concurrency`. Wait until there is at least one."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self._held) < self._settings.concurrency)
             self._arrived.clear()
-            self._leasing = True  # `drain` must not see a leased request in nobody's hands
+            self._leasing = True  # `drain` must wait for requests that are leased but not yet held
             try:
                 leased = await self._store.lease(self._settings.concurrency - len(self._held))
                 self._held.update(request.id for request in leased)
@@ -130,14 +142,17 @@ class DistilQueue:
             self._changed.notify_all()
 
     async def _outcome(self, request: DistilRequest) -> Outcome:
-        """It is dead when no attempt can succeed, or none of so many did."""
+        """Return the result of a request, or the reason why the request is dead.
+
+        A request is dead if an attempt fails with a `RolloutError` that is not a `TransientError`,
+        or if `attempts` attempts have failed. The pause between attempts doubles each time.
+        """
         while True:
             try:
                 return await self._attempt(request)
             except RolloutError as error:
-                reason = (
-                    str(error).encode(errors="replace").decode()
-                )  # what it quotes may be no Unicode
+                # The message may quote invalid Unicode.
+                reason = str(error).encode(errors="replace").decode()
                 failed = await self._store.failed(request, reason)
                 if not isinstance(error, TransientError) or failed >= self._settings.attempts:
                     return reason

@@ -1,9 +1,10 @@
-"""A bank as people look at it: read-only, also while a run writes it.
+"""Read-only views of a bank. A bank can be read while a run writes to it.
 
-Steps are those of the run that the bank is of: of what another run did, in a bank that began with its entries, none is known.
+Steps are completed actor steps of the run that owns the bank. A bank may start with entries of
+another run; the steps of that run's operations are unknown.
 
-One reader sees one snapshot. SQLite's write-ahead log keeps readers and the writer out of each other's way; a reader that stays open
-for long would only make that log grow, so read first and print then.
+One reader sees one snapshot. With SQLite's write-ahead log, readers and the writer do not block
+each other. The log grows while a reader is open, so read everything first and print afterwards.
 """
 
 from __future__ import annotations
@@ -33,23 +34,21 @@ from crl.types import ExperienceStatus, Lift, lift_order
 QueueState = Literal["pending", "leased", "done", "dead"]
 
 WROTE = "kind IN ('add', 'update', 'merge', 'import')"
-"""Operations that made a version of an entry."""
+"""SQL condition: the operation wrote a version of an entry."""
 
 STEP = f"IIF(seq > {BEGUN} AND kind != 'import', step, NULL)"
-"""Completed actor steps at an operation; NULL where another run's clock counted them."""
+"""SQL expression: completed actor steps at an operation; NULL for imports and other runs."""
 
 _UID_AT = "rtrim(value, '0123456789')"
-"""uid@ of a uid@version; of JSON."""
+"""SQL expression: the part `uid@` of the `uid@version` in a `value` of `json_each`."""
 
 BINS = 5
-"""Of the distribution of credit."""
+"""Number of equal bins of [0, 1] in the distribution of win rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryView:
-    """An entry at its current version. step: completed actor steps when that was written, None = in another run; retrieved: c(m) of CRL
-    eq. 6; last_returned_step: None before the first time, and where the last time was in another run; credited: episodes that it guided
-    and that were credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes."""
+    """Entry at its current version, with the counters of that version."""
 
     uid: str
     version: int
@@ -58,15 +57,26 @@ class EntryView:
     goal: str
     text: str
     parents: tuple[str, ...]
+    """Versions that this version was made from, as `uid@version`."""
     step: int | None
+    """Completed actor steps when the version was written; None if another run wrote it."""
     generation: str
+    """Id of the generation that wrote the version."""
     retrieved: int
+    """c(m) of CRL eq. 6: number of times that a search returned the version."""
     last_returned_step: int | None
+    """Actor step at which a search last returned the version.
+
+    None if no search returned it, or if the last one belonged to another run.
+    """
     credited: int
+    """Number of credited episodes that the version guided."""
     credit: float
+    """Σ r over the credited episodes, with r = ±1."""
     votes: int
+    """Up votes of the extractor minus its down votes."""
     lift: Lift | None
-    """None before the first group that has experience-free members too."""
+    """None before the first group that also has free members."""
 
     @property
     def unit(self) -> UnitKey:
@@ -74,33 +84,41 @@ class EntryView:
 
     @property
     def won(self) -> int:
-        """Credited episodes that succeeded."""
+        """Number of credited episodes that succeeded."""
         return round((self.credited + self.credit) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """A version of an entry, as the log has it. seq: its place there; step: completed actor steps then, None = in another run; kind: add,
-    update, merge or import; by: the request that it came of, or the merge."""
+    """Version of an entry as recorded in the log."""
 
     seq: int
+    """Sequence number in the log."""
     uid: str
     version: int
     step: int | None
+    """Completed actor steps when the version was written; None if another run wrote it."""
     kind: str
+    """Operation that wrote the version: add, update, merge or import."""
     by: str
+    """Id of the request or of the merge that wrote the version; for an import the uid."""
     text: str
     parents: tuple[str, ...]
+    """Versions that this version was made from, as `uid@version`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UseView:
-    """A credited episode that an entry guided. step: completed actor steps when it was credited, None = in another run; reward: ±1."""
+    """Credited episode that an entry guided."""
 
     step: int | None
+    """Completed actor steps when the episode was credited; None if in another run."""
     episode: str
+    """Id of the episode: run/step/group/member."""
     version: int
+    """Version of the entry that guided the episode."""
     reward: float
+    """r = 1 for a success, −1 for a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +126,15 @@ class LiftView:
     """Success in one group with an entry and without any experience."""
 
     step: int | None
-    """Completed actor steps when it was recorded; None = in another run."""
+    """Completed actor steps when the success rates were recorded; None if in another run."""
     group: str
-    """run/step/group."""
+    """Id of the group: run/step/group."""
     version: int
+    """Version of the entry that guided the members."""
     guided: float
-    """Share of the members that the entry guided that succeeded."""
+    """Success rate of the members that the entry guided."""
     free: float
-    """Share of the experience-free members that succeeded."""
+    """Success rate of the free members."""
 
     @property
     def lift(self) -> Lift:
@@ -124,58 +143,78 @@ class LiftView:
 
 @dataclass(frozen=True, slots=True)
 class RefinementView:
-    """An answer of the extractor to a question of an agent (search_and_ask, CRL §3.2.2). id: of its generation; step: completed actor steps
-    then, None = in another run; uid, version: of the entry that it was made from; text: what the agent was told, None = the entry as it
-    stood."""
+    """Answer of the extractor to a question of an agent (search_and_ask, CRL §3.2.2)."""
 
     id: str
+    """Id of the generation."""
     step: int | None
+    """Completed actor steps at the answer; None if in another run."""
     uid: str
+    """Uid of the entry that was refined."""
     version: int
+    """Version of the entry that was refined."""
     text: str | None
+    """Text that the agent read; None if it read the unchanged entry."""
 
     @property
     def unit(self) -> UnitKey:
-        """What it earns credit by."""
+        """Key of the refinement's credit unit."""
         return UnitKey(self.id, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationView:
-    """An answer of the extractor. extractor: its policy version; prompt, sampled: token ids; span: the entry's tokens of `sampled`,
-    [start, stop); trained: how often it was trained on, for the last time after `trained_at` actor steps."""
+    """Generation of the extractor."""
 
     id: str
     extractor: int
+    """Policy version of the extractor."""
     prompt: tuple[int, ...]
+    """Token ids of the prompt."""
     sampled: tuple[int, ...]
+    """Token ids of the completion."""
     finish: str
     span: tuple[int, int]
+    """Tokens [start, stop) of the unit in `sampled`."""
     trained: int
+    """Number of times that the generation was trained on."""
     trained_at: int | None
+    """Actor step that last trained on the generation; None if none did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """step: completed actor steps then, None = in another run; by: the request whose entries needed room (why = "room") or whose answer
-    voted it out ("votes"), or the merge in which the extractor discarded it ("discarded"); None where somebody pruned the bank
-    ("pruned"), or where a run opened it whose bounds were closer ("room")."""
+    """Eviction of an entry."""
 
     step: int | None
+    """Completed actor steps at the eviction; None if in another run."""
     by: str | None
+    """Id of the request or of the merge that caused the eviction; None if neither did."""
     why: Literal["room", "votes", "discarded", "pruned"]
+    """Reason of the eviction.
+
+    * room: the bank exceeded its size limits. `by` is the request whose entries were written, or
+      None if a run opened the bank with lower limits.
+    * votes: the answer to the request `by` voted the entry out.
+    * discarded: the extractor discarded the entry in the merge `by`.
+    * pruned: a user pruned the bank.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What active entries are found by. made_by: the embedder's name and how, None where there are no vectors yet, as in a bank
-    that was imported and not opened by a run; vectors: by uid, float32 [dim], unit norm."""
+    """Embeddings of the keys of active entries."""
 
     made_by: str | None
+    """Name of the keys (`crl.manager.embed.Keys.name`).
+
+    None if there are no vectors yet, as in an imported bank that no run has opened.
+    """
     vectors: Mapping[str, NDArray[np.float32]]
+    """Vectors by uid: float32 [dim], unit norm."""
 
     def comparable(self, embedder: str, dim: int) -> bool:
-        """With the vectors of that embedder."""
+        """Return whether the keys can be compared with vectors of `embedder` of size `dim`."""
         by = self.made_by or ""
         return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(
             len(vector) == dim for vector in self.vectors.values()
@@ -184,7 +223,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """An episode that waits, is in work, or could not be distilled. guided: the uids of what guided it; reason: of a dead one."""
+    """Request to distil an episode that is pending, leased or dead."""
 
     id: str
     state: QueueState
@@ -193,42 +232,53 @@ class RequestView:
     goal: str
     success: bool
     guided: tuple[str, ...]
+    """Uids of the experiences that guided the episode."""
     reason: str | None
+    """Reason why the request is dead or why its last attempt failed; None if no attempt failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What the active entries of one task, goal and text came to together."""
+    """Combined counters of the entries with the same task, goal and text."""
 
     task: str
     goal: str
     text: str
     won: int
+    """Number of credited episodes that succeeded."""
     credited: int
+    """Number of credited episodes."""
     lift: Lift | None
-    """None before the first group that has experience-free members too."""
+    """None before the first group that also has free members."""
 
     @property
     def rate(self) -> float:
-        """Share of the credited episodes that were won; NaN before the first."""
+        """Success rate of the credited episodes; NaN without credited episodes."""
         return self.won / self.credited if self.credited else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two banks hold, in `lift_order`; both: (of A, of B), those whose lifts differ most first, then those whose rates do."""
+    """Comparison of two banks, A and B."""
 
     only_a: tuple[Lesson, ...]
+    """Lessons of A that B does not have, in `lift_order`."""
     only_b: tuple[Lesson, ...]
+    """Lessons of B that A does not have, in `lift_order`."""
     both: tuple[tuple[Lesson, Lesson], ...]
+    """Pairs (lesson in A, lesson in B), sorted by the difference of lifts, then of rates.
+
+    The largest difference is first.
+    """
 
     @property
     def lessons(self) -> int:
+        """Number of different lessons in the two banks."""
         return len(self.only_a) + len(self.only_b) + len(self.both)
 
 
 def require_bank(path: Path) -> None:
-    """Raises `ConfigError` where there is no bank that this crl reads."""
+    """Raise `ConfigError` if there is no bank at `path` that this version of crl can read."""
     check_bank(
         path,
         "bank",
@@ -238,18 +288,21 @@ def require_bank(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BankReader]:
-    """A reader of the bank at `path`, open until the block ends. Raises `ConfigError` where there is no bank that this crl reads,
-    `StoreError` when the file is damaged."""
+    """Open a reader of the bank at `path` and close it when the block ends.
+
+    Raise `ConfigError` if there is no bank that this version of crl can read, and `StoreError` if
+    the file is damaged.
+    """
     require_bank(path)
     with store_errors(path), closing(connect_to_read(path)) as db:
         db.row_factory = sqlite3.Row
-        db.execute("BEGIN")  # all that follows sees one state
+        db.execute("BEGIN")  # all following reads see the same state
         with readable_rows(path):
             yield BankReader(path, db)
 
 
 class BankReader:
-    """Made by `reading`; its methods read anew at every call, always the same snapshot."""
+    """Reader of one snapshot of a bank. Created by `reading`. Every call queries the file again."""
 
     def __init__(self, path: Path, db: sqlite3.Connection) -> None:
         self.path, self._db = path, db
@@ -260,24 +313,31 @@ class BankReader:
     def _pairs(self, sql: str) -> dict[str, int]:
         return {name: number for name, number in self._rows(sql)}
 
-    # ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── entries ───────────────────────────────────────────────────────────────────────────────────
 
     def entries(self, status: ExperienceStatus | None = "active") -> list[EntryView]:
-        """In the order in which they were last written; None: of every status."""
+        """Return the entries with `status` in the order in which they were last written.
+
+        None selects every status.
+        """
         return self._entries("status = IFNULL(?, status)", status)
 
     def uids(self) -> list[str]:
-        """Of all entries, whatever their status."""
+        """Return the uids of all entries of every status."""
         return [row["uid"] for row in self._rows("SELECT uid FROM entries")]
 
     def find(self, name: str) -> EntryView:
-        """The entry whose uid, or uid without its run, is `name` or alone begins with it; behind it may be `@version`, of any that it had.
+        """Return the entry that `name` identifies.
 
-        Raises `ConfigError` when there is none, or more than one.
+        `name` is a uid, a uid without its run, or a unique prefix of either. A suffix `@version` is
+        allowed if the entry has or had this version. An exact match takes precedence over a prefix.
+
+        Raise `ConfigError` if no entry or more than one entry matches, or if the version does not
+        exist.
         """
         uids = self.uids()
         short = short_uids(uids)
-        names = dict.fromkeys((name, re.sub(r"@[0-9]+$", "", name)))  # a uid may end like that too
+        names = dict.fromkeys((name, re.sub(r"@[0-9]+$", "", name)))  # a uid may have this ending
         exact = [[uid for uid in uids if wanted in (uid, _tail(uid))] for wanted in names]
         begun = [
             [
@@ -320,22 +380,26 @@ class BankReader:
         )
         steps = {(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
-        votes = "votes" if version > 2 else "0 AS votes"  # there were none before
+        votes = "votes" if version > 2 else "0 AS votes"  # older schemas have no votes
         lift = "lift_groups, lift_mean, lift_m2" if version > 3 else "0 AS lift_groups"
         counters = f"generation, retrieved, last_returned_step, credited, credit, {votes}, {lift}"
         columns = f"uid, version, status, task, goal, text, parents, {counters}"
-        sql = f"SELECT {columns} FROM entries JOIN units USING (uid, version) WHERE {where} ORDER BY entries.rowid"
+        sql = (
+            f"SELECT {columns} FROM entries JOIN units USING (uid, version) "
+            f"WHERE {where} ORDER BY entries.rowid"
+        )
         return [
             EntryView(
-                row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"], tuple(json.loads(row["parents"])),
-                steps.get((row["uid"], row["version"])), row["generation"], row["retrieved"], row["last_returned_step"],
+                row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"],
+                tuple(json.loads(row["parents"])), steps.get((row["uid"], row["version"])),
+                row["generation"], row["retrieved"], row["last_returned_step"],
                 row["credited"], row["credit"], row["votes"], read_lift(row),
             )
             for row in self._rows(sql, *parameters)
         ]  # fmt: skip
 
     def lineage(self, unit: UnitKey) -> list[VersionView]:
-        """The version itself and all that it came from, the newest first."""
+        """Return the version and all its ancestors, the newest first."""
         versions = {UnitKey(version.uid, version.version): version for version in self._versions()}
         found: dict[UnitKey, VersionView] = {}
         waiting = [unit]
@@ -347,26 +411,30 @@ class BankReader:
         return sorted(found.values(), key=lambda version: -version.seq)
 
     def offspring(self, uid: str) -> list[VersionView]:
-        """Versions of other entries that came from a version of this one."""
+        """Return the versions of other entries that have a version of this entry as a parent."""
         inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_AT} = ?)"
         return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
 
     def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
         rows = self._rows(
-            f"SELECT seq, {STEP} AS step, kind, origin, data FROM log WHERE {WROTE} AND {where} ORDER BY seq",
+            f"SELECT seq, {STEP} AS step, kind, origin, data FROM log "
+            f"WHERE {WROTE} AND {where} ORDER BY seq",
             *parameters,
         )
         return [_version(row, json.loads(row["data"])) for row in rows]
 
     def uses(self, uid: str) -> list[UseView]:
-        """The credited episodes of all its versions, in order; not those that went on without it."""
+        """Return the credited episodes of all versions of an entry, in order.
+
+        Episodes that rejected the entry are not included.
+        """
         columns = f"{STEP}, origin, data ->> 'version', data ->> 'reward'"
         where = "kind = 'credit' AND data ->> 'uid' = ? AND data ->> 'reward' IS NOT NULL"
         rows = self._rows(f"SELECT {columns} FROM log WHERE {where} ORDER BY seq", uid)
         return [UseView(*row) for row in rows]
 
     def lifts(self, uid: str) -> list[LiftView]:
-        """Return what groups say of all versions of an entry, in order."""
+        """Return the success rates that were recorded for all versions of an entry, in order."""
         columns = f"{STEP}, origin, data ->> 'version', data ->> 'guided', data ->> 'free'"
         rows = self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'lift' AND data ->> 'uid' = ? ORDER BY seq",
@@ -375,11 +443,11 @@ class BankReader:
         return [LiftView(*row) for row in rows]
 
     def refinement(self, name: str) -> RefinementView | None:
-        """The one of this id; None where there is none."""
+        """Return the refinement with the id `name`; None if there is none."""
         return next(iter(self._refinements("origin = ?", name)), None)
 
     def refinements(self, uid: str) -> list[RefinementView]:
-        """What was made of all versions of an entry for those who asked, in order."""
+        """Return the refinements of all versions of an entry, in order."""
         return self._refinements("data ->> 'uid' = ?", uid)
 
     def _refinements(self, where: str, *parameters: Any) -> list[RefinementView]:
@@ -390,8 +458,11 @@ class BankReader:
         return [RefinementView(*row) for row in rows]
 
     def eviction(self, uid: str) -> Eviction | None:
-        """None where the entry is not evicted."""
-        columns = f"{STEP}, data ->> 'for', IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
+        """Return the eviction of an entry; None if it was not evicted."""
+        columns = (
+            f"{STEP}, data ->> 'for', "
+            "IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
+        )
         for row in self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid
         ):
@@ -402,7 +473,7 @@ class BankReader:
         return None
 
     def generation(self, unit: UnitKey) -> GenerationView | None:
-        """What wrote a version; None when it is not kept (any more)."""
+        """Return the generation that wrote a version; None if it is not stored (any more)."""
         sql = (
             "SELECT * FROM units JOIN generations ON id = generation WHERE uid = ? AND version = ?"
         )
@@ -423,9 +494,10 @@ class BankReader:
             )
         return None
 
-    # ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── search ────────────────────────────────────────────────────────────────────────────────────
 
     def keys(self) -> Keys:
+        """Return the keys of the active entries."""
         made_by = next(
             (row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")),
             None,
@@ -444,32 +516,48 @@ class BankReader:
             ),
         )
 
-    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
     def requests(self, *states: QueueState) -> list[RequestView]:
-        """Requests in one of `states` that are not done, in the order in which they are or were to be distilled."""
+        """Return the requests in one of `states`, in queue order; done requests are left out."""
         marks = ", ".join("?" * len(states))
-        sql = f"SELECT * FROM requests WHERE state IN ({marks}) AND payload IS NOT NULL ORDER BY step, team, member, id"
+        sql = (
+            f"SELECT * FROM requests WHERE state IN ({marks}) AND payload IS NOT NULL "
+            "ORDER BY step, team, member, id"
+        )
         return [_request(row) for row in self._rows(sql, *states)]
 
     def queue(self) -> dict[str, int]:
-        """How many requests there are, by state."""
+        """Return the number of requests by state."""
         states: dict[str, int] = dict.fromkeys(("pending", "leased", "done", "dead"), 0)
         return states | self._pairs("SELECT state, COUNT(*) FROM requests GROUP BY state")
 
-    # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> dict[str, Any]:
-        """Figures of the whole bank; its operations are the run's own.
+        """Return the metrics of the whole bank.
 
-        bytes: with the log beside the bank; log: how many operations there were; step: completed actor steps at the last one, None where
-        that was of no run or of another one; earlier: operations of other runs, with whose entries the bank began; entries: by task, how
-        many of each status, and the number of goals that active ones are about; used: of the active ones, how many were ever retrieved,
-        credited and have votes; won: how many of those that were credited have which share of won episodes, in BINS equal parts of [0, 1];
-        ops: by kind; dropped: by reason; queue: by state; generations: kept; ready: units to train on.
+        The operations in `log`, `ops` and `dropped` are those of the run that owns the bank.
 
-        lift: of how many active ones the 95 % interval of lift is above 0, below 0 or around 0 (it
-        holds 0), and how many have no group (unknown).
+        * bank: path of the file.
+        * bytes: size of the file and of SQLite's write-ahead log beside it.
+        * keys: name of the keys, see `Keys.made_by`.
+        * log: number of operations.
+        * step: completed actor steps at the last operation; None if no run made it or if it was
+          made by another run.
+        * earlier: number of operations of other runs, if the bank started with their entries.
+        * entries: by task, the number of entries of each status, and the number of goals that have
+          an active entry.
+        * used: number of active entries (`active`), and how many of them were ever retrieved, were
+          credited, and have a nonzero sum of votes (`voted`).
+        * lift: number of active entries whose 95 % interval of the lift is above 0, is below 0 or
+          contains 0 (`around`), and number of active entries without a lift (`unknown`).
+        * won: number of credited active entries by success rate, in `BINS` equal bins of [0, 1].
+        * ops: number of operations by kind.
+        * dropped: number of dropped ops by reason.
+        * queue: number of requests by state.
+        * generations: number of stored generations.
+        * ready: number of units with pending rewards.
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
@@ -506,7 +594,8 @@ class BankReader:
             "won": [bins[i] for i in range(BINS)],
             "ops": ops,
             "dropped": self._pairs(
-                f"SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > {BEGUN} GROUP BY 1"
+                "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log "
+                f"WHERE kind = 'drop' AND seq > {BEGUN} GROUP BY 1"
             ),
             "queue": self.queue(),
             "generations": kept,
@@ -515,7 +604,10 @@ class BankReader:
 
 
 def compare(a: Sequence[EntryView], b: Sequence[EntryView]) -> Comparison:
-    """Entries are the same where task, goal and text are."""
+    """Return the comparison of the entries of two banks.
+
+    Entries with the same task, goal and text are combined into one lesson.
+    """
     of_a, of_b = _lessons(a), _lessons(b)
     both = [(lesson, of_b[key]) for key, lesson in of_a.items() if key in of_b]
     both.sort(key=lambda pair: _difference(*pair), reverse=True)
@@ -552,13 +644,17 @@ def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesso
 
 
 def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
-    """Return the lift over the groups of all of `lifts`; None where none is known."""
+    """Return the lift over the groups of all `lifts`; None if no lift is known."""
     known = [lift for lift in lifts if lift]
     return reduce(add, known) if known else None
 
 
 def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
-    """Return how far lifts are apart beyond their intervals, and how far rates are; the least where one of them is not known yet."""
+    """Return a sort key: the difference of two lessons in lift, then in rate.
+
+    The difference in lift is reduced by the half width of its interval. It is −∞ if a lift is
+    unknown. The difference in rate is −1 if a rate is unknown.
+    """
     lift = (
         abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half, b.lift.half)
         if a.lift and b.lift
@@ -575,7 +671,10 @@ def _lifts(entries: Sequence[EntryView]) -> dict[str, int]:
 
 
 def short_uids(uids: Sequence[str]) -> dict[str, str]:
-    """The uids without the names of the runs that they begin with, where that still tells them apart; else as they are, all of them."""
+    """Return the short forms of uids, by uid.
+
+    A short form omits the run's name. If two short forms are equal, all uids stay unchanged.
+    """
     tails = {uid: _tail(uid) for uid in uids}
     return tails if len(set(tails.values())) == len(tails) else {uid: uid for uid in tails}
 

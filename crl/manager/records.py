@@ -1,4 +1,4 @@
-"""What the rooms of the manager hand each other: requests, generations, entries, credit units."""
+"""Data types of the manager's modules: requests, generations, entries and credit units."""
 
 from __future__ import annotations
 
@@ -28,13 +28,22 @@ from crl.types import (
 )
 
 Evict = Literal["fifo", "lru", "credit"]
-"""Which entry goes where there is no room. fifo: the first written. lru: the least recently returned. credit: the half
-with the highest `known_score` stays; of the others tried ones go first, the lowest score before the higher, then the
-oldest untried one."""
+"""Eviction order when there are too many entries.
+
+* fifo: the entry that was written first.
+* lru: the least recently retrieved entry. An entry that was never retrieved counts from the step
+  at which it was written.
+* credit: the half with the highest `known_score` is kept. In the other half, entries with credit
+  are evicted first, the lowest score first; then entries without credit, the oldest first.
+"""
 
 
 class UnitKey(NamedTuple):
-    """The unit of credit: one version of one entry. `uid@version` where text is wanted."""
+    """Key of a credit unit: one version of one entry. Its text form is `uid@version`.
+
+    Two other kinds of unit use the id of a generation as `uid`: a refinement has version 1, a
+    generation without a usable op has version 0.
+    """
 
     uid: str
     version: int
@@ -44,32 +53,40 @@ class UnitKey(NamedTuple):
 
     @classmethod
     def earning(cls, use: ExperienceUse) -> UnitKey:
-        """What an episode's outcome is credited to: the refinement where there was one, else the entry."""
+        """Return the unit that earns the credit of a use.
+
+        This is the refinement if there is one, otherwise the entry.
+        """
         return cls(use.generation, 1) if use.how == "ask" else cls(use.uid, use.version)
 
 
 class Stamp(NamedTuple):
-    """What every operation is tagged with: completed actor steps, and the extractor's policy version."""
+    """Time stamp of an operation in the log."""
 
     step: int
+    """Completed actor steps."""
     extractor: int
+    """Policy version of the extractor."""
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """As `asdict`, but one record deep and without copies."""
+    """Return the fields of a dataclass by name, without copies and without nested conversion."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 _JSON = json.JSONEncoder(default=_fields, check_circular=False, ensure_ascii=False)
-"""Nothing escaped: what holds lone surrogates, which no extractor can be asked about, SQLite refuses."""
+"""Encoder that leaves non-ASCII characters unescaped.
+
+SQLite therefore refuses texts with lone surrogates, which no extractor could read either.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DistilRequest:
-    """A finished episode to distil: R = (τ, g, o, m) of CRL §3.2.1.
+    """Request to distil a finished episode: R = (τ, g, o, m) of CRL §3.2.1.
 
-    run, step, group, member: its address, which makes its id; segments: τ as the agent saw it; task.goal: g; success: o;
-    shown: what guided it, in the order in which a prompt numbers it; empty for a free episode.
+    `run`, `step`, `group` and `member` are the address of the episode. They form the request's id.
+    Raise `ValueError` if `run` is empty or contains a slash.
     """
 
     run: str
@@ -77,10 +94,17 @@ class DistilRequest:
     group: int
     member: int
     task: Task
+    """Task of the episode; `task.goal` is g."""
     segments: tuple[Segment, ...]
+    """Conversation τ as the agent saw it."""
     success: bool
+    """Outcome o of the episode."""
     truncated: bool
     shown: tuple[Hit, ...] = ()
+    """Experiences m that guided the episode, in the order of their numbers in the prompt.
+
+    Empty for a free episode.
+    """
 
     def __post_init__(self) -> None:
         if not self.run or "/" in self.run:
@@ -90,7 +114,7 @@ class DistilRequest:
 
     @classmethod
     def of(cls, run: str, trajectory: Trajectory) -> DistilRequest:
-        """The request for a trajectory. Raises `ValueError` where it has an error."""
+        """Return the request for a trajectory. Raise `ValueError` if it has an error."""
         if trajectory.error is not None:
             raise ValueError(f"a trajectory that failed is not distilled: {trajectory.error}")
         shown = tuple(map(Hit, trajectory.shown, trajectory.used))
@@ -138,113 +162,132 @@ def _hit(fields: Mapping[str, Any]) -> Hit:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the extractor sampled once, as it is trained: prompt ids and the completion with its behaviour log-probs.
-
-    id: the request's, the merge's or the question's; extractor: policy version when it began; head: sampled tokens before the first op,
-    or of a malformed answer before its departure (`crl.manager.faults`); c_train, t_last: the
-    counters of eq. 7, which belong to the generation.
-    """
+    """One prompt of the extractor and the completion that it sampled, for training."""
 
     id: str
+    """Id of the request, of the merge or of the question."""
     extractor: int
+    """Policy version of the extractor when the generation began."""
     prompt: tuple[int, ...]
+    """Token ids of the prompt."""
     completion: Completion
+    """Sampled tokens with their behaviour log-probs."""
     head: int
+    """Number of sampled tokens before the first op.
+
+    For a malformed answer: number of tokens before its departure (`crl.manager.faults`).
+    """
     c_train: int = 0
+    """c_train of CRL eq. 7: number of times that the generation was trained on."""
     t_last: int | None = None
+    """t_last of CRL eq. 7: actor step that last trained on the generation; None if none did."""
 
     @property
     def trace(self) -> TokenTrace:
-        """All that was sampled, which is more than what credit trains."""
+        """Trace of all sampled tokens. Training masks only some of them (`masked_trace`)."""
         return TokenTrace().with_context(self.prompt).with_sampled(self.completion)
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An add, ready to be applied; with one target an update of that version, with several their merge.
-
-    op: its index in the generation; span: its tokens [start, stop) in what was sampled, those after
-    the last op included (`Extractor`); vector: float32 [dim] of its key.
-    """
+    """Add, update or merge that is ready to be applied to the bank."""
 
     op: int
+    """Index of the op among the usable ops of its generation."""
     text: str
     span: tuple[int, int]
+    """Tokens [start, stop) of the op in the sampled tokens of the generation.
+
+    The last op may include the tokens after it (`Extractor`).
+    """
     vector: NDArray[np.float32]
+    """Embedding of the entry's key: float32 [dim]."""
     targets: tuple[UnitKey, ...] = ()
+    """Versions to replace: none for an add, one for an update, several for a merge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What an answer says of an experience that guided its episode: value +1 (up) or −1 (down). op: its index in the generation."""
+    """Vote of the extractor on an experience that guided the episode."""
 
     op: int
+    """Index of the op among the usable ops of its generation."""
     unit: UnitKey
     value: Literal[1, -1]
+    """+1 for an up vote, −1 for a down vote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What became of one request. returned: `return` ops; dropped: refused ops by reason; duplicates: adds that were left out because
-    the bank says nearly the same; malformed: not one op stood."""
+    """Result of distilling one request."""
 
     request: DistilRequest
     generation: Generation
     writes: tuple[Write, ...]
     returned: int
+    """Number of `return` ops."""
     dropped: Mapping[str, int]
+    """Number of refused ops, by reason."""
     votes: tuple[Vote, ...] = ()
     duplicates: int = 0
+    """Number of adds that were dropped because the bank has a near duplicate."""
 
     @property
     def malformed(self) -> bool:
+        """Whether the answer has no usable op."""
         return not (self.writes or self.returned or self.votes or self.duplicates)
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What the extractor said of one chunk of the bank. discards: index of the op, and the versions that it names; dropped: refused
-    ops by reason; malformed: not one op stood."""
+    """Answer of the extractor about one chunk of the bank."""
 
     generation: Generation
     merges: tuple[Write, ...]
     discards: tuple[tuple[int, tuple[UnitKey, ...]], ...]
+    """Discard ops: the index of the op and the versions that it names."""
     dropped: Mapping[str, int]
+    """Number of refused ops, by reason."""
     malformed: bool
+    """Whether the answer has no usable op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """What the extractor said to a question. source: the use of what was found; text: what it made of it, None = it is returned as it is;
-    span: the op's tokens [start, stop) in what was sampled; dropped: refused ops by reason; malformed: not one op stood."""
+    """Answer of the extractor to a question of an agent."""
 
     generation: Generation
     source: ExperienceUse
+    """Use of the experience that was retrieved for the question."""
     text: str | None
+    """Refined text; None if the experience is returned unchanged."""
     span: tuple[int, int]
+    """Tokens [start, stop) of the op in the sampled tokens; (0, 0) if `text` is None."""
     dropped: Mapping[str, int]
+    """Number of refused ops, by reason."""
     malformed: bool
+    """Whether the answer has no usable op."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyRules:
-    """malformed_reward: what a generation without any op earns, None = it is not kept. cap, size: active entries of one goal and of the
-    whole bank, None = any number; over them those go that `evict` says. vote_out: net down votes at which an entry goes, None = never."""
+    """Rules for applying answers of the extractor to the bank."""
 
     malformed_reward: float | None = None
+    """Reward of a generation without a usable op; None: the generation is not stored."""
     cap: int | None = None
+    """Maximum number of active entries of one goal; None for no limit."""
     size: int | None = None
+    """Maximum number of active entries of the bank; None for no limit."""
     evict: Evict = "fifo"
+    """Eviction order when `cap` or `size` is exceeded."""
     vote_out: int | None = None
+    """Net down votes at which an entry is evicted; None: votes never evict."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """An entry of the bank at its current version, with the counters of that version (its unit).
-
-    retrieved: c(m) of eq. 6; last_returned_step: the actor step of the last time, None before; credited: episodes that it
-    guided and that were credited; credit: Σ r over them, r = ±1; votes: the extractor's up votes less its down votes.
-    """
+    """Bank entry at its current version, with the counters of that version (its credit unit)."""
 
     uid: str
     version: int
@@ -256,12 +299,17 @@ class Entry:
     parents: tuple[str, ...] = ()
     status: ExperienceStatus = "active"
     retrieved: int = 0
+    """c(m) of CRL eq. 6: number of times that a search returned this version."""
     last_returned_step: int | None = None
+    """Actor step at which a search last returned this version; None if it never did."""
     credited: int = 0
+    """Number of credited episodes that this version guided."""
     credit: float = 0.0
+    """Σ r over the credited episodes, with r = ±1."""
     votes: int = 0
+    """Up votes of the extractor minus its down votes."""
     lift: Lift | None = None
-    """None before the first group that has experience-free members too."""
+    """None before the first group that also has free members."""
 
     @property
     def unit(self) -> UnitKey:
@@ -277,44 +325,60 @@ class Entry:
 
     @property
     def experience(self) -> Experience:
-        """A frozen copy of what the entry is now."""
+        """Frozen copy of the entry in its current state."""
         return Experience(
-            self.uid, self.version, self.text, self.task, self.generation, self.span, self.goal, self.parents, self.status,
+            self.uid, self.version, self.text, self.task, self.generation, self.span,
+            self.goal, self.parents, self.status,
             retrieved=self.retrieved, credited=self.credited, credit=self.credit, lift=self.lift,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """changed: the entries that were written, each with the write that made it; evicted: uids that are active no more; votes: those that
-    counted."""
+    """Changes that applying an answer made to the bank."""
 
     changed: tuple[tuple[Entry, Write], ...] = ()
+    """Entries that were written, each with its write."""
     evicted: tuple[str, ...] = ()
+    """Uids of entries that are no longer active."""
     votes: tuple[Vote, ...] = ()
+    """Votes that were counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """step: completed actor steps at the snapshot; archive: the bank as it was before, None where nothing had happened since."""
+    """Result of a rollback to a snapshot."""
 
     step: int
+    """Completed actor steps at the snapshot."""
     archive: Path | None
+    """Copy of the bank before the rollback; None if nothing had changed since the snapshot."""
 
 
 class Credit(NamedTuple):
-    """What one episode says of one unit. outcome: r = ±1 of the episode that it guided, for the record of what helped; None after a
-    reject, where it guided nothing. reward: what its generation is trained on, which depends on the verdict too (CRL eq. 8)
-    and on what was expected; None = nothing, for what was expected is not known."""
+    """Credit of one unit from one episode."""
 
     unit: UnitKey
     verdict: Verdict | None
     outcome: float | None
+    """r = ±1 of the episode, for the counters of the unit.
+
+    None after a reject, because the unit did not guide the episode.
+    """
     reward: float | None
+    """Reward for training the generation.
+
+    It also depends on the verdict (CRL eq. 8) and on the expected r. None if the expected r is
+    unknown; then the generation is not trained on this episode.
+    """
 
     @classmethod
     def of(cls, use: ExperienceUse, success: bool, expected: float | None = 0.0) -> Credit:
-        """expected: r of such an episode without experience, which is taken off the reward of what guided it; None = not known."""
+        """Return the credit that a use earns from its episode.
+
+        `expected` is the expected r of the episode without experience. It is subtracted from the
+        reward of a unit that guided the episode. None means that it is unknown.
+        """
         guided = use.verdict != "reject"
         reward = experience_reward(use.verdict, success)
         if guided:
@@ -328,13 +392,13 @@ class Credit(NamedTuple):
 
 
 class GroupSuccess(NamedTuple):
-    """Success of the members of one group that one unit guided, and of its experience-free ones."""
+    """Success of the members of one group that one unit guided, and of the group's free members."""
 
     unit: UnitKey
     guided: float
-    """Share of the guided members that succeeded."""
+    """Success rate of the members that the unit guided."""
     free: float
-    """Share of the experience-free members that succeeded."""
+    """Success rate of the free members."""
 
     @property
     def lift(self) -> Lift:
@@ -343,22 +407,24 @@ class GroupSuccess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingUnit:
-    """A credit unit with rewards that were not trained on yet. Version 0 is a generation without any op.
-
-    span: its tokens in the generation; count, total: pending episodes and Σ of their rewards.
-    """
+    """Credit unit with rewards that were not trained on yet."""
 
     unit: UnitKey
     generation: str
+    """Id of the generation that wrote the unit."""
     span: tuple[int, int]
+    """Tokens [start, stop) of the unit in the sampled tokens of the generation."""
     count: int
+    """Number of pending episodes."""
     total: float
+    """Sum of the rewards of the pending episodes."""
 
     @property
     def malformed(self) -> bool:
+        """Whether the unit is a generation without a usable op (version 0)."""
         return self.unit.version == 0
 
     @property
     def reward(self) -> float:
-        """r̄(m): the mean over the pending episodes."""
+        """r̄(m): mean reward over the pending episodes."""
         return self.total / self.count

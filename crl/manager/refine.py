@@ -1,7 +1,8 @@
-"""search_and_ask (CRL §3.2.2): the extractor fits what was found to the situation of the agent that asks.
+"""Refinement for search_and_ask (CRL §3.2.2).
 
-A refinement is no entry of the bank. Its generation earns what the episode earns; the entry that it was made from earns that only
-where it is returned as it is.
+The extractor rewrites the retrieved experience for the situation of the asking agent. A refinement
+is not an entry of the bank. Its generation earns the credit of the episode. The retrieved entry
+earns this credit only if it is returned unchanged.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ from crl.protocols import Hit, Question
 from crl.types import Segment
 
 RefinePromptWriter = Callable[[Question, Hit], Sequence[Segment]]
-"""Writes the prompt of a question and what was found for it. Raises `RolloutError` where there can be none."""
+"""Function that writes the prompt for a question and the experience that was retrieved for it.
+
+It raises `RolloutError` if no prompt is possible.
+"""
 
 
 class Refiner:
-    """prompt: what the extractor is told of a question. Touches no bank."""
+    """Client of the extractor for questions. It does not change the bank."""
 
     def __init__(self, extractor: Extractor, prompt: RefinePromptWriter, limits: OpLimits) -> None:
         self._extractor, self._prompt, self._limits = extractor, prompt, limits
 
     async def refine(self, question: Question, hit: Hit) -> Refined:
-        """Raises `RolloutError` when the question cannot be answered, `EngineError` when the engine is gone."""
+        """Ask the extractor to refine `hit` for a question and return its answer.
+
+        Raise `RolloutError` if the question cannot be answered, and `EngineError` if the engine has
+        failed.
+        """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             return parse_refine(completion, thinking=thinking, limits=self._limits)

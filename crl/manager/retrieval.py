@@ -1,4 +1,7 @@
-"""Choice among similar entries: diversity (CRL eq. 6), or the best record with a share of trials. Pure."""
+"""Choice of one entry among similar ones. Pure functions.
+
+The choice is by diversity (CRL eq. 6), or by the best success record with a share of trials.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,43 @@ from crl.manager.records import Entry
 Choice = Literal["diverse", "credit"]
 
 EQUAL = 1e-6
-"""Similarities this close are one rank: float32 products differ in their last bits."""
+"""Tolerance for equal similarities, because float32 products differ in their last bits."""
 
 KNOWN_PRIOR = 0.3
-"""Success of the one episode that every entry begins with when the best-known one is looked for."""
+"""Prior success rate in `known_score`, with the weight of one episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSettings:
-    """candidates: N·K nearest entries that are looked at. margin, min_similarity: in cosine; **ours**: only candidates within
-    `margin` of the best take part, and below `min_similarity` nothing is returned. lam, recent_steps: λ and the window of
-    eq. 6, in rank places per log count and in actor steps. per: members of a group share one pick, or each rollout has its own.
-    trials: with `choice = "credit"`, share of searches that return the least retrieved entry.
-
-    batch, max_wait, workers: B, t_max in seconds and W of CRL appendix C.2. exact: large banks too are compared entry by entry, so
-    that what is found does not depend on when an index was built.
-    """
+    """Settings of retrieval. Raise `ValueError` if a value is out of range."""
 
     choice: Choice = "diverse"
+    """Rule of choice: `diverse` is CRL eq. 6, `credit` is the highest `known_score`."""
     per: Literal["group", "rollout"] = "group"
+    """Whether the members of a group share one retrieval or each rollout has its own."""
     trials: float = 0.0
+    """Share of searches that return the least retrieved entry; only with `choice = "credit"`."""
     candidates: int = 16
+    """N·K of CRL: number of nearest entries that are considered."""
     margin: float = 0.05
+    """**Ours**: cosine below the best candidate up to which other candidates are considered."""
     min_similarity: float = 0.1
+    """**Ours**: minimum cosine of a candidate. Nothing is returned if no candidate reaches it."""
     lam: float = 0.4
+    """λ of CRL eq. 6, in rank places per log count."""
     recent_steps: int = 1
+    """Recency window of CRL eq. 6, in actor steps."""
     batch: int = 16
+    """B of CRL appendix C.2: number of requests in a batch."""
     max_wait: float = 0.001
+    """t_max of CRL appendix C.2, in seconds."""
     workers: int = 4
+    """W of CRL appendix C.2: number of worker threads."""
     exact: bool = False
+    """Whether large banks are searched exactly.
+
+    The results then do not depend on when an index was built.
+    """
 
     def __post_init__(self) -> None:
         least = min(self.margin, self.lam, self.recent_steps, self.max_wait)
@@ -55,6 +66,8 @@ class RetrievalSettings:
 
 
 class Candidate(NamedTuple):
+    """Entry near a query, with the cosine of query and key."""
+
     entry: Entry
     similarity: float
 
@@ -67,11 +80,13 @@ def pick(
     *,
     trial: bool = False,
 ) -> Entry | None:
-    """Return the entry that guides an episode, or None where nothing is similar enough.
+    """Return the entry that guides an episode, or None if no candidate is similar enough.
 
-    candidates: the most similar first; step: completed actor steps; rng: makes the generator that
-    breaks ties; trial: with `choice = "credit"`, return the least retrieved entry instead of the
-    best-known one.
+    * candidates: the most similar first.
+    * step: completed actor steps.
+    * rng: function that creates the random generator for breaking ties.
+    * trial: with `choice = "credit"`, return the least retrieved entry instead of the one with the
+      highest `known_score`.
     """
     if not candidates or candidates[0].similarity < settings.min_similarity:
         return None
@@ -85,16 +100,17 @@ def pick(
     else:
         scores = [known_score(entry.credited, entry.credit) for entry, _ in equals]
     best = max(scores)
-    # Entries without a score cannot win.
+    # `diverse_scores` omits candidates that cannot have the highest score.
     tied = [entry for (entry, _), score in zip(equals, scores, strict=False) if score == best]
     return rng().choice(tied) if len(tied) > 1 else tied[0]
 
 
 def is_trial(index: int, share: float, phase: float) -> bool:
-    """Return whether search number `index` of a group is a trial, when `share` of all searches are.
+    """Return whether search number `index` of a group is a trial.
 
-    Trials are spread evenly over a group. phase: drawn from [0, 1) for each group, so that any share
-    is met over many groups.
+    `share` is the share of trials among all searches. Trials are spread evenly over a group.
+    `phase` is drawn from [0, 1) for each group, so that the average over many groups equals any
+    `share`.
     """
     return math.floor((index + 1) * share + phase) > math.floor(index * share + phase)
 
@@ -102,9 +118,13 @@ def is_trial(index: int, share: float, phase: float) -> bool:
 def diverse_scores(
     candidates: Sequence[Candidate], step: int, settings: RetrievalSettings
 ) -> Iterator[float]:
-    """s(m) of CRL eq. 6 of each, as far as one may be the highest: it is s_rank at most. candidates: the most similar first.
+    """Yield s(m) of CRL eq. 6 for the first candidates, in order.
 
-    **Ours**: s_rank = −(number of candidates that are more similar), so that equals have one rank.
+    `candidates` has the most similar first. Stop at the first candidate whose s_rank is below the
+    best score so far: s(m) ≤ s_rank, so that no later candidate can have the highest score.
+
+    **Ours**: s_rank = −(number of candidates that are more similar), so that equally similar
+    candidates have the same rank.
     """
     rank, best = 0, -math.inf
     for entry, similarity in candidates:
@@ -123,9 +143,10 @@ def diverse_scores(
 
 
 def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
-    """Returned within the last `recent_steps` actor steps, the one that is running included.
+    """Return whether the entry was retrieved in the last `recent_steps` actor steps.
 
-    A step that is still to come was counted in another run, which the bank was copied from: not recent.
+    The running step is included. A step in the future belongs to another run that the bank was
+    copied from; it is not recent.
     """
     return (
         entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
@@ -133,8 +154,9 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
 
 
 def known_score(credited: int, credit: float) -> float:
-    """Return (won + 0.3) / (n + 1), by which `choice = "credit"` and `bank.evict = "credit"` rank entries. **Ours**.
+    """Return (won + 0.3) / (n + 1). **Ours**.
 
-    credited: n episodes that the entry's version guided; credit: Σ r = ±1 over them.
+    `choice = "credit"` and `bank.evict = "credit"` rank entries by this score. `credited` is n, the
+    number of credited episodes that the entry's version guided. `credit` is Σ r over them, r = ±1.
     """
     return ((credit + credited) / 2 + KNOWN_PRIOR) / (credited + 1)

@@ -1,4 +1,4 @@
-"""The tables of a bank's file: made, upgraded, or refused where they are not what this crl reads."""
+"""Schema of a bank's file: creation, upgrade, and refusal of files that this crl cannot read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crl.manager.retrieval import known_score
 from crl.manager.snapshots import keep_images
 
 SCHEMA_VERSION = 4
-APPLICATION_ID = 0x63726C42  # "crlB": tells a bank from any other SQLite file
+APPLICATION_ID = 0x63726C42  # "crlB", distinguishes a bank from other SQLite files
 RESTORE = (
     "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
 )
@@ -21,9 +21,11 @@ DAMAGED = f"The file is damaged: {RESTORE} or choose another path."
 
 
 def prepare(db: Connection, path: Path) -> None:
-    """Sets the connection up and brings its file to this schema, in one transaction.
+    """Configure the connection, and create or upgrade the tables in one transaction.
 
-    Raises `StoreError` for another program's file and for a newer bank, which stay as they are, and where a write fails.
+    Raise `StoreError` if the file belongs to another program or to a newer crl; the file is not
+    changed then. Raise `StoreError` if the schema version is invalid or the file system does not
+    support a write-ahead log. Raise `sqlite3.Error` if a write fails.
     """
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA busy_timeout = 5000")
@@ -31,7 +33,8 @@ def prepare(db: Connection, path: Path) -> None:
     version = _pragma(db, "user_version")
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: the bank has schema version {version}, newer than this crl's {SCHEMA_VERSION}. Upgrade crl."
+            f"{path}: the bank has schema version {version}, "
+            f"newer than this crl's {SCHEMA_VERSION}. Upgrade crl."
         )
     tables = db.execute("SELECT name FROM sqlite_master").fetchall()
     if tables and _pragma(db, "application_id") != APPLICATION_ID:
@@ -42,10 +45,12 @@ def prepare(db: Connection, path: Path) -> None:
         )
     if _pragma(db, "journal_mode = WAL") != "wal":
         raise StoreError(
-            f"{path}: its file system does not support SQLite's write-ahead log. Keep the bank on a local disk."
+            f"{path}: its file system does not support SQLite's write-ahead log. "
+            "Keep the bank on a local disk."
         )
     db.execute("PRAGMA synchronous = FULL")
-    # A write even where nothing is to be made: a bank that cannot be written is refused now, not after the first episode.
+    # This transaction writes even if no table must be created. A bank that cannot be written is
+    # refused now, not after the first episode.
     db.execute("BEGIN IMMEDIATE")
     for script in (
         [f"upgrade_{old}_to_{old + 1}.sql" for old in range(version, SCHEMA_VERSION)]
@@ -69,7 +74,10 @@ def _run(db: Connection, script: str) -> None:
 
 
 def _statements(script: str) -> Iterable[str]:
-    """The statements of a script one by one (`executescript` would commit what has begun)."""
+    """Yield the statements of a script one by one.
+
+    `executescript` is not used, because it would commit the transaction that is open.
+    """
     statement = ""
     for line in script.splitlines():
         statement += line.split("--")[0] + "\n"

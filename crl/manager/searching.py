@@ -1,6 +1,10 @@
-"""From queries to picks: gathered, embedded together, compared on worker threads where the bank is large, picked in order.
+"""Scheduling of searches: from queries to retrieved experiences.
 
-Searches are readers of the bank and changes its writers; neither holds the lock while an embedder or the disk is waited for.
+Queries are collected, embedded in one call and compared with the bank, on worker threads if the
+bank is large. Then the experiences are chosen in the order of the searches.
+
+Searches read the bank, changes write to it. Neither holds the lock while it waits for the embedder
+or for the disk.
 """
 
 from __future__ import annotations
@@ -21,34 +25,42 @@ from crl.manager.retrieval import RetrievalSettings
 from crl.protocols import Embedder, Hit, SearchRequest
 
 THREADS_FROM = 4096
-"""Entries from which on the workers are asked. A smaller bank takes 0.14 ms a query at most, as long as handing it to a thread."""
+"""Number of entries above which worker threads compare the queries.
+
+A smaller bank takes at most 0.14 ms per query, as long as passing the query to a thread.
+"""
 
 Vectors = dict[str, Vector | BaseException]
-"""query → its embedding, or why it has none."""
+"""Map from a query to its embedding, or to the error of the embedder."""
 
 Near = dict[tuple[str, str], list[Neighbour] | BaseException]
-"""(task, query) → its nearest, or why they are not known."""
+"""Map from (task, query) to the nearest entries, or to the error of the comparison."""
 
 T = TypeVar("T")
 
 
 class Asked(NamedTuple):
-    """One call that waits for its hits. step: completed actor steps when it came."""
+    """Call of `Searcher.search` that waits for its hits."""
 
     requests: Sequence[SearchRequest]
     step: int
+    """Completed actor steps at the time of the call."""
     counted: bool
     hits: asyncio.Future[list[Hit | None]]
 
 
 class Searcher:
-    """Answers searches in batches: of B, or of what came within t_max, or at once when none is in work (CRL appendix C.2).
+    """Scheduler that answers searches in batches (CRL appendix C.2).
 
-    Batches are embedded at the same time; their picks are made one batch after the other, in the order in which searches came. A search
-    fails alone, with what went wrong for one of its own queries.
+    If no batch is in progress, a search is answered at once. Otherwise searches wait until they
+    have B requests, until t_max has passed, or until no batch is in progress.
 
-    It limits numpy's BLAS to one thread, in the whole process and for good: queries are what runs in parallel, and the last bits of a
-    product on several threads depend on how many there are. There is no limit of a thread or of a block of code in OpenBLAS.
+    Batches are embedded concurrently. Their experiences are chosen one batch after the other, in
+    the order of the searches. An error of a query fails only the search that the query belongs to.
+
+    The constructor permanently limits numpy's BLAS to one thread in the whole process. Parallelism
+    comes from the queries, and the last bits of a product that is computed on several threads
+    depend on their number. OpenBLAS has no limit for a single thread or a block of code.
     """
 
     def __init__(self, bank: Bank, embedder: Embedder, settings: RetrievalSettings) -> None:
@@ -56,9 +68,9 @@ class Searcher:
         self._lock = ReadWriteLock()
         self._workers = ThreadPoolExecutor(settings.workers, thread_name_prefix="search")
         self._waiting: list[Asked] = []
-        self._gathered = 0  # requests in `_waiting`
+        self._gathered = 0  # number of requests in `_waiting`
         self._timer: asyncio.TimerHandle | None = None
-        self._batches: set[asyncio.Future[None]] = set()  # in work
+        self._batches: set[asyncio.Future[None]] = set()  # in progress
         self._last: asyncio.Future[None] | None = None
         self._builds: set[asyncio.Task[None]] = set()
         self._stop = threading.Event()
@@ -67,7 +79,11 @@ class Searcher:
     async def search(
         self, requests: Sequence[SearchRequest], step: int, *, counted: bool
     ) -> list[Hit | None]:
-        """At most one experience per request. A caller that is cancelled before its pick leaves no trace. Raises what the embedder does."""
+        """Return at most one experience per request, in the order of the requests.
+
+        A caller that is cancelled before its experiences are chosen changes no counters. Errors of
+        the embedder are raised.
+        """
         if counted and (remembered := self._bank.remembered(requests)) is not None:
             return remembered
         if not self._batches and not any(map(self._is_large, requests)):
@@ -82,7 +98,7 @@ class Searcher:
         return await asked.hits
 
     async def change(self, put: Iterable[tuple[Entry, Vector]], remove: Iterable[str] = ()) -> None:
-        """Puts entries and removes others between two searches."""
+        """Add or replace the entries `put` and remove the entries `remove` between two searches."""
         async with self._lock.write():
             for entry, vector in put:
                 self._bank.put(entry, vector)
@@ -92,25 +108,31 @@ class Searcher:
             self._builds.add(asyncio.create_task(self._build(index, index.begin())))
 
     def check(self) -> None:
-        """Raises what went wrong in building an index, once; that index goes on without its next snapshot."""
+        """Raise the error of a failed index build, once per build.
+
+        The index keeps its current snapshot and gets no new one.
+        """
         for build in [build for build in self._builds if build.done()]:
             self._builds.discard(build)
             build.result()
 
     async def aclose(self) -> None:
-        """Answers what was asked, and ends the threads. Raises as `check` does."""
+        """Answer the open searches and shut down the threads. Raise the error of a failed build."""
         self._stop.set()
         while self._batches:
             await asyncio.wait(set(self._batches))
         self._workers.shutdown()
         await asyncio.gather(*self._builds)
 
-    # ── one search ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one search ────────────────────────────────────────────────────────────────────────────────
 
     async def _alone(
         self, requests: Sequence[SearchRequest], step: int, counted: bool
     ) -> list[Hit | None]:
-        """In the caller's own task, which the loop leaves only where the embedder or a change must be waited for."""
+        """Answer a search in the caller's task.
+
+        The task yields to the event loop only if it must wait for the embedder or for a change.
+        """
         self._last = batch = asyncio.get_running_loop().create_future()
         self._batches.add(batch)
         try:
@@ -121,7 +143,7 @@ class Searcher:
             batch.set_result(None)
             self._answered(batch)
 
-    # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── batches ───────────────────────────────────────────────────────────────────────────────────
 
     def _send(self) -> None:
         if self._timer:
@@ -147,7 +169,7 @@ class Searcher:
                 for asked in batch:
                     if not asked.hits.done():
                         self._settle(asked, vectors, near)
-        except Exception as error:  # of no search by itself: all of them would wait for ever
+        except Exception as error:  # not of a single search: fail all, or they would wait forever
             for asked in batch:
                 if not asked.hits.done():
                     asked.hits.set_exception(error)
@@ -163,7 +185,7 @@ class Searcher:
         except Exception as error:
             if len(queries) == 1:
                 return {queries[0]: error}
-        # One text may be what all of them failed for.
+        # A single text may have caused the failure, so embed each one alone.
         alone = await asyncio.gather(
             *(
                 self._embed([request])
@@ -173,9 +195,10 @@ class Searcher:
         return {query: vector for vectors in alone for query, vector in vectors.items()}
 
     async def _near(self, batch: Sequence[Asked], vectors: Vectors) -> Near:
-        """The nearest of each query to a large bank, by the workers; what is not in it, the pick looks up itself.
+        """Return the nearest entries of the queries to a large bank, found by the worker threads.
 
-        Returns when all workers are done, also where one fails: what follows changes what they read.
+        `Bank.search` compares the other queries itself. Return only when all workers have finished,
+        even if one fails, because the following steps change the data that the workers read.
         """
         loop = asyncio.get_running_loop()
         asking = {
@@ -207,7 +230,10 @@ class Searcher:
         vectors: Vectors,
         near: Near,
     ) -> list[Hit | None]:
-        """Raises what went wrong for any of the requests, before one of them counts."""
+        """Return the experiences of one search.
+
+        If a request has an error, raise it before any request is counted.
+        """
         found = [
             (r, _value(vectors[r.query]), _value(near.get((r.task.name, r.query))))
             for r in requests
@@ -220,10 +246,13 @@ class Searcher:
     def _is_large(self, request: SearchRequest) -> bool:
         return self._bank.size(request.task.name) > THREADS_FROM
 
-    # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────
 
     async def _build(self, index: Index, build: Build) -> None:
-        """The next snapshot of a large index: searches go on meanwhile, and wait for the swap alone."""
+        """Build the next snapshot of a large index and swap it in.
+
+        Searches continue during the build and wait only for the swap.
+        """
         if await asyncio.to_thread(build.run, self._stop):
             async with self._lock.write():
                 index.swap(build)

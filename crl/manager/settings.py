@@ -1,4 +1,4 @@
-"""How the manager is set up, and what it asks the extractor."""
+"""Settings of the experience manager, and the prompts for the extractor."""
 
 from __future__ import annotations
 
@@ -16,55 +16,83 @@ from crl.manager.refine import RefinePromptWriter
 from crl.manager.retrieval import RetrievalSettings
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
-"""Shows a piece of work of so many parts; inside, it is told of each few that are done."""
+"""Progress display for a job. It is called with the number of parts of the job.
+
+Inside the context, the job calls the returned function with the number of parts that it has just
+completed.
+"""
 
 
 @contextmanager
 def unseen(total: int) -> Iterator[Callable[[int], object]]:
-    """`Progress` that nobody looks at."""
+    """Provide a `Progress` that displays nothing."""
     yield lambda done: None
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the extractor is asked: about an episode, about a chunk of the bank, and by an agent (None: agents do not ask)."""
+    """Writers of the extractor's prompts."""
 
     distil: PromptWriter
+    """Writer of prompts about an episode."""
     merge: MergePromptWriter
+    """Writer of prompts about a chunk of the bank."""
     refine: RefinePromptWriter | None = None
+    """Writer of prompts for the question of an agent. None: agents do not ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
-    """scope: entries guide their own task alone, or any. queue_size: requests that may wait or be in work, None = any number;
-    overflow: what `submit` does at that bound. concurrency: answers of the extractor to episodes and merges that are waited for at the
-    same time; agents that ask do not wait for these. ask_deadline: seconds after which such an agent gets what was found as it is, None =
-    it waits for any time. lease:
-    seconds that one may take, None = any; attempts: at a distillation until it is dead, with a pause of `backoff` seconds after the
-    first one that failed and twice as long after each further one. keep_steps: actor steps for which a superseded experience may still
-    earn credit after it was last returned; at least the staleness of an episode. cap, size: active entries of one goal and of the whole
-    bank, None = any number; evict: which go then. vote_out: net down votes at which an entry goes, None = no votes are asked for.
-    duplicate: cosine of the texts from which on an add says what an active entry says already, None = none is left out. merge_tokens:
-    tokens of the entries in one chunk of a merge. threaded: prompts of the extractor are written and its answers read on a thread, so
-    that the event loop goes on; otherwise what `drain` asks reaches the engine at the same moment.
-    """
+    """Settings of the experience manager."""
 
     scope: Scope = "task"
+    """Tasks that an entry may guide: only its own ("task"), or any ("shared")."""
     queue_size: int | None = None
+    """Maximum number of requests that wait or are in progress. None: no limit."""
     overflow: Literal["wait", "refuse"] = "wait"
+    """Behaviour of `submit` if the queue is full: wait for space, or refuse the request."""
     concurrency: int = 32
+    """Maximum number of extractor answers about episodes and merges in progress.
+
+    Agents that ask are not limited by this setting.
+    """
     ask_deadline: float | None = None
+    """Seconds after which an agent that asks receives the retrieved experience unchanged.
+
+    None: no limit.
+    """
     lease: float | None = None
+    """Maximum seconds for one answer about an episode or a merge. None: no limit."""
     attempts: int = 5
+    """Failed attempts at a distillation after which its request is dead."""
     backoff: float = 1.0
+    """Seconds of pause after the first failed attempt. Each further failure doubles the pause."""
     keep_steps: int = 8
+    """Actor steps for which a superseded experience may still earn credit after its last retrieval.
+
+    The value must be at least the maximum staleness of an episode.
+    """
     cap: int | None = None
+    """Maximum number of active entries with the same task and goal. None: no limit."""
     size: int | None = None
+    """Maximum number of active entries in the bank. None: no limit."""
     evict: Evict = "fifo"
+    """Eviction policy for entries over `cap` or `size`."""
     vote_out: int | None = None
+    """Net down votes at which an entry is evicted. None: the extractor is not asked for votes."""
     duplicate: float | None = None
+    """Cosine similarity of the texts at or above which an add is dropped as a duplicate.
+
+    An add is compared with active entries and with earlier adds of the same answer. None: no add is
+    dropped.
+    """
     merge_tokens: int = 4096
+    """Maximum tokens of the entries in one chunk of a merge. A larger single entry is allowed."""
     threaded: bool = False
+    """Rendering of prompts and parsing of answers on a thread, so the event loop is not blocked.
+
+    If False, all requests of `drain` reach the engine at the same moment.
+    """
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
     distil: DistilSettings = field(default_factory=DistilSettings)
     credit: CreditSettings = field(default_factory=CreditSettings)

@@ -1,7 +1,9 @@
-"""Going back to a snapshot: triggers keep what a row was, so that nothing has to know what an operation does to undo it.
+"""Snapshots of a bank. Triggers store the old rows, so that no operation needs code to undo it.
 
-For a table t, t_before holds images of its rows: at the first change of a row after a snapshot, what the row was at that snapshot, or
-that it was not there. So at snapshot s a row was what its earliest image of s or later says; without one, what it is now.
+For each table t, the table t_before holds images of the rows of t. The first change of a row after
+a snapshot stores an image: the row at that snapshot, or the fact that the row did not exist. The
+state of a row at snapshot s is therefore its earliest image of s or later. Without an image of s or
+later, the row has not changed since s.
 """
 
 from __future__ import annotations
@@ -10,16 +12,17 @@ from collections.abc import Collection, Iterable
 from sqlite3 import Connection
 
 TABLES = ("requests", "generations", "entries", "units", "facts")
-"""What a snapshot holds, beside the log."""
+"""Tables that a snapshot holds, in addition to the log."""
 
 
 def keep_images(db: Connection) -> None:
-    """Makes the tables of images, and the triggers that fill them, where they are not there yet."""
+    """Create the image tables and the triggers that fill them, if they do not exist."""
     for table in TABLES:
         columns, key = _columns(db, table)
         image_key = f"PRIMARY KEY ({', '.join(key)}, snapshot)"
         db.execute(
-            f"CREATE TABLE IF NOT EXISTS {table}_before (snapshot, existed, {', '.join(columns)}, {image_key})"
+            f"CREATE TABLE IF NOT EXISTS {table}_before "
+            f"(snapshot, existed, {', '.join(columns)}, {image_key})"
         )
         for event, row in (("INSERT", "new"), ("UPDATE", "old"), ("DELETE", "old")):
             existed = event != "INSERT"
@@ -28,30 +31,38 @@ def keep_images(db: Connection) -> None:
             ]
             db.execute(f"""
                 CREATE TRIGGER IF NOT EXISTS {table}_{event.lower()} AFTER {event} ON {table} BEGIN
-                    INSERT INTO {table}_before SELECT last, {int(existed)}, {", ".join(image)} FROM (SELECT MAX(seq) AS last FROM snapshots)
+                    INSERT INTO {table}_before SELECT last, {int(existed)}, {", ".join(image)} \
+FROM (SELECT MAX(seq) AS last FROM snapshots)
                     WHERE last IS NOT NULL AND NOT EXISTS (
-                        SELECT 1 FROM {table}_before WHERE snapshot = last AND {_both(key, f"{table}_before", row)});
+                        SELECT 1 FROM {table}_before \
+WHERE snapshot = last AND {_both(key, f"{table}_before", row)});
                 END
             """)
 
 
 def go_back(db: Connection, seq: int) -> None:
-    """Log and tables are what they were at the snapshot `seq`, but that nobody holds a lease; later snapshots are forgotten.
+    """Restore the log and the tables to the snapshot `seq`. Later snapshots are deleted.
 
-    Within a transaction.
+    Requests that were leased at the snapshot become pending. Call this function within a
+    transaction.
     """
     kept = db.execute("SELECT seq FROM snapshots WHERE seq <= ?", (seq,)).fetchall()
-    db.execute("DELETE FROM snapshots")  # without one the triggers keep nothing
+    db.execute("DELETE FROM snapshots")  # without a snapshot the triggers store no images
     for table in TABLES:
         columns, key = _columns(db, table)
         names, keys = ", ".join(columns), ", ".join(key)
         db.execute(
-            f"DELETE FROM {table} WHERE ({keys}) IN (SELECT {keys} FROM {table}_before WHERE snapshot >= ?)",
+            f"DELETE FROM {table} WHERE ({keys}) IN "
+            f"(SELECT {keys} FROM {table}_before WHERE snapshot >= ?)",
             (seq,),
         )
-        first = f"SELECT MIN(snapshot) FROM {table}_before AS other WHERE snapshot >= ? AND {_both(key, 'other', 'image')}"
+        first = (
+            f"SELECT MIN(snapshot) FROM {table}_before AS other "
+            f"WHERE snapshot >= ? AND {_both(key, 'other', 'image')}"
+        )
         db.execute(
-            f"INSERT INTO {table} ({names}) SELECT {names} FROM {table}_before AS image WHERE existed AND snapshot = ({first})",
+            f"INSERT INTO {table} ({names}) SELECT {names} FROM {table}_before AS image "
+            f"WHERE existed AND snapshot = ({first})",
             (seq,),
         )
         db.execute(f"DELETE FROM {table}_before WHERE snapshot >= ?", (seq,))
@@ -61,7 +72,7 @@ def go_back(db: Connection, seq: int) -> None:
 
 
 def forget_all_but(db: Connection, kept: Collection[int]) -> None:
-    """Nobody goes back to the other snapshots any more. Within a transaction."""
+    """Delete all snapshots except those in `kept`. Call this function within a transaction."""
     seqs = [seq for (seq,) in db.execute("SELECT seq FROM snapshots ORDER BY seq")]
     for i in reversed(range(len(seqs))):
         if seqs[i] not in kept:
@@ -69,7 +80,10 @@ def forget_all_but(db: Connection, kept: Collection[int]) -> None:
 
 
 def _forget(db: Connection, seq: int, before: int | None) -> None:
-    """The snapshot before it, None where there is none, takes over the images of rows that it has no image of."""
+    """Delete the snapshot `seq`. The snapshot `before` takes over the images that it lacks.
+
+    `before` is the previous snapshot; None if there is none.
+    """
     for table in TABLES:
         if before is not None:
             db.execute(
@@ -81,16 +95,17 @@ def _forget(db: Connection, seq: int, before: int | None) -> None:
 
 
 def forget_all(db: Connection) -> None:
-    """There is nothing to go back to any more."""
+    """Delete all snapshots and all row images."""
     for table in ("snapshots", *(f"{table}_before" for table in TABLES)):
         db.execute(f"DELETE FROM {table}")
 
 
 def _columns(db: Connection, table: str) -> tuple[list[str], list[str]]:
-    """Of a table, and those of its primary key."""
+    """Return the names of a table's columns, and of its primary key columns."""
     rows = db.execute("SELECT name, pk FROM pragma_table_info(?)", (table,)).fetchall()
     return [name for name, _ in rows], [name for name, pk in rows if pk]
 
 
 def _both(key: Iterable[str], one: str, other: str) -> str:
+    """Return the SQL condition that rows of `one` and `other` have the same key."""
     return " AND ".join(f"{one}.{column} = {other}.{column}" for column in key)

@@ -1,9 +1,11 @@
-"""The bank on disk: requests, entries, generations, credit, and the log of operations that brought them about.
+"""Bank on disk: requests, entries, generations, credit, and the log of operations behind them.
 
-Every change writes its log rows and its tables in one transaction (`Database.transaction`). A request, and a log row of one origin
-(request, merge, episode or group) and op, exist once, so what is repeated after a crash is a no-op: no acknowledged episode is
-lost, none is distilled twice, no use is credited twice, no group adds to a lift twice. `snapshot` marks a state of all of it that
-`rollback` brings back.
+Each change writes its log rows and its tables in one transaction (`Database.transaction`). A
+request exists only once. For operations that must not be repeated, the log holds one row per origin
+(request, merge, episode or group), op and kind. A change that is repeated after a crash is
+therefore a no-op: no acknowledged episode is lost, none is distilled twice, no use is credited
+twice, and no group adds to a lift twice. `snapshot` marks a state of the whole bank that `rollback`
+restores.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ from crl.manager.tally import Tally
 
 
 class Store:
-    """Made by `open`. Its methods raise `StoreError`; a method that returns has made its change durable."""
+    """Bank on disk. Create it with `open`.
+
+    The methods raise `StoreError`. A change is durable when its method returns.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -76,7 +81,10 @@ class Store:
 
     @classmethod
     async def open(cls, path: Path) -> Store:
-        """Opens or makes the bank at `path`. Requests that a dead process had leased are pending again. Raises `StoreError`."""
+        """Open or create the bank at `path`. Requests leased by an ended process become pending.
+
+        Raise `StoreError` if the bank cannot be opened.
+        """
         store = cls(await Database.open(path))
         try:
             await store.release()
@@ -86,17 +94,22 @@ class Store:
         return store
 
     async def aclose(self) -> None:
+        """Close the bank after the transactions in progress."""
         await self._database.aclose()
 
     async def backup(self, path: Path) -> None:
-        """A consistent copy of the bank in one file, made while it is in use. Raises `StoreError`, also when `path` exists."""
+        """Write a consistent copy of the bank to the new file `path`. The bank may be in use.
+
+        Raise `StoreError` if the copy fails or `path` exists.
+        """
         await self._database.backup(path)
 
     async def begin_anew(self) -> None:
-        """Forgets what belongs to the run that wrote the bank: its requests, its snapshots, its clock, and what its extractor could still
-        be trained on.
+        """Delete the data that belongs to the run that wrote the bank.
 
-        Entries keep their texts, lineage, credit and lift, the log its rows; `counts` begin at 0.
+        This data is the run's requests, its snapshots, its clock, and everything that its extractor
+        could still be trained on. Entries keep their texts, lineage, credit and lift. The log keeps
+        its rows, but `counts` start at 0.
         """
 
         def work(db: Connection) -> None:
@@ -104,7 +117,8 @@ class Store:
             db.execute("DELETE FROM requests")
             db.execute("DELETE FROM generations")
             db.execute(
-                "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, last_returned_step = NULL"
+                "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL, "
+                "last_returned_step = NULL"
             )
             set_fact(db, "begun", str(last_seq(db)))
             self._tally.reset()
@@ -113,16 +127,20 @@ class Store:
         await self.compact()
 
     async def compact(self) -> None:
-        """Makes the bank one file without unused pages. Raises `StoreError`, also while somebody reads it."""
+        """Compact the bank into one file without unused pages.
+
+        Raise `StoreError` if this fails, for example because another connection is reading the
+        bank.
+        """
         await self._database.compact()
 
-    # ── snapshots ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────
 
     async def snapshot(self, stamp: Stamp, kept: Collection[int] | None = None) -> int:
-        """The sequence number that `rollback` takes to bring back what the bank holds now.
+        """Record a snapshot of the current state. Return the sequence number that `rollback` takes.
 
-        kept: of the snapshots before, those that somebody may go back to, None = all; the others are forgotten, for each of them
-        costs a copy of every row that changed since.
+        `kept` lists the earlier snapshots that are still needed (None: all). The others are
+        deleted, because each snapshot costs a copy of every row that changed after it.
         """
 
         def work(db: Connection) -> int:
@@ -136,17 +154,19 @@ class Store:
         return await self._database.transaction(work)
 
     async def rollback(self, seq: int) -> RolledBack:
-        """The bank is what it was at the snapshot `seq`; requests that were leased then are pending.
+        """Restore the bank to the snapshot `seq`. Requests that were leased then become pending.
 
-        What has happened since is lost to it, so the whole bank is copied first, to a file beside it. Sequence numbers are not given
-        out again. Raises `StoreError` for a number that is no snapshot of this bank, or no more since it went back behind it.
+        If the bank has changed since the snapshot, the whole bank is first copied to a file beside
+        it. Sequence numbers are not used again. Raise `StoreError` if `seq` is not a snapshot of
+        this bank. A snapshot that a rollback removed, or that was deleted, does not count.
         """
         path = self._database.path
 
         def archive(db: Connection) -> Path | None:
             if not db.execute("SELECT 1 FROM snapshots WHERE seq = ?", (seq,)).fetchone():
                 raise StoreError(
-                    f"{path}: it has no snapshot {seq} to go back to. Keep the bank as it is, or restore a copy."
+                    f"{path}: it has no snapshot {seq} to go back to. "
+                    "Keep the bank as it is, or restore a copy."
                 )
             (last,) = db.execute("SELECT MAX(seq) FROM log").fetchone()
             return (
@@ -166,10 +186,14 @@ class Store:
 
         return await self._database.transaction_after_copy(work, archive)
 
-    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, request: DistilRequest, stamp: Stamp, bound: int | None = None) -> bool:
-        """Acknowledges a request, or finds that it was acknowledged before. False: `bound` requests are open, nothing was stored."""
+        """Store a request, unless it is stored already. Return whether it is stored.
+
+        A repeated id changes nothing. Return False, and store nothing, if the id is new and at
+        least `bound` requests are open (pending or leased).
+        """
 
         def work(db: Connection) -> bool:
             if bound is not None and _open_requests(db, bound) == bound:
@@ -180,7 +204,8 @@ class Store:
             values = (request.id, request.step, request.group, request.member, request.to_json())
             columns = "id, step, team, member, payload, state"
             if db.execute(
-                f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') ON CONFLICT DO NOTHING",
+                f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') "
+                "ON CONFLICT DO NOTHING",
                 values,
             ).rowcount:
                 log(db, stamp, "submit", request.id, 0, {})
@@ -189,7 +214,10 @@ class Store:
         return await self._database.transaction(work)
 
     async def release(self, ids: Collection[str] | None = None) -> None:
-        """Of these requests, those that are leased are pending again; None = all of them, for whoever leased them is gone."""
+        """Make leased requests pending again: the requests `ids`, or all if `ids` is None.
+
+        None is used when the process that leased the requests has ended.
+        """
 
         def work(db: Connection) -> None:
             sql = "UPDATE requests SET state = 'pending' WHERE state = 'leased'"
@@ -200,13 +228,19 @@ class Store:
         await self._database.transaction(work)
 
     async def lease(self, limit: int | None = None) -> list[DistilRequest]:
-        """Takes pending requests, at most `limit`, in (step, group, member) order. They are the caller's until they are settled or
-        released, or until the bank is opened again: there is one writer, and its leases end with it. A caller that is cancelled has
-        leased nothing."""
+        """Lease at most `limit` pending requests, in (step, group, member) order, and return them.
+
+        The requests belong to the caller until they are settled or released, or until the bank is
+        opened again. There is only one writer, and its leases end with it. A caller that is
+        cancelled holds no lease.
+        """
         taken: list[str] = []
 
         def work(db: Connection) -> list[DistilRequest]:
-            sql = "SELECT id, payload FROM requests WHERE state = 'pending' ORDER BY step, team, member, id LIMIT ?"
+            sql = (
+                "SELECT id, payload FROM requests WHERE state = 'pending' "
+                "ORDER BY step, team, member, id LIMIT ?"
+            )
             rows = db.execute(sql, (-1 if limit is None else limit,)).fetchall()
             taken.extend(row["id"] for row in rows)
             db.executemany(
@@ -218,32 +252,45 @@ class Store:
         try:
             return await self._database.transaction(work)
         except asyncio.CancelledError:
-            await self.release(taken)  # after `work`, which was not interrupted
+            await self.release(taken)  # runs after `work`, which was not interrupted
             raise
 
     async def failed(self, request: DistilRequest, reason: str) -> int:
-        """An attempt at the request came to nothing; the caller keeps it. Returns how many have so far, in earlier processes too."""
+        """Record a failed attempt at a request. Return the number of failed attempts so far.
+
+        The lease is kept. The number includes attempts in earlier processes.
+        """
 
         def work(db: Connection) -> int:
-            sql = "UPDATE requests SET attempts = attempts + 1, reason = ? WHERE id = ? RETURNING attempts"
+            sql = (
+                "UPDATE requests SET attempts = attempts + 1, reason = ? WHERE id = ? "
+                "RETURNING attempts"
+            )
             return db.execute(sql, (reason, request.id)).fetchone()[0]
 
         return await self._database.transaction(work)
 
     async def bury(self, request: DistilRequest, reason: str, stamp: Stamp) -> None:
-        """The request cannot be distilled; it keeps its payload, and can be made pending again (`retry_dead`)."""
+        """Mark a pending or leased request as dead, because it cannot be distilled.
+
+        The request keeps its payload, so that `retry_dead` can make it pending again.
+        """
 
         def work(db: Connection) -> None:
-            sql = "UPDATE requests SET state = 'dead', reason = ? WHERE id = ? AND state IN ('pending', 'leased')"
+            sql = (
+                "UPDATE requests SET state = 'dead', reason = ? "
+                "WHERE id = ? AND state IN ('pending', 'leased')"
+            )
             if db.execute(sql, (reason, request.id)).rowcount:
                 log(db, stamp, "dead", request.id, 0, {"reason": reason})
 
         await self._database.transaction(work)
 
     async def retry_dead(self, ids: Iterable[str] | None = None) -> list[str]:
-        """Dead requests are pending again, as if they had never been tried; None = all of them. Returns their ids in queue order.
+        """Make dead requests pending again. Return their ids in queue order.
 
-        Raises `StoreError` for an id that is not of a dead request; then nothing has changed.
+        Their attempts are reset. `ids` selects the requests (None: all dead requests). Raise
+        `StoreError`, and change nothing, if an id does not belong to a dead request.
         """
 
         def work(db: Connection) -> list[str]:
@@ -257,12 +304,14 @@ class Store:
             if unknown := sorted(wanted.difference(dead)):
                 names = ", ".join(unknown)
                 raise StoreError(
-                    f"{self._database.path}: no dead episodes: {names}. Nothing was changed; crl bank dead lists them."
+                    f"{self._database.path}: no dead episodes: {names}. "
+                    "Nothing was changed; crl bank dead lists them."
                 )
             revived = [name for name in dead if name in wanted]
             for name in revived:
                 db.execute(
-                    "UPDATE requests SET state = 'pending', attempts = 0, reason = NULL WHERE id = ?",
+                    "UPDATE requests SET state = 'pending', attempts = 0, reason = NULL "
+                    "WHERE id = ?",
                     (name,),
                 )
                 log(db, last_stamp(db), "revive", name, 0, {})
@@ -271,14 +320,18 @@ class Store:
         return await self._database.transaction(work)
 
     async def apply(self, distilled: Distilled, stamp: Stamp, rules: ApplyRules) -> Applied:
-        """Writes what a request came to and marks it done, in one transaction; nothing when it is done or dead already.
+        """Write the result of a request and mark the request as done, in one transaction.
 
-        An update of a version that is no longer the current one becomes an add with that version as its parent.
+        Do nothing if the request is already done or dead. An update of a version that is no longer
+        current becomes an add with that version as its parent.
         """
 
         def work(db: Connection) -> Applied:
             request = distilled.request
-            sql = "UPDATE requests SET state = 'done', payload = NULL, reason = NULL WHERE id = ? AND state IN ('pending', 'leased')"
+            sql = (
+                "UPDATE requests SET state = 'done', payload = NULL, reason = NULL "
+                "WHERE id = ? AND state IN ('pending', 'leased')"
+            )
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
             changed = [
@@ -309,10 +362,11 @@ class Store:
         return await self._database.transaction(work)
 
     async def merge(self, merged: Merged, stamp: Stamp, rules: ApplyRules) -> Applied:
-        """Writes what the extractor said of a chunk, in one transaction; nothing when that was done before.
+        """Write the extractor's answer about a chunk, in one transaction.
 
-        An op with a target that is no longer the current version of an active entry is dropped. What is merged or discarded stays in
-        the history; what a merge makes has its targets as parents, and the task and the goal of the first.
+        Do nothing if the answer was written before. An op is dropped if one of its targets is not
+        the current version of an active entry. Merged and discarded entries stay in the history. A
+        merged entry has the targets as its parents, and the task and the goal of the first target.
         """
 
         def work(db: Connection) -> Applied:
@@ -341,7 +395,10 @@ class Store:
         return await self._database.transaction(work)
 
     async def refine(self, refined: Refined, stamp: Stamp, rules: ApplyRules) -> None:
-        """Keeps what a question came to, so that it can earn credit; nothing when that was done before."""
+        """Store the extractor's answer to a question, so that it can earn credit.
+
+        Do nothing if the answer was stored before.
+        """
 
         def work(db: Connection) -> None:
             if write_refinement(db, refined, stamp):
@@ -358,13 +415,13 @@ class Store:
         await self._database.transaction(work)
 
     async def merges(self) -> int:
-        """How many chunks were merged, ever."""
+        """Return the number of merge chunks in the log."""
         return (await self._database.rows("SELECT COUNT(*) FROM log WHERE kind = 'chunk'"))[0][0]
 
-    # ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── entries ───────────────────────────────────────────────────────────────────────────────────
 
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
-        """The active entries in the order in which they were last written, with their vectors (float32 [dim])."""
+        """Return the active entries with their vectors (float32 [dim]), the last written last."""
         rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
         with readable_rows(self._database.path):
             return list(
@@ -372,7 +429,7 @@ class Store:
             )
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
-        """Replaces vectors by uid and remembers what made them: an embedder, and its keys."""
+        """Replace vectors by uid, and record the name of the embedder and keys that made them."""
 
         def work(db: Connection) -> None:
             rows = [(vector_bytes(vector), uid) for uid, vector in vectors.items()]
@@ -382,15 +439,19 @@ class Store:
         await self._database.transaction(work)
 
     async def evict(self, units: Iterable[UnitKey]) -> int:
-        """Those of these versions that are current and active guide nobody any more; how many. They stay in the history.
+        """Evict the given versions that are current and active. Return their number.
 
-        For a bank that no run has open.
+        Evicted entries are no longer retrieved. They stay in the history. Call this method only for
+        a bank that no run has open.
         """
 
         def work(db: Connection) -> int:
             gone = 0
             for unit in units:
-                sql = "UPDATE entries SET status = 'evicted' WHERE uid = ? AND version = ? AND status = 'active'"
+                sql = (
+                    "UPDATE entries SET status = 'evicted' "
+                    "WHERE uid = ? AND version = ? AND status = 'active'"
+                )
                 if db.execute(sql, unit).rowcount:
                     log(db, last_stamp(db), "evict", unit.uid, unit.version, {})
                     gone += 1
@@ -399,12 +460,15 @@ class Store:
         return await self._database.transaction(work)
 
     async def fit(self, rules: ApplyRules) -> None:
-        """Evicts what is over these bounds, in a bank that was made with others."""
+        """Evict entries over the bounds of `rules`, in a bank that was made with other bounds."""
         await self._database.transaction(lambda db: fit(db, rules, last_stamp(db)))
 
     async def take_in(self, entries: Sequence[Entry], stamp: Stamp) -> None:
-        """Entries from elsewhere with their counters. What wrote them does not come along, nor do their vectors: the manager that
-        opens the bank makes these."""
+        """Add imported entries with their counters.
+
+        The generations that wrote the entries are not imported, and neither are the vectors. The
+        manager that opens the bank makes the vectors.
+        """
 
         def work(db: Connection) -> None:
             for entry in entries:
@@ -413,17 +477,20 @@ class Store:
         await self._database.transaction(work)
 
     async def embedder(self) -> str | None:
-        """What made the stored vectors; None in a new bank."""
+        """Return the name of the embedder and keys that made the vectors. None: no vectors yet."""
         return await self._database.read(lambda db: fact(db, "embedder"))
 
     async def retrieved(
         self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp
     ) -> None:
-        """Sets retrieval counts and the step of the last return, by unit."""
+        """Set the number of retrievals and the step of the last one, by unit."""
 
         def work(db: Connection) -> None:
             for unit, (count, step) in counts.items():
-                sql = "UPDATE units SET retrieved = ?, last_returned_step = ? WHERE uid = ? AND version = ?"
+                sql = (
+                    "UPDATE units SET retrieved = ?, last_returned_step = ? "
+                    "WHERE uid = ? AND version = ?"
+                )
                 db.execute(sql, (count, step, *unit))
                 log(
                     db,
@@ -436,13 +503,14 @@ class Store:
 
         await self._database.transaction(work)
 
-    # ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── credit ────────────────────────────────────────────────────────────────────────────────────
 
     async def credit(self, episode: str, given: Sequence[Credit], stamp: Stamp) -> list[Credit]:
-        """Credits the units of an episode; returns what this call credited. A repeat for an episode is a no-op. Of several credits of one
-        unit, which was found more than once, the first counts.
+        """Credit the units of an episode. Return the credits that this call recorded.
 
-        A use of what the bank does not know is logged as stray. What no generation is kept for counts for the entry alone.
+        A repeated call for an episode is a no-op. If a unit was found more than once, its first
+        credit counts. A use of a unit that the bank does not know is logged as stray. If the unit's
+        generation is not stored, the credit changes only the entry's record.
         """
 
         def work(db: Connection) -> list[Credit]:
@@ -458,9 +526,10 @@ class Store:
     async def record_lifts(
         self, found: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp
     ) -> list[GroupSuccess]:
-        """Record what groups, by their ids, say of units; return what this call recorded, in order.
+        """Record the results of groups for units. Return the recorded results, in order.
 
-        A repeat for a group is a no-op, and so is a unit that the bank does not know.
+        `found` maps the id of a group to its results. A repeated call for a group is a no-op. A
+        unit that the bank does not know is skipped.
         """
 
         def work(db: Connection) -> list[GroupSuccess]:
@@ -470,13 +539,16 @@ class Store:
         return await self._database.transaction(work)
 
     async def ready(self) -> list[Ready]:
-        """Units with pending reward, in order of becoming ready."""
-        sql = "SELECT units.*, c_train, t_last FROM units JOIN generations ON id = generation WHERE ready IS NOT NULL ORDER BY ready"
+        """Return the units with pending reward, in the order in which they became ready."""
+        sql = (
+            "SELECT units.*, c_train, t_last FROM units JOIN generations ON id = generation "
+            "WHERE ready IS NOT NULL ORDER BY ready"
+        )
         return [
             Ready(
                 PendingUnit(
-                    UnitKey(row["uid"], row["version"]), row["generation"], (row["start"], row["stop"]),
-                    row["pending_count"], row["pending_sum"],
+                    UnitKey(row["uid"], row["version"]), row["generation"],
+                    (row["start"], row["stop"]), row["pending_count"], row["pending_sum"],
                 ),
                 row["c_train"],
                 row["t_last"],
@@ -485,7 +557,7 @@ class Store:
         ]  # fmt: skip
 
     async def generations(self, ids: Iterable[str]) -> dict[str, Generation]:
-        """Those that are kept, by id."""
+        """Return the stored generations among `ids`, by id."""
         sql = "SELECT * FROM generations WHERE id IN (SELECT value FROM json_each(?))"
         rows = await self._database.rows(sql, (json.dumps(list(ids)),))
         with readable_rows(self._database.path):
@@ -494,9 +566,10 @@ class Store:
     async def mark_trained(
         self, trained: Sequence[PendingUnit], generations: Iterable[str], step: int, stamp: Stamp
     ) -> None:
-        """Takes the rewards that were trained on out of the pending ones and moves the counters of the generations.
+        """Subtract the rewards that were trained on, and advance the counters of the generations.
 
-        What came in since the batch was taken stays pending, and its unit is ready anew.
+        Rewards that arrived after the batch was taken stay pending, and their unit becomes ready
+        again.
         """
 
         def work(db: Connection) -> None:
@@ -510,8 +583,10 @@ class Store:
                 data = {"count": pending.count, "total": pending.total}
                 seq = log(db, stamp, "train", pending.unit.uid, pending.unit.version, data)
                 sql = """
-                    UPDATE units SET pending_count = pending_count - :count, pending_sum = pending_sum - :total,
-                        ready = CASE WHEN pending_count > :count THEN :seq END WHERE uid = :uid AND version = :version
+                    UPDATE units SET pending_count = pending_count - :count, \
+pending_sum = pending_sum - :total,
+                        ready = CASE WHEN pending_count > :count THEN :seq END \
+WHERE uid = :uid AND version = :version
                 """
                 db.execute(
                     sql,
@@ -521,11 +596,11 @@ class Store:
         await self._database.transaction(work)
 
     async def drop_malformed(self, surplus: Sequence[PendingUnit], stamp: Stamp) -> None:
-        """These generations without an op are not trained on."""
+        """Drop the pending rewards of malformed generations, so that they are not trained on."""
 
         def work(db: Connection) -> None:
             for pending in surplus:
-                # Beside the ops that its answer was refused for, which are counted from 0.
+                # Op −1, because the refused ops of the same answer are numbered from 0.
                 log(
                     db,
                     stamp,
@@ -535,17 +610,22 @@ class Store:
                     {"reason": "too many malformed", "count": 1},
                 )
                 db.execute(
-                    "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL WHERE uid = ? AND version = ?",
+                    "UPDATE units SET pending_count = 0, pending_sum = 0, ready = NULL "
+                    "WHERE uid = ? AND version = ?",
                     pending.unit,
                 )
 
         await self._database.transaction(work)
 
     async def spent(self, before: int) -> list[str]:
-        """Generations that can earn nothing any more.
+        """Return the ids of generations that can no longer earn credit.
 
-        That is: no unit of it is the current version of an active entry, has pending reward, or was returned at or after the
-        actor step `before` (an episode that it guides may still be running).
+        A generation is spent if none of its units meets one of these conditions:
+
+        * It is the current version of an active entry.
+        * It has pending reward.
+        * It was retrieved at or after the actor step `before`. It may still guide a running
+          episode.
         """
         return [
             row["id"]
@@ -555,30 +635,34 @@ class Store:
         ]
 
     async def prune(self, names: Iterable[str], before: int) -> None:
-        """Drops those of these generations that are spent still."""
+        """Delete the generations in `names` that are still spent (see `spent`)."""
         sql = f"DELETE FROM generations WHERE id IN (SELECT value FROM json_each(?)) AND {_SPENT}"
         values = (json.dumps(list(names)), before)
         await self._database.transaction(lambda db: db.execute(sql, values))
 
-    # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
     async def counts(self) -> dict[str, int]:
-        """Figures by name: queue/STATE, ops/KIND, dropped/REASON, buffer/ready, generations, log/seq.
+        """Return metrics by name.
 
-        Operations count since the bank was made, or begun anew.
+        The names are queue/STATE, ops/KIND, dropped/REASON, buffer/ready, generations and log/seq.
+        Operations are counted since the bank was created or last reset by `begin_anew`.
         """
         return await self._database.read(self._tally.read)
 
 
 _SPENT = """
     NOT EXISTS (
-        SELECT 1 FROM units LEFT JOIN entries ON entries.uid = units.uid AND entries.version = units.version
-        WHERE generation = generations.id AND (pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
+        SELECT 1 FROM units LEFT JOIN entries \
+ON entries.uid = units.uid AND entries.version = units.version
+        WHERE generation = generations.id AND \
+(pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
 """
+"""SQL condition for a spent generation (see `Store.spent`). Its parameter is `before`."""
 
 
 def _open_requests(db: Connection, most: int) -> int:
-    """Requests that wait or are in work; `most` stands for any greater number."""
+    """Return the number of pending and leased requests, limited to `most`."""
     sql = (
         "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
     )

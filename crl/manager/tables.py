@@ -1,6 +1,8 @@
-"""What operations do to a bank's tables, and what rows stand for: each function is some statements within a transaction of `Store`.
+"""Operations on a bank's tables, and conversion of rows to records.
 
-A log row of one origin (request, merge, episode or group) and op exists once: `log` says whether this is its first time.
+Each function runs some statements within a transaction of `Store`. For operations that must not be
+repeated, the log holds one row per origin (request, merge, episode or group), op and kind. `log`
+reports whether the row is new.
 """
 
 from __future__ import annotations
@@ -29,46 +31,67 @@ from crl.manager.records import (
 from crl.types import Completion, ExperienceStatus, Lift
 
 ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
+"""Query for the active entries with the counters of their units."""
 
 BEGUN = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
-"""The last operation of other runs, whose clocks were other ones; 0 where the bank did not begin anew."""
+"""SQL for the sequence number of the last operation of earlier runs, whose clocks differ.
+
+The value is 0 if the bank was never reset by `Store.begin_anew`.
+"""
 
 _WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {BEGUN})"
-"""Completed actor steps when an entry was written; NULL where that was in another run."""
+"""SQL for the completed actor steps when an entry was written; NULL if another run wrote it."""
 
 FIRST_TO_GO: dict[Evict, str] = {
     "fifo": "written",
-    "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",  # never returned: as if it had been when it was written
-    # The best-known half stays. Of the others those go first that were tried: the untried are what may be better.
+    # An entry that was never retrieved counts as retrieved when it was written.
+    "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",
+    # The half with the highest scores stays. Of the other half, entries that were tried are evicted
+    # first, because an untried entry may be better.
     "credit": """
-        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written DESC) <= (:most + 1) / 2,
+        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written DESC) \
+<= (:most + 1) / 2,
         credited = 0, known_score(credited, credit), written
     """,
 }
-"""ORDER BY of active entries. What was returned since the last flush is not known here yet."""
+"""ORDER BY of active entries, by eviction policy. The first entry is evicted first.
+
+Retrievals since the last flush are not in the tables yet.
+"""
 
 SPARE = 100
-"""When the bank is over its size, one part in so many goes beside the surplus: finding those that go reads all active entries."""
+"""Divisor for additional evictions.
+
+If the bank is over its size, size // SPARE entries are evicted in addition to the surplus.
+Evictions are then less frequent: the choice of the entries reads all active entries.
+"""
 
 
-# ── the log, facts ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── log and facts ─────────────────────────────────────────────────────────────────────────────────
 
 
 def log(
     db: Connection, stamp: Stamp, kind: str, origin: str, op: int, data: Mapping[str, object]
 ) -> int | None:
-    """The new row's sequence number; None when that origin did it before."""
-    sql = "INSERT OR IGNORE INTO log (step, extractor, kind, origin, op, data) VALUES (?, ?, ?, ?, ?, ?)"
+    """Write a log row. Return its sequence number, or None if this op was logged before."""
+    sql = (
+        "INSERT OR IGNORE INTO log (step, extractor, kind, origin, op, data) "
+        "VALUES (?, ?, ?, ?, ?, ?)"
+    )
     cursor = db.execute(sql, (*stamp, kind, origin, op, json.dumps(data, ensure_ascii=False)))
     return cursor.lastrowid if cursor.rowcount else None
 
 
 def last_seq(db: Connection) -> int:
+    """Return the sequence number of the last log row; 0 if the log is empty."""
     return db.execute("SELECT IFNULL(MAX(seq), 0) FROM log").fetchone()[0]
 
 
 def last_stamp(db: Connection) -> Stamp:
-    """Of the run's last operation, for changes that no run makes; zeros before the first."""
+    """Return the stamp of the run's last operation; zeros before the first operation.
+
+    Changes that are made outside a run use this stamp.
+    """
     row = db.execute(
         f"SELECT step, extractor FROM log WHERE seq > {BEGUN} ORDER BY seq DESC LIMIT 1"
     ).fetchone()
@@ -87,11 +110,11 @@ def set_fact(db: Connection, name: str, value: str) -> None:
     )
 
 
-# ── distilled answers ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── distilled answers ─────────────────────────────────────────────────────────────────────────────
 
 
 def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
-    """Applies one add or update; the entry as it is then."""
+    """Apply one add or update. Return the resulting entry."""
     if write.targets and current(db, write.targets):
         (target,) = write.targets
         kind, unit = "update", UnitKey(target.uid, target.version + 1)
@@ -106,7 +129,10 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
 
 
 def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stamp) -> Entry:
-    """The entry that takes the place of the write's targets. first: the first one's row."""
+    """Write and return the entry that replaces the write's targets.
+
+    `first` is the row of the first target.
+    """
     entry = Entry(
         f"{name}#{write.op}",
         1,
@@ -122,8 +148,8 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
 
 
 def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
-    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
-            "span": entry.span, "parents": entry.parents}  # fmt: skip
+    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
+            "goal": entry.goal, "span": entry.span, "parents": entry.parents}  # fmt: skip
     seq = log(db, stamp, kind, entry.generation, write.op, data)
     db.execute("DELETE FROM entries WHERE uid = ?", (entry.uid,))
     _insert_entry(db, seq, entry, vector_bytes(write.vector))
@@ -132,7 +158,10 @@ def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) ->
 
 
 def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
-    """The unit of a refinement, returned at once; False: it was written before."""
+    """Log a refinement, and write its unit as retrieved once. Return False if it was logged before.
+
+    No unit is written if the refinement has no text.
+    """
     name, (start, stop) = refined.generation.id, refined.span
     data = {
         "uid": refined.source.uid,
@@ -152,9 +181,9 @@ def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
 
 
 def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
-    """Adds an entry from elsewhere, without a vector."""
-    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task, "goal": entry.goal,
-            "parents": entry.parents}  # fmt: skip
+    """Add an imported entry without a vector."""
+    data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
+            "goal": entry.goal, "parents": entry.parents}  # fmt: skip
     seq = log(db, stamp, "import", entry.uid, entry.version, data)
     _insert_entry(db, seq, entry, b"")
     columns = "uid, version, generation, start, stop, retrieved, credited, credit, votes"
@@ -188,21 +217,24 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
 
 
 def current(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
-    """The rows of active entries whose current versions these are, in order; empty when one of them is not."""
+    """Return the rows of the active entries whose current versions are `units`, in order.
+
+    Return an empty list if one of the units is not the current version of an active entry.
+    """
     sql = "SELECT * FROM entries WHERE uid = ? AND version = ? AND status = 'active'"
     found = [row for unit in units for row in db.execute(sql, unit)]
     return found if len(found) == len(units) else []
 
 
 def retire(db: Connection, units: Sequence[UnitKey], status: ExperienceStatus) -> list[str]:
-    """The entries guide nobody any more; their uids."""
+    """Set the status of the entries, so that they are no longer retrieved. Return their uids."""
     for unit in units:
         db.execute("UPDATE entries SET status = ? WHERE uid = ?", (status, unit.uid))
     return [unit.uid for unit in units]
 
 
 def log_dropped(db: Connection, origin: str, dropped: Mapping[str, int], stamp: Stamp) -> None:
-    """The refused ops of an answer, by reason."""
+    """Log the refused ops of an answer, by reason."""
     for op, (reason, count) in enumerate(sorted(dropped.items())):
         log(db, stamp, "drop", origin, op, {"reason": reason, "count": count})
 
@@ -215,7 +247,10 @@ def learn_from(
     rules: ApplyRules,
     stamp: Stamp,
 ) -> None:
-    """Keeps the generation when it can earn credit, for what it wrote or for having said nothing usable."""
+    """Store the generation if it can earn credit.
+
+    It can earn credit if it wrote something, or if it is malformed and `malformed_reward` is set.
+    """
     punished = malformed and rules.malformed_reward is not None
     if punished:
         _punish(db, generation, rules.malformed_reward, stamp)
@@ -224,10 +259,11 @@ def learn_from(
 
 
 def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
-    """Make a generation without any op a unit of its own, version 0, and ready at once.
+    """Turn a generation without any op into a credit unit with version 0 that is ready at once.
 
-    Its span is the token after its head: the first that no usable answer has in that place. What
-    comes before is shared with usable answers, and what follows often reads like one.
+    The unit's span is a single token, the first one after the generation's head. This is the first
+    token that no usable answer has in this place. The tokens before it are shared with usable
+    answers, and the tokens after it often look like a usable answer.
     """
     seq = log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
     start = generation.head
@@ -237,7 +273,10 @@ def _punish(db: Connection, generation: Generation, reward: float | None, stamp:
 
 
 def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp) -> bool:
-    """Counts the vote; False: what it is about is no longer the current version of an active entry, and nothing changes."""
+    """Count a vote if its unit is current. Return whether the vote was counted.
+
+    A unit is current if it is the current version of an active entry.
+    """
     if not current(db, [vote.unit]):
         return False
     log(
@@ -257,20 +296,29 @@ def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp)
 def vote_out(
     db: Connection, request: DistilRequest, votes: Sequence[Vote], least: int, stamp: Stamp
 ) -> list[str]:
-    """Evicts those of what was voted on that have `least` net down votes."""
+    """Evict the entries in `votes` that have at least `least` net down votes. Return their uids."""
     sql = "SELECT 1 FROM units WHERE uid = ? AND version = ? AND votes <= ?"
     units = [vote.unit for vote in votes if db.execute(sql, (*vote.unit, -least)).fetchone()]
     return _evict(db, units, {"for": request.id, "reason": "votes"}, stamp)
 
 
 def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
-    """Evicts what is over the bounds, of the request's goal and of the bank."""
+    """Evict the entries over the bounds of the request's goal and of the bank.
+
+    Return their uids.
+    """
     return _bound(db, [(request.task.name, request.task.goal)], rules, {"for": request.id}, stamp)
 
 
 def fit(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
-    """Evicts what is over the bounds, of any goal and of the bank: it was made with others."""
-    crowded = "SELECT task, goal FROM entries WHERE status = 'active' GROUP BY task, goal HAVING COUNT(*) > ?"
+    """Evict the entries over the bounds of each goal and of the bank. Return their uids.
+
+    The bank was made with other bounds.
+    """
+    crowded = (
+        "SELECT task, goal FROM entries WHERE status = 'active' "
+        "GROUP BY task, goal HAVING COUNT(*) > ?"
+    )
     goals = (
         []
         if rules.cap is None
@@ -300,13 +348,20 @@ def _bound(
 def _surplus(
     db: Connection, evict: Evict, most: int, spare: int, where: str = "", **values: str
 ) -> list[UnitKey]:
-    """Of active entries those that go first, so that `most` remain; `spare` less when it must be any."""
+    """Return the active entries to evict so that `most` remain.
+
+    If at least one entry must be evicted, `spare` additional entries are returned. `where` and
+    `values` restrict the entries.
+    """
     (active,) = db.execute(
         f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values
     ).fetchone()
     if active <= most:
         return []
-    sql = f"SELECT uid, version FROM entries JOIN units USING (uid, version) WHERE status = 'active' {where}"
+    sql = (
+        "SELECT uid, version FROM entries JOIN units USING (uid, version) "
+        f"WHERE status = 'active' {where}"
+    )
     rows = db.execute(
         f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT :gone",
         {**values, "most": most, "gone": active - most + spare},
@@ -317,7 +372,10 @@ def _surplus(
 def _evict(
     db: Connection, units: Sequence[UnitKey], data: Mapping[str, object], stamp: Stamp
 ) -> list[str]:
-    """The entries stay in the history; their uids."""
+    """Evict the entries and log each eviction. Return their uids.
+
+    The entries stay in the history.
+    """
     for unit in units:
         log(db, stamp, "evict", unit.uid, unit.version, data)
     return retire(db, units, "evicted")
@@ -331,19 +389,24 @@ def _keep_generation(db: Connection, generation: Generation) -> None:
         np.asarray(completion.logprobs, "<f8").tobytes(),
         np.asarray(completion.versions, "<i4").tobytes(),
     )
-    sql = "INSERT INTO generations (id, extractor, prompt, sampled, logprobs, versions, finish, head) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+    sql = (
+        "INSERT INTO generations "
+        "(id, extractor, prompt, sampled, logprobs, versions, finish, head) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+    )
     db.execute(
         sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head)
     )
 
 
-# ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── credit ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -> bool:
-    """False: the bank does not know the unit, or this use of the episode was credited before.
+    """Credit one use in an episode. Return whether the use was credited.
 
-    In the log `reward` is r = ±1, which a rejected use has not.
+    Return False if the bank does not know the unit, or if this use was credited before. In the log,
+    `reward` is r = ±1. A rejected use has no `reward`. A use of an unknown unit is logged as stray.
     """
     unit, outcome = given.unit, given.outcome
     data = {"uid": unit.uid, "version": unit.version} | (
@@ -356,13 +419,15 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
         return False
     if outcome is not None:
         db.execute(
-            "UPDATE units SET credited = credited + 1, credit = credit + ? WHERE uid = ? AND version = ?",
+            "UPDATE units SET credited = credited + 1, credit = credit + ? "
+            "WHERE uid = ? AND version = ?",
             (outcome, *unit),
         )
     if given.reward is None:
         return True
     sql = """
-        UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, ready = IFNULL(ready, ?)
+        UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, \
+ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)
     """
     db.execute(sql, (given.reward, seq, *unit))
@@ -370,9 +435,9 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
 
 
 def record_lift(db: Connection, stamp: Stamp, group: str, op: int, found: GroupSuccess) -> bool:
-    """Add what one group says of one unit to the unit's lift.
+    """Add the result of one group for one unit to the unit's lift.
 
-    False: the bank does not know the unit, or this op of the group was recorded before.
+    Return False if the bank does not know the unit, or if this op of the group was recorded before.
     """
     sql = "SELECT lift_groups, lift_mean, lift_m2 FROM units WHERE uid = ? AND version = ?"
     row = db.execute(sql, found.unit).fetchone()
@@ -396,13 +461,14 @@ def _set_lift(db: Connection, unit: UnitKey, lift: Lift) -> None:
     db.execute(sql, (lift.groups, lift.mean, lift.m2, *unit))
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_entry(row: Row) -> Entry:
     return Entry(
-        row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"], (row["start"], row["stop"]),
-        tuple(json.loads(row["parents"])), row["status"], row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
+        row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"],
+        (row["start"], row["stop"]), tuple(json.loads(row["parents"])), row["status"],
+        row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
         row["votes"], read_lift(row),
     )  # fmt: skip
 
@@ -431,7 +497,10 @@ def vector_bytes(vector: np.ndarray) -> bytes:
 
 
 def read_vectors(blobs: Iterable[bytes]) -> list[NDArray[np.float32]]:
-    """Raises `ValueError` where they are not float32 of one dimension."""
+    """Return the vectors in `blobs`.
+
+    Raise `ValueError` if they are not float32 vectors of one dimension.
+    """
     vectors = [np.frombuffer(blob, "<f4") for blob in blobs]
     if len(lengths := {len(vector) for vector in vectors}) > 1:
         raise ValueError(f"vectors of {' and '.join(map(str, sorted(lengths)))} numbers")

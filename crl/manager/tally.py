@@ -1,4 +1,7 @@
-"""Figures of a bank, of which there are many and which are asked for at every step."""
+"""Metrics of a bank, counted incrementally.
+
+They are read at every step, and the log that they are counted from may be long.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,25 @@ from sqlite3 import Connection
 from crl.manager.tables import fact, last_seq
 
 NEW_OPERATIONS = "SELECT kind, COUNT(*) FROM log NOT INDEXED WHERE seq > ? GROUP BY kind"
-"""Without being told so, SQLite would read the index of all kinds."""
+"""Query for the number of new operations by kind.
+
+Without NOT INDEXED, SQLite would read the whole index of kinds.
+"""
 
 
 class Tally:
-    """Counts the log as it grows: what was counted once is not read again."""
+    """Incremental counter of the log. It reads each log row once."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """The next figures are counted from the beginning: since the bank was made, or begun anew."""
+        """Restart the counts from the time when the bank was created or last reset."""
         self._counts: Counter[str] = Counter()
-        self._seq: int | None = None  # the last row that is counted
+        self._seq: int | None = None  # last log row that is counted
 
     def read(self, db: Connection) -> dict[str, int]:
-        """Figures by name, see `Store.counts`."""
+        """Return metrics by name (see `Store.counts`)."""
         self._count_new(db)
         found: Counter[str] = Counter(
             {f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")}
@@ -35,7 +41,10 @@ class Tally:
             }
         )
         found.update(self._counts)
-        sql = "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
+        sql = (
+            "SELECT state, COUNT(*) FROM requests "
+            "WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
+        )
         undone = {f"queue/{state}": number for state, number in db.execute(sql)}
         found.update(undone)
         found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
@@ -46,10 +55,14 @@ class Tally:
         return {**found, "log/seq": last_seq(db)}
 
     def _count_new(self, db: Connection) -> None:
+        """Count the log rows that were added since the last call."""
         since = int(fact(db, "begun") or 0) if self._seq is None else self._seq
         for kind, number in db.execute(NEW_OPERATIONS, (since,)):
             self._counts[f"ops/{kind}"] += number
-        sql = "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log WHERE kind = 'drop' AND seq > ? GROUP BY 1"
+        sql = (
+            "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log "
+            "WHERE kind = 'drop' AND seq > ? GROUP BY 1"
+        )
         for reason, number in db.execute(sql, (since,)):
             self._counts[f"dropped/{reason}"] += number
         self._seq = last_seq(db)

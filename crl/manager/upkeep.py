@@ -1,13 +1,16 @@
-"""What people change in a bank that no run has open: evicting entries, trying dead requests again, taking entries out and in.
+"""Changes to a bank that no run has open: eviction, retry of dead requests, export and import.
 
-An exported bank is JSON lines. The first is {"crl_bank": 3, "entries": 1}, the version of the format and how many entries follow;
-every other one is an active entry:
+An exported bank is a file of JSON lines. The first line is {"crl_bank": 3, "entries": 1}: the
+version of the format and the number of entries. Each other line holds one active entry (shown here
+on several lines):
 
-    {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0", "version": 1, "parents": [],
-     "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1, "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
+    {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0",
+     "version": 1, "parents": [], "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1,
+     "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
 
-Only crl_bank, task, goal and text must be there; a text is no longer than an extractor may write one. Not in it: evicted entries, the log,
-what the extractor could be trained on, and vectors.
+Only crl_bank, task, goal and text are required. A text must not be longer than an extractor may
+write it. An exported bank does not contain evicted entries, the log, training data of the
+extractor, or vectors.
 """
 
 from __future__ import annotations
@@ -33,21 +36,29 @@ from crl.manager.writer import WriterClaim
 from crl.types import Lift
 
 FORMAT = 3
-"""Version of the exported lines; 1 had no votes, 2 no lift."""
+"""Version of the exported lines. Version 1 had no votes, version 2 no lift."""
 
 ROUNDING = 1e-6
-"""Error of sums of floating-point numbers that is let pass."""
+"""Tolerance for rounding errors in sums of floating-point numbers."""
 
-# ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def lowest_credit(entries: Sequence[EntryView], keep: int) -> list[EntryView]:
-    """Those that go so that `keep` remain: of the lowest Σ r first, the first written among equals. entries: the first written first."""
+    """Return the entries to evict so that `keep` remain: those with the lowest Σ r.
+
+    Among equals, the entry that was written first is evicted first. `entries` must be in the order
+    in which they were written.
+    """
     return sorted(entries, key=lambda entry: entry.credit)[: max(0, len(entries) - keep)]
 
 
 def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
-    """Those that were written before `step` actor steps of the run were completed, or in another run, and not retrieved since."""
+    """Return the entries that were neither written nor retrieved at actor step `step` or later.
+
+    Steps are completed actor steps of the bank's run. Writes and retrievals in another run are
+    ignored.
+    """
     return [
         entry
         for entry in entries
@@ -56,25 +67,36 @@ def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
 
 
 async def evict(path: Path, units: Sequence[UnitKey]) -> int:
-    """How many of these are active no more. Raises `StoreError`, also while a run has the bank open."""
+    """Evict the given versions of entries. Return the number of entries evicted.
+
+    Raise `ConfigError` if there is no readable bank at `path`. Raise `StoreError` if this fails,
+    also while a run has the bank open.
+    """
     async with _opened(path) as store:
         return await store.evict(units)
 
 
 async def retry_dead(path: Path, ids: Sequence[str] | None = None) -> int:
-    """How many dead requests are pending again: those of these ids, or all. Raises `StoreError`, also while a run has the bank open."""
+    """Make dead requests pending again: the requests `ids`, or all. Return their number.
+
+    Raise `ConfigError` if there is no readable bank at `path`. Raise `StoreError` if this fails,
+    also while a run has the bank open.
+    """
     async with _opened(path) as store:
         return len(await store.retry_dead(ids))
 
 
 def require_closed(path: Path) -> None:
-    """Raises `StoreError` while a run has the bank open: it keeps its entries in memory and would not see a change."""
+    """Raise `StoreError` while a run has the bank open.
+
+    A run keeps the entries in memory, so it would not see a change.
+    """
     WriterClaim(path).release()
 
 
 @asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[Store]:
-    require_bank(path)  # else it would be made
+    require_bank(path)  # without this check, `Store.open` would create a missing bank
     store = await Store.open(path)
     try:
         yield store
@@ -82,27 +104,29 @@ async def _opened(path: Path) -> AsyncIterator[Store]:
         await store.aclose()
 
 
-# ── out ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── export ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def exported(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
-    """The lines of an exported bank."""
+    """Yield the lines of an exported bank."""
     yield {"crl_bank": FORMAT, "entries": len(entries)}
     for entry in entries:
         line = {name: getattr(entry, name) for name in _Line.model_fields}
         yield line | {"lift": entry.lift and asdict(entry.lift)}
 
 
-# ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── import ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _said(text: str) -> str:
+    """Return `text`. Raise `ValueError` if it is empty or blank."""
     if not text.strip():
         raise ValueError("is empty")
     return text
 
 
 def _of_a_version(parent: str) -> str:
+    """Return `parent`. Raise `ValueError` if it does not have the form uid@version."""
     uid, _, version = parent.rpartition("@")
     if not (uid and version.isascii() and version.isdigit() and len(version) < 10):
         raise ValueError("is no uid@version")
@@ -110,7 +134,7 @@ def _of_a_version(parent: str) -> str:
 
 
 class _Lift(BaseModel):
-    """A lift in an exported bank."""
+    """Lift in an exported bank."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -122,13 +146,14 @@ class _Lift(BaseModel):
     def _adds_up(self) -> _Lift:
         if self.m2 > self.groups * (1 - self.mean**2) + ROUNDING:
             raise ValueError(
-                f"{self.groups} differences in [−1, 1] of this mean cannot spread by an m2 of {self.m2:g}"
+                f"{self.groups} differences in [−1, 1] of this mean "
+                f"cannot spread by an m2 of {self.m2:g}"
             )
         return self
 
 
 class _Line(BaseModel):
-    """An entry in an exported bank."""
+    """Entry in an exported bank."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -148,13 +173,17 @@ class _Line(BaseModel):
     def _adds_up(self) -> _Line:
         if abs(self.credit) > self.credited:
             raise ValueError(
-                f"{self.credited} credited episodes, each of them 1 or −1, cannot sum to a credit of {self.credit:g}"
+                f"{self.credited} credited episodes, each of them 1 or −1, "
+                f"cannot sum to a credit of {self.credit:g}"
             )
         return self
 
 
 def parse_exported(path: Path) -> list[Entry]:
-    """The entries of an exported bank. Raises `ConfigError` with file and line for the first one that is wrong."""
+    """Return the entries of an exported bank.
+
+    Raise `ConfigError`, which names the file and the line, for the first line that is wrong.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -182,7 +211,10 @@ def parse_exported(path: Path) -> list[Entry]:
             )
         entries[entry.uid], places[entry.uid] = entry, number
     if expected not in (None, len(entries)):
-        remedy = "Export it again; where lines were taken out or added on purpose, write their number here or nothing"
+        remedy = (
+            "Export it again; where lines were taken out or added on purpose, "
+            "write their number here or nothing"
+        )
         raise _refused(
             path, 1, ".entries", expected, f"{len(entries)} follow, so it may be cut off", remedy
         )
@@ -190,14 +222,14 @@ def parse_exported(path: Path) -> list[Entry]:
 
 
 def _read_header(path: Path, line: bytes) -> int | None:
-    """How many entries shall follow, if it says so."""
+    """Return the number of entries that the header announces, or None if it announces none."""
     wanted = f'Its first line must be {{"crl_bank": {FORMAT}}}, as crl bank export writes it'
     try:
         header = json.loads(line)
         version, entries = header["crl_bank"], header.get("entries")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _refused(path, 1, "", line, "this is no exported bank", wanted) from error
-    if type(version) is not int or version < 1:  # a bool is an int too
+    if type(version) is not int or version < 1:  # bool is a subclass of int
         raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)
     if version > FORMAT:
         raise _refused(
@@ -217,7 +249,10 @@ def _entry(path: Path, number: int, line: bytes) -> Entry:
         )[0]
         key = "".join(f".{part}" for part in found["loc"])
         reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        remedy = f"Each line after the first is a JSON object of {', '.join(_Line.model_fields)}; only task, goal and text must be there"
+        remedy = (
+            f"Each line after the first is a JSON object of {', '.join(_Line.model_fields)}; "
+            "only task, goal and text must be there"
+        )
         value = None if found["type"] == "missing" else found["input"] if found["loc"] else line
         raise _refused(path, number, key, value, reason[0].lower() + reason[1:], remedy) from None
     uid = read.uid or f"import/0/0/{number}#0"
@@ -237,7 +272,10 @@ def _refused(
 
 
 def make_bank(path: Path, entries: Sequence[Entry]) -> None:
-    """A new bank at `path` with these entries: all of it, or nothing. Raises `ConfigError` when it cannot be made there."""
+    """Create a new bank at `path` with these entries, completely or not at all.
+
+    Raise `ConfigError` if the bank cannot be created there.
+    """
     try:
         for file in files_of(path):
             if file.exists():
@@ -262,6 +300,6 @@ async def _fill(path: Path, entries: Sequence[Entry]) -> None:
     store = await Store.open(path)
     try:
         await store.take_in(entries, Stamp(0, 0))
-        await store.compact()  # what lies beside it would not come along when it is renamed
+        await store.compact()  # the caller renames only this file, not the log beside it
     finally:
         await store.aclose()

@@ -1,4 +1,7 @@
-"""Who writes to a bank: one process at a time, found out at once and not by a timeout. Readers need no claim."""
+"""Exclusive claim of a process to write to a bank.
+
+A second writer fails immediately, not after a timeout. Readers need no claim.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,36 @@ from crl.errors import StoreError
 
 
 def beside(bank: Path, suffix: str) -> Path:
-    """The file beside the bank's own, as SQLite names it: symbolic links are followed."""
+    """Return the path of a file beside the bank's file, named as SQLite names it.
+
+    Symbolic links are followed.
+    """
     real = Path(os.path.realpath(bank))
     return real.with_name(f"{real.name}-{suffix}")
 
 
 def several_names(bank: Path) -> str:
-    """Why it cannot be used: what is beside a hard link is not beside the file's other names. Empty where it has one name, or none."""
+    """Return why the bank cannot be used because of hard links, or "" if it can.
+
+    A bank with several hard links cannot be used: a file beside one of its names is not beside the
+    others.
+    """
     names = bank.stat().st_nlink if bank.exists() else 1
     return (
-        f"it has {names} names (hard links), and its log lies beside one of them. Copy the file, and use the copy"
+        f"it has {names} names (hard links), and its log lies beside one of them. "
+        "Copy the file, and use the copy"
         if names > 1
         else ""
     )
 
 
 class WriterClaim:
-    """A lock on a file beside the bank that names its holder. The kernel takes it back when the process ends, however it ends.
+    """Lock on a file beside the bank. The file names the process that holds the lock.
 
-    Made by whoever opens the bank for writing. Raises `StoreError` when another one holds it (in this process too), when the file cannot
-    be made, or when the bank has several names. The bank's own file will not do: SQLite loses its locks when the process closes another
-    handle of that file.
+    The kernel releases the lock when the process ends, even after a crash. Raise `StoreError` if
+    the lock is already held (in this process too), if the file cannot be created, or if the bank
+    has several hard links. The bank's own file cannot hold the lock: SQLite loses its locks when
+    the process closes another handle of that file.
     """
 
     def __init__(self, bank: Path) -> None:
@@ -48,12 +60,12 @@ class WriterClaim:
             raise StoreError(f"{bank}: {error.strerror}. {remedy}.") from error
 
     def release(self) -> None:
-        self._path.unlink(
-            missing_ok=True
-        )  # before the lock ends: else it could be the next holder's file
+        # Remove the file before the lock ends. Afterwards it could belong to the next holder.
+        self._path.unlink(missing_ok=True)
         self._file.close()
 
     def _locked(self, bank: Path) -> TextIO:
+        """Return the open lock file. Raise `StoreError` if the lock is already held."""
         while True:
             file = self._path.open("a+", encoding="utf-8")
             try:
@@ -73,16 +85,20 @@ class WriterClaim:
             file.close()
 
     def _sign(self, file: TextIO) -> None:
+        """Write the name of this process into the lock file."""
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()
-        except OSError:  # a full disk
+        except OSError:  # for example a full disk
             self._path.unlink(missing_ok=True)
             raise
 
     def _is_there(self, file: TextIO) -> bool:
-        """Not so when the holder before gave it up, and removed it, between the opening and the lock."""
+        """Return whether the locked file is still the file at the path.
+
+        The previous holder may have removed the file between the opening and the lock.
+        """
         try:
             return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Complementary RL: an actor guided by what an extractor distilled from its episodes, and both trained (CRL §2.3).
+"""Complementary RL (CRL §2.3): actor and extractor are trained together.
 
-Its switches: `complementary.guided`, `complementary.advantages`, `complementary.listening`,
+The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
+`complementary.guided`, `complementary.advantages`, `complementary.listening`,
 `complementary.self_distillation`, `extractor.train`, `bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
@@ -22,7 +23,7 @@ from crl.protocols import AdvantageTerm, ContextProvider, ExtractorRole, Method
 
 
 def build(config: RunConfig, context: ContextProvider) -> Method:
-    """context: how the run's tasks are put to the actor."""
+    """Return the method for `config`. `context` writes the prompts of the run's tasks."""
     extractor, switches = config.extractor, config.complementary
     compared = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
     terms: list[AdvantageTerm] = [compared(config.actor.advantage_scale)]

@@ -1,4 +1,4 @@
-"""GRPO: the actor alone, without experience. The baseline of everything else."""
+"""GRPO: the actor alone, without experience. This is the baseline of all other methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from crl.protocols import ContextProvider, Method
 
 
 def build(config: RunConfig, context: ContextProvider) -> Method:
-    """context: how the run's tasks are put to the actor."""
+    """Return the method for `config`. `context` writes the prompts of the run's tasks."""
     return Method(
         planner=GuidedShare(0.0),
         context=context,

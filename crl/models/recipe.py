@@ -1,7 +1,7 @@
-"""`crl make-models`: makes the bundled models from scratch, with everything seeded.
+"""Recipes of the bundled models; `crl make-models` makes them from scratch with fixed seeds.
 
-A model directory holds the weights and the tokenizer in Hugging Face format, crl.json (its profile) and recipe.json (how it was
-made and what came of it).
+A model directory holds the weights and the tokenizer in Hugging Face format, crl.json (the model's
+profile) and recipe.json (how the model was made, and its final loss).
 """
 
 from __future__ import annotations
@@ -32,39 +32,48 @@ from crl.seeds import derive_seed, generator
 from crl.tokens import ChatRenderer
 
 TOKENIZER_SAMPLE = 2000
-"""Demonstrations of each drill that the tokenizer is trained on."""
+"""Demonstrations of each drill on which the tokenizer is trained."""
 
 SHAPE = Shape()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model is taught, and how: `first` alone for so many epochs, then all drills for theirs."""
+    """Training plan of a model: the drills of `first` alone, then all drills."""
 
     drills: tuple[Drill, ...]
+    """All drills, including those of `first`."""
     epochs: int
+    """Epochs over all drills."""
     schooling: Schooling
     first: tuple[Drill, ...] = ()
+    """Drills at the start of the training."""
     first_epochs: int = 0
+    """Epochs over the drills of `first`."""
 
 
 MODELS = {
-    # amid all the others, what it was told and what it sees come together in no action: that a word is copied must be learnt first
+    # Copying of words must be learnt first. In a mixture with all other drills, the actor does not
+    # learn to combine advice with its observation.
     "tiny-actor": Recipe(ACTOR_DRILLS, 2, Schooling(), first=webshop.COPYING, first_epochs=3),
-    # in larger batches it misspells more; chunks of a bank are drawn at random, and to foretell them teaches nothing
+    # Larger batches cause more spelling errors. The context weight is low because chunks of a bank
+    # are random: learning to predict them is useless.
     "tiny-extractor": Recipe(EXTRACTOR_DRILLS, 4, Schooling(batch_tokens=2048, context_weight=0.3)),
 }
 
 
 def make(out: Path, seed: int) -> None:
-    """Makes every bundled model under `out`. Takes an hour on one core. Raises `ConfigError` when `out` holds one already."""
+    """Make every bundled model in a subdirectory of `out`. This takes an hour on one core.
+
+    Raise `ConfigError` if one of the subdirectories exists or cannot be made.
+    """
     _make_directories([out / name for name in MODELS])
     for name, recipe in MODELS.items():
         make_model(out / name, recipe, seed)
 
 
 def _make_directories(directories: Sequence[Path]) -> None:
-    """At the start: a bad path should not show after minutes of training."""
+    """Make the directories. This is done first, so that errors show before the training."""
     for directory in directories:
         if directory.exists():
             raise ConfigError(
@@ -86,11 +95,13 @@ def _make_directories(directories: Sequence[Path]) -> None:
 
 
 def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
-    """A model that speaks like the drills' demonstrators, with a tokenizer of its own, in a directory that exists."""
+    """Make a model that imitates the drills' demonstrators, with a new tokenizer.
+
+    The directory must exist.
+    """
     begin = time.monotonic()
-    torch.set_num_threads(
-        1
-    )  # two are slower on matrices this small, and one is the same everywhere
+    # Two threads are slower on such small matrices. One thread gives the same result everywhere.
+    torch.set_num_threads(1)
     print(f"{directory.name}: demonstrations")
     drilled = {
         drill.name: list(drill.make(generator(seed, "drill", drill.name), drill.count))
@@ -109,8 +120,8 @@ def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
     everything = [trace for some in traces.values() for trace in some]
     tokens, parameters = sum(len(t.ids) for t in everything), model.num_parameters()
     print(
-        f"{directory.name}: {len(everything):,} demonstrations, {tokens:,} tokens, {parameters:,} parameters, "
-        f"{time.monotonic() - begin:.0f} s"
+        f"{directory.name}: {len(everything):,} demonstrations, {tokens:,} tokens, "
+        f"{parameters:,} parameters, {time.monotonic() - begin:.0f} s"
     )
     first = [trace for drill in recipe.first for trace in traces[drill.name]]
     draw, size = generator(seed, "school"), recipe.schooling.batch_tokens
@@ -131,7 +142,7 @@ def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
 
 
 def _record(recipe: Recipe, seed: int, loss: float) -> dict[str, Any]:
-    """What recipe.json says: how the model was made, and what came of it."""
+    """Return the content of recipe.json: how the model was made, and its final loss."""
     return {
         "command": f"crl make-models --seed {seed}",
         "shape": asdict(SHAPE),

@@ -1,7 +1,8 @@
-"""The supervised warm start: a tokenizer and a small model from scratch, taught by demonstrations.
+"""Supervised warm start: a new tokenizer and a new small model, trained on demonstrations.
 
-A demonstration is a conversation in segments; what the demonstrator said (origin policy or tool_call) is trained. It becomes tokens on
-the same path as a rollout (`crl.tokens.Conversation`), so the model meets in RL exactly what it was taught on.
+A demonstration is a conversation in segments. The demonstrator's segments (origin policy or
+tool_call) are trained. Demonstrations are tokenised by the same code as rollouts
+(`crl.tokens.Conversation`), so token sequences in RL have the same form as in the warm start.
 """
 
 from __future__ import annotations
@@ -29,50 +30,53 @@ CHAT_TEMPLATE = (
 )
 
 Demonstration = Sequence[Segment]
+"""Conversation that a model learns to imitate."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 of this size; tied embeddings, float32.
-
-    vocabulary: at most so many tokens, fewer when the text has no more merges. kv_heads: key and value
-    heads, each shared by heads / kv_heads query heads; fewer make decoding faster.
-    """
+    """Shape of a Qwen2 model with tied embeddings in float32."""
 
     vocabulary: int = 768
+    """Maximal tokens of the vocabulary; it is smaller if the text has no more merges."""
     hidden: int = 64
     layers: int = 3
     heads: int = 4
     kv_heads: int = 2
+    """Key and value heads, each shared by heads / kv_heads query heads.
+
+    Fewer heads make decoding faster.
+    """
     intermediate: int = 192
     context: int = 1024
+    """Maximal tokens of a sequence."""
 
 
 @dataclass(frozen=True)
 class Schooling:
-    """AdamW with linear warm-up and decay.
-
-    batch_tokens: padded tokens of an update; context_weight: weight of the likelihood of what the demonstrator was told,
-    beside 1 for what it said.
-    """
+    """Settings of supervised training: AdamW with linear warm-up and linear decay."""
 
     learning_rate: float = 3e-3
+    """Peak learning rate."""
     warmup_updates: int = 20
     batch_tokens: int = 4096
+    """Tokens of one update, padding included."""
     weight_decay: float = 0.01
     floor: float = 0.05
+    """Lower bound of the decay factor of the learning rate."""
     context_weight: float = 1.0
+    """Loss weight of the context tokens; the demonstrator's tokens have weight 1."""
 
 
 def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) -> Qwen2Tokenizer:
-    """Byte-level BPE on the demonstrations' text, with a ChatML template; every string can be encoded.
+    """Return a byte-level BPE tokenizer trained on the demonstrations' text.
 
-    It is Qwen2's own class, cut as Qwen2 cuts text: transformers loads a Qwen2 model's tokenizer as that, whatever was saved.
+    It has a ChatML template and can encode every string. Its class and its splitting of text are
+    those of Qwen2, because transformers loads the tokenizer of a Qwen2 model with this class.
     """
     texts = [segment.text for demonstration in demonstrations for segment in demonstration]
-    roles = ["system\n", "user\n", "assistant\n"] * (
-        len(texts) // 2
-    )  # as frequent as the template makes them
+    # The chat template inserts roles with this frequency.
+    roles = ["system\n", "user\n", "assistant\n"] * (len(texts) // 2)
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         [*roles, *texts],
         vocab_size=vocabulary,
@@ -86,7 +90,7 @@ def train_tokenizer(demonstrations: Iterable[Demonstration], vocabulary: int) ->
 
 
 def new_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """A freshly initialised model. Torch's global generator is put back afterwards."""
+    """Return a newly initialised model. The state of torch's global generator is restored."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
@@ -108,7 +112,10 @@ def new_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCau
 
 
 def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> TokenTrace:
-    """The demonstration as one training sample: the mask is on what the demonstrator said and its stop token."""
+    """Return the demonstration as one training sample.
+
+    The mask selects the demonstrator's tokens and their stop tokens.
+    """
     conversation = Conversation(renderer)
     for segment in demonstration:
         if segment.origin not in SAMPLED_ORIGINS:
@@ -127,7 +134,10 @@ def school(
     schooling: Schooling,
     report: Callable[[str], None],
 ) -> float:
-    """Teaches the model the batches, an update each. Returns the mean negative log-likelihood over the last tenth, nats a token."""
+    """Train the model with one update per batch.
+
+    Return the mean negative log-likelihood over the last tenth of the updates, in nats per token.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=schooling.learning_rate,
@@ -148,7 +158,8 @@ def school(
         schedule.step()
         if update % 50 == 0 or update == len(batches):
             report(
-                f"  update {update}/{len(batches)}: {sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token"
+                f"  update {update}/{len(batches)}: "
+                f"{sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token"
             )
     model.eval()
     last = losses[-max(len(losses) // 10, 1) :]
@@ -161,7 +172,10 @@ def _update(
     optimizer: torch.optim.Optimizer,
     context_weight: float,
 ) -> float:
-    """One update; returns the mean negative log-likelihood of what the demonstrators said, nats a token."""
+    """Perform one update.
+
+    Return the mean negative log-likelihood of the demonstrators' tokens, in nats per token.
+    """
     width = max(len(t.ids) for t in traces)
     ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
     said = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
@@ -170,9 +184,10 @@ def _update(
         dtype=torch.bool,
     )
     logp = token_logprobs(model, ids, said | told).logp
+    # Both losses are means over tokens.
     saying, hearing = (
         nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told)
-    )  # means over tokens
+    )
     optimizer.zero_grad(set_to_none=True)
     (saying + context_weight * hearing).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -183,10 +198,13 @@ def _update(
 def epoch(
     traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random
 ) -> list[list[TokenTrace]]:
-    """Batches of similar length, in random order; who shares a batch differs between epochs."""
+    """Return batches of samples with similar length, in random order.
+
+    The samples that share a batch differ between epochs.
+    """
     order = list(range(len(traces)))
     draw.shuffle(order)
-    # Lengths are blurred so that samples of neighbouring lengths mix.
+    # Random offsets mix samples of neighbouring lengths.
     blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
     batches = [
         [traces[order[i]] for i in batch]

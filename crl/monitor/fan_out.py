@@ -1,4 +1,4 @@
-"""One monitor that is several."""
+"""Monitor that forwards to several monitors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from crl.types import Experience, Trajectory
 
 
 class FanOut:
-    """Hands everything to each of its monitors, in order. `close` closes all of them, also when one fails to."""
+    """`Monitor` that forwards every call to each of its monitors, in order.
+
+    `close` closes all of them, even if one fails.
+    """
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)

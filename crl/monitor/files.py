@@ -1,4 +1,8 @@
-"""metrics.jsonl, trajectories.jsonl and log.txt: one line a call, flushed, so that a crashed run can be read with jq."""
+"""Monitor for metrics.jsonl, trajectories.jsonl and log.txt.
+
+Every call writes complete lines and flushes them, so that the files of a crashed run can be read
+with jq.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,15 @@ Figure = float | int | str | None
 
 RESERVED = frozenset({"step", "kind", "time"})
 
+"""Fields of a line of metrics.jsonl that are not metrics."""
+
 
 class FileMonitor:
-    """The `Monitor` of every run. deterministic: time is written as null, since only figures under time/ and perf/ may differ."""
+    """`Monitor` of every run.
+
+    `deterministic`: write null as time. In a deterministic run, only metrics under time/ and perf/
+    may differ between two runs.
+    """
 
     def __init__(self, run: RunDir, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -29,7 +39,10 @@ class FileMonitor:
         self._log = run.log.open("a", encoding="utf-8")
 
     def log(self, step: int, kind: str, figures: Mapping[str, Figure]) -> None:
-        """Raises `ValueError` for a figure named like one of the line's own fields."""
+        """Write a line of metrics.
+
+        Raise `ValueError` if a metric has the name of a reserved field.
+        """
         if clash := RESERVED & figures.keys():
             raise ValueError(f"figures may not be named {sorted(clash)}")
         seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
@@ -56,12 +69,16 @@ class FileMonitor:
 
 
 def _write(stream: TextIO, record: Mapping[str, Any]) -> None:
+    """Write a record as one line of JSON, and flush."""
     stream.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()
 
 
 def plain(value: Any) -> Figure:
-    """A figure as JSON has it: numbers of numpy or torch become Python's, and what is not finite becomes null."""
+    """Return a metric as a JSON value.
+
+    Numbers of numpy and torch become Python numbers. NaN and infinity become None.
+    """
     if value is None or isinstance(value, str | int):
         return value
     number = float(value)
@@ -69,9 +86,12 @@ def plain(value: Any) -> Figure:
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A line of trajectories.jsonl. The columns of a trajectory cut into several samples are lists of lists."""
+    """Return a line of trajectories.jsonl.
+
+    If a trajectory consists of several samples, its token columns are lists of lists.
+    """
     return {
-        "step": trajectory.step + 1,  # from 1, as in metrics.jsonl: the step that trains it
+        "step": trajectory.step + 1,  # from 1, as in metrics.jsonl: the step that trains on it
         "task": trajectory.task.name,
         "seed": trajectory.task.seed,
         "split": trajectory.task.split,
@@ -95,6 +115,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _columns(traces: Sequence[TokenTrace]) -> dict[str, list[Any]]:
+    """Return the token columns of one trace, or a list of columns for several traces."""
     if len(traces) == 1:
         return _trace_columns(traces[0])
     columns = [_trace_columns(trace) for trace in traces]
@@ -105,6 +126,7 @@ def _columns(traces: Sequence[TokenTrace]) -> dict[str, list[Any]]:
 
 
 def _trace_columns(trace: TokenTrace) -> dict[str, list[Any]]:
+    """Return the token columns of a trace."""
     return {
         "ids": list(trace.ids),
         "mask": list(trace.mask),

@@ -1,5 +1,8 @@
-"""Log lines for a terminal, or for a pipe: for each line of metrics.jsonl a readable one, or a small table where it is about several
-tasks."""
+"""Log lines for a terminal or a pipe.
+
+Each line of metrics.jsonl becomes a readable line, or a small table if it contains values of
+several tasks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from crl.types import Experience, Trajectory
 Figures = Mapping[str, float | int | str | None]
 
 Columns = tuple[tuple[str, str, str], ...]
-"""(label, figure, format) of a line's cells; a figure that is absent is left out."""
+"""Cells of a line: (label, metric, format). A metric that is missing is left out."""
 
 TRAIN_COLUMNS: Columns = (
     ("success", "rollout/success", ".3f"),
@@ -34,10 +37,10 @@ TRAIN_COLUMNS: Columns = (
 )
 
 UNLESS_ZERO = frozenset({"critic/malformed"})
-"""Shown only when it is not 0."""
+"""Metrics that are only shown if they are not 0."""
 
 CONDITIONS = frozenset({"rollout/success/guided", "rollout/success/free"})
-"""Shown only when both are there: one alone is the success rate itself."""
+"""Metrics that are only shown if both are present. A single one equals the overall success rate."""
 
 EXTRACTOR_COLUMNS: Columns = (
     ("reward", "extractor/reward", "+.3f"),
@@ -68,29 +71,36 @@ COLUMNS: Mapping[str, Columns] = {
     "bank": BANK_COLUMNS,
 }
 
+"""Cells of a line, by its kind."""
 SECONDS = {
     "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
     "eval": ("time/eval",),
     "extractor": ("time/train", "time/sync"),
     "probe": ("time/probe",),
 }
-"""The parts of a line's duration: they follow one another."""
+"""Metrics that add up to the duration of a line, by its kind. The parts do not overlap."""
 
 EVAL_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
-"""(task, split, condition) of a success rate."""
+"""Name of a success rate in an evaluation: (task, split, condition)."""
 
 TRAIN_SUCCESS = re.compile(r"rollout/([^/]+)/success")
-"""(task,) of a success rate, where there are several."""
+"""Name of the success rate of one task in training: (task,).
+
+Only present if there are several tasks.
+"""
 
 PROBE = re.compile(r"probe/([^/]+)/(none|right|wrong|right_minus_none)")
-"""(task, advice) of a success rate, and of what right advice adds."""
+"""Name of a success rate in an advice probe: (task, advice).
+
+right_minus_none is the gain by right advice.
+"""
 
 Table = Mapping[str, Mapping[str, str]]
 """Cells by task and column."""
 
 
 def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = None) -> str:
-    """A metrics line for people. steps: the run's length, shown beside the step."""
+    """Return a metrics line for readers. `steps`: length of the run, shown beside the step."""
     of = f"/{steps}" if steps is not None else ""
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
     parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
@@ -121,7 +131,10 @@ def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = N
 
 
 def _cell(figures: Figures, name: str, form: str) -> str:
-    """A figure; the success rate with that of each of several tasks."""
+    """Return a metric as text.
+
+    The success rate is followed by the rates of the single tasks, if there are several.
+    """
     cell = _number(figures[name], form)
     if name != "rollout/success":
         return cell
@@ -134,20 +147,26 @@ def _cell(figures: Figures, name: str, form: str) -> str:
 
 
 def _evaluated(figures: Figures) -> Table:
-    """Success rates with their intervals, where the figures hold some."""
+    """Return the success rates of an evaluation, with their intervals if there are any."""
     table: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name in figures:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
             cell = _number(figures[name], ".3f")
             if f"{name}/low" in figures:
-                cell += f" [{_number(figures[f'{name}/low'], '.3f')}, {_number(figures[f'{name}/high'], '.3f')}]"
+                cell += (
+                    f" [{_number(figures[f'{name}/low'], '.3f')}, "
+                    f"{_number(figures[f'{name}/high'], '.3f')}]"
+                )
             table[task][split if condition == "free" else f"{split} {condition}"] = cell
     return table
 
 
 def _probed(figures: Figures) -> Table:
-    """Success without advice, with right and with wrong advice, and what right advice adds ± half a 95 % interval."""
+    """Return the success rates of an advice probe.
+
+    The gain by right advice has ± half a 95 % interval.
+    """
     table: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, value in figures.items():
         if match := PROBE.fullmatch(name):
@@ -164,7 +183,10 @@ TABLES: Mapping[str, Callable[[Figures], Table]] = {"eval": _evaluated, "probe":
 
 
 def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
-    """A row a task under the names of the columns; what a task has no figure for is a dash."""
+    """Return aligned lines: the column names, then one row per task.
+
+    A missing value is shown as "–".
+    """
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     rows = [
         [head, *columns],
@@ -179,11 +201,15 @@ def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
 
 
 def _number(value: float | int | str | None, form: str) -> str:
+    """Return a value as text, or "–" for None."""
     return "–" if value is None else value if isinstance(value, str) else format(value, form)
 
 
 class PlainMonitor:
-    """Prints log lines and notes; trajectories go to the file alone."""
+    """`Monitor` that prints log lines and notes. Trajectories and experiences are ignored.
+
+    `steps`: length of the run. `stream`: output, by default stdout.
+    """
 
     def __init__(self, *, steps: int | None = None, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout

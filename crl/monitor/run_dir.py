@@ -1,4 +1,4 @@
-"""The run directory: who lives where in it. A run never overwrites another one."""
+"""Run directory: the paths of its files. A run never overwrites another run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from crl.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths in RUN. `create` makes a new one; a bare `RunDir(path)` looks at one that is there."""
+    """Paths in the run directory.
+
+    `create` makes a new directory. `RunDir(path)` refers to an existing one.
+    """
 
     path: Path
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
-        """A new directory at `path`. Raises `ConfigError` when something is there already, or it cannot be made."""
+        """Create the directory `path`.
+
+        Raise `ConfigError` if a file or a non-empty directory exists there, or if the directory
+        cannot be created.
+        """
         require_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -31,7 +38,7 @@ class RunDir:
         return cls(path)
 
     def clear(self) -> None:
-        """Empties the directory, which is then free for another run."""
+        """Delete the contents of the directory, which can then be used by another run."""
         for item in self.path.iterdir():
             shutil.rmtree(item) if item.is_dir() else item.unlink()
 
@@ -60,11 +67,15 @@ class RunDir:
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
+        """Return the directory of the checkpoint after `step` actor steps."""
         return self.checkpoints / str(step)
 
 
 def require_free(path: Path) -> None:
-    """Raises `ConfigError` when a run at `path` would overwrite something: an empty directory is free."""
+    """Raise `ConfigError` if a run at `path` would overwrite something.
+
+    An empty directory is free.
+    """
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists():

@@ -1,7 +1,8 @@
-"""What a dashboard shows of a run, folded from the lines that the run logs. Pure: nothing here draws.
+"""Contents of the dashboard, folded from the lines that a run logs. Nothing in this module draws.
 
-`fold` makes the next `Snapshot` of the last one and a line; `SnapshotMonitor` keeps the newest and the time. The annotation of
-a series names the figure that it follows; {} in it is the model, or the task, that the record is about.
+`fold` returns the next `Snapshot` for a snapshot and a line. `SnapshotMonitor` stores the newest
+snapshot and measures time. The annotation of a series is the name of its metric; {} in the name is
+replaced by the model or the task of the record.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from crl.monitor.plain import EVAL_SUCCESS, Figures
 from crl.types import Experience, Trajectory
 
 HISTORY = 60
-"""Values that a series remembers: the last steps of a figure."""
+"""Maximum number of values in a series. Older values are dropped."""
 
 NOTES = 50
-"""Lines of notes that a snapshot holds, the last ones."""
+"""Maximum number of lines of notes in a snapshot. Older lines are dropped."""
 
 EXPERIENCES = 60
-"""Experiences that a snapshot holds, the newest ones."""
+"""Maximum number of experiences in a snapshot."""
 
 _BANK_TASK = re.compile(r"bank/size/(.+)")
 _PROBE = re.compile(r"probe/([^/]+)/(none|right|wrong)")
@@ -34,20 +35,23 @@ _PROBE = re.compile(r"probe/([^/]+)/(none|right|wrong)")
 R = TypeVar("R")
 
 
-# ── what is shown ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── contents ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Series:
-    """The last values of one figure, oldest first; None where a line named the figure without a number."""
+    """Last values of one metric."""
 
     values: tuple[float | None, ...] = ()
+    """Values, the oldest first. None for a line that contained the metric without a number."""
 
     @property
     def last(self) -> float | None:
+        """Newest value. None if there is none."""
         return self.values[-1] if self.values else None
 
     def then(self, value: float | None) -> Series:
+        """Return the series with one more value."""
         return Series((*self.values, value)[-HISTORY:])
 
 
@@ -56,42 +60,53 @@ EMPTY = Series()
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before the first line. steps: actor steps of the whole run."""
+    """Information that is known before the first line."""
 
     name: str
     method: str
     tasks: tuple[str, ...]
     steps: int
+    """Number of actor steps in the whole run."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The training episodes, a value a step. used: the success rate where an experience was used; gap: guided − free."""
+    """Metrics of the training episodes, one value per step."""
 
     success: Annotated[Series, "rollout/success"] = EMPTY
     guided: Annotated[Series, "rollout/success/guided"] = EMPTY
     free: Annotated[Series, "rollout/success/free"] = EMPTY
     used: Annotated[Series, "rollout/success/used"] = EMPTY
+    """Success rate of the episodes that received an experience."""
     gap: Annotated[Series, "rollout/gap"] = EMPTY
+    """Success rate of guided minus free members."""
     errors: Annotated[Series, "rollout/errors"] = EMPTY
+    """Number of episodes that failed with an error."""
     stale_mean: Annotated[Series, "staleness/mean"] = EMPTY
+    """Mean age of the sampled tokens, in policy versions."""
     stale_max: Annotated[Series, "staleness/max"] = EMPTY
+    """Largest age of a sampled token, in policy versions."""
     tokens_per_s: Annotated[Series, "perf/sampled_tokens_per_s"] = EMPTY
     episodes_per_s: Annotated[Series, "perf/episodes_per_s"] = EMPTY
 
 
 @dataclass(frozen=True)
 class TaskRollout:
-    """The training episodes of one of several tasks. turns: actions an episode; used: share of the guided that were guided by something."""
+    """Metrics of the training episodes of one task, in a run with several tasks."""
 
     success: Annotated[Series, "rollout/{}/success"] = EMPTY
     turns: Annotated[Series, "rollout/{}/turns"] = EMPTY
+    """Actions per episode."""
     used: Annotated[Series, "rollout/{}/used"] = EMPTY
+    """Share of guided episodes that received an experience."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """One trained model: the actor a value a step, the extractor a value an update. updates: since the start of the run."""
+    """Metrics of one trained model.
+
+    The actor has one value per step, the extractor one per update.
+    """
 
     loss: Annotated[Series, "{}/loss"] = EMPTY
     ratio_mean: Annotated[Series, "{}/ratio_mean"] = EMPTY
@@ -100,15 +115,18 @@ class Model:
     entropy: Annotated[Series, "{}/entropy"] = EMPTY
     learning_rate: Annotated[Series, "{}/learning_rate"] = EMPTY
     updates: Annotated[Series, "{}/updates"] = EMPTY
+    """Number of updates since the start of the run."""
     version: Annotated[Series, "{}/version"] = EMPTY
     reward: Annotated[Series, "{}/reward"] = EMPTY
+    """Mean reward of the samples. Only the extractor has this metric."""
     mismatch_kl: Annotated[Series, "{}/mismatch_kl"] = EMPTY
     seconds: Annotated[Series, "time/train"] = EMPTY
+    """Duration of the training step, in seconds."""
 
 
 @dataclass(frozen=True)
 class Bank:
-    """The experience bank, the queue of episodes to distil, and retrieval. by_task: active entries of each task."""
+    """Metrics of the bank, the distillation queue and retrieval."""
 
     size: Annotated[Series, "bank/size"] = EMPTY
     added: Annotated[Series, "ops/add"] = EMPTY
@@ -119,43 +137,53 @@ class Bank:
     leased: Annotated[Series, "queue/leased"] = EMPTY
     dead: Annotated[Series, "queue/dead"] = EMPTY
     refused: Annotated[Series, "queue/refused"] = EMPTY
+    """Number of episodes that a full queue refused."""
     buffer: Annotated[Series, "buffer/ready"] = EMPTY
+    """Number of credit units that are ready for training."""
     hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
+    """Share of searches that returned an experience."""
     right_place: Annotated[Series, "retrieval/right_place"] = EMPTY
+    """Share of returned experiences whose goal is the goal of the episode."""
     correct: Annotated[Series, "lessons/correct"] = EMPTY
+    """Share of answers of the extractor with a correct lesson."""
     search_p50_ms: Annotated[Series, "perf/search_p50_ms"] = EMPTY
     search_p95_ms: Annotated[Series, "perf/search_p95_ms"] = EMPTY
     cache_hits: Annotated[Series, "perf/embed_cache_hits"] = EMPTY
+    """Share of embedded texts that were in the cache."""
     by_task: Mapping[str, float] = field(default_factory=dict)
+    """Number of active entries of each task."""
 
     @property
     def waiting(self) -> float | None:
-        """Episodes that are not distilled yet, those in work included."""
+        """Number of episodes that wait for distillation or are being distilled. None if unknown."""
         known = [value for value in (self.pending.last, self.leased.last) if value is not None]
         return sum(known) if known else None
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A success rate with its interval, and what it was in the run's first evaluation."""
+    """Success rate with its interval."""
 
     value: float | None
     low: float | None = None
     high: float | None = None
     first: float | None = None
+    """Value in the first evaluation of the run."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The last evaluation of one set (TASK/SPLIT), after `step` steps: rates by condition."""
+    """Last evaluation of one eval set."""
 
     step: int
+    """Number of completed actor steps."""
     rates: Mapping[str, Rate]
+    """Success rates by condition."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Success rates without advice, with right and with wrong advice."""
+    """Success rates without advice, with right advice and with wrong advice."""
 
     none: float | None = None
     right: float | None = None
@@ -164,38 +192,49 @@ class Probe:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of it. step: finished steps; elapsed, left: seconds, `left` None until it can be told; tasks: each, where there are several;
-    seconds: parts of the last step's time in order; extractor, bank: None until a line speaks of them; experiences: those first that
-    guided an episode last; notes: lines, oldest first.
-    """
+    """Complete contents of the dashboard."""
 
     run: RunInfo
     step: int = 0
+    """Number of completed steps."""
     elapsed: float = 0.0
+    """Seconds since the start."""
     left: float | None = None
+    """Estimated seconds until the end. None before there is an estimate."""
     rollout: Rollout = Rollout()
     tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
+    """Metrics by task. Empty in a run with one task."""
     actor: Model = Model()
     extractor: Model | None = None
+    """None before the first line about the extractor."""
     bank: Bank | None = None
+    """None before the first line about the bank."""
     evals: Mapping[str, EvalSet] = field(default_factory=dict)
+    """Last evaluations by TASK/SPLIT."""
     probes: Mapping[str, Probe] = field(default_factory=dict)
+    """Last advice probe of each task."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the last step, in order."""
     experiences: tuple[Experience, ...] = ()
+    """Bank entries, the most recently retrieved first."""
     notes: tuple[str, ...] = ()
+    """Lines of notes, the oldest first."""
 
 
-# ── folding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── folding ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def fold(snapshot: Snapshot, step: int, kind: str, figures: Figures) -> Snapshot:
-    """The snapshot after one more line; the same for a kind of line that is not shown."""
+    """Return the snapshot after one more line.
+
+    A line of a kind that is not shown changes nothing.
+    """
     follow = _FOLDS.get(kind)
     return follow(snapshot, step, figures) if follow else snapshot
 
 
 def number(value: Any) -> float | None:
-    """A figure as a finite float; None for what is no number."""
+    """Return a metric as a finite float, or None if it is not a finite number."""
     try:
         converted = float(value)
     except (TypeError, ValueError):
@@ -204,9 +243,9 @@ def number(value: Any) -> float | None:
 
 
 def _train(s: Snapshot, step: int, figures: Figures) -> Snapshot:
-    total = (s.actor.updates.last or 0.0) + (
-        number(figures.get("actor/updates")) or 0.0
-    )  # the line counts those of its step
+    """Return the snapshot after a line about an actor step."""
+    # The line contains the updates of its own step only.
+    total = (s.actor.updates.last or 0.0) + (number(figures.get("actor/updates")) or 0.0)
     seconds = {
         name.removeprefix("time/"): number(value) or 0.0
         for name, value in figures.items()
@@ -224,10 +263,12 @@ def _train(s: Snapshot, step: int, figures: Figures) -> Snapshot:
 
 
 def _extractor(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+    """Return the snapshot after a line about an update of the extractor."""
     return replace(s, extractor=_extend(s.extractor or Model(), figures, "extractor"))
 
 
 def _bank(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+    """Return the snapshot after a line about the bank."""
     sizes = {
         m.group(1): number(figures[name]) for name in figures if (m := _BANK_TASK.fullmatch(name))
     }
@@ -237,6 +278,7 @@ def _bank(s: Snapshot, step: int, figures: Figures) -> Snapshot:
 
 
 def _eval(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+    """Return the snapshot after a line about an evaluation."""
     evals = dict(s.evals)
     for name in figures:
         if match := EVAL_SUCCESS.fullmatch(name):
@@ -253,6 +295,7 @@ def _eval(s: Snapshot, step: int, figures: Figures) -> Snapshot:
 
 
 def _probe(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+    """Return the snapshot after a line about an advice probe."""
     probes = dict(s.probes)
     for name, value in figures.items():
         if match := _PROBE.fullmatch(name):
@@ -262,7 +305,10 @@ def _probe(s: Snapshot, step: int, figures: Figures) -> Snapshot:
 
 
 def _with_seconds(s: Snapshot, step: int, figures: Figures, part: str) -> Mapping[str, float]:
-    """The parts of the last step's time, with the one that a line about that step tells of."""
+    """Return the seconds of each part of the last step.
+
+    `part` is added if the line is about that step.
+    """
     took = number(figures.get(f"time/{part}"))
     return {**s.seconds, part: took} if took is not None and step == s.step else s.seconds
 
@@ -277,38 +323,50 @@ _FOLDS: Mapping[str, Callable[[Snapshot, int, Figures], Snapshot]] = {
 
 
 def _extend(record: R, figures: Figures, subject: str = "") -> R:
-    """`record` with the figures that are there appended to the series that follow them."""
+    """Return the record with the values of the metrics appended to their series.
+
+    `subject`: replaces {} in the names of metrics.
+    """
     there = {}
     for name, template in _followed(type(record)).items():
         if (figure := template.format(subject)) in figures:
             there[name] = getattr(record, name).then(number(figures[figure]))
-    return replace(record, **there)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
+    return replace(
+        record,  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
+        **there,
+    )
 
 
 @cache
 def _followed(record: type) -> dict[str, str]:
-    """Which figure each series of a record follows."""
+    """Return the name of the metric of each series in a record."""
     hints = get_type_hints(record, include_extras=True)
     return {
         name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")
     }
 
 
-# ── the monitor ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the monitor ─────────────────────────────────────────────────────────────────────────────────
 
 
 class SnapshotMonitor:
-    """Keeps the newest snapshot. Any thread may write to it, and take a snapshot without waiting. clock: seconds."""
+    """`Monitor` that stores the newest snapshot.
+
+    Any thread may write to it, and may read a snapshot without waiting.
+
+    `clock`: returns the time in seconds.
+    """
 
     def __init__(self, run: RunInfo, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begin = clock()
-        self._trained: deque[float] = deque(maxlen=HISTORY)  # when the last steps were trained
+        # Times at which the last steps were trained.
+        self._trained: deque[float] = deque(maxlen=HISTORY)
         self._snapshot = Snapshot(run)
         self._writing = threading.RLock()
 
     def snapshot(self) -> Snapshot:
-        """The run as it is now."""
+        """Return the current snapshot with the elapsed and the remaining time."""
         return replace(self._snapshot, elapsed=self._clock() - self._begin, left=self._left())
 
     def log(self, step: int, kind: str, figures: Figures) -> None:
@@ -333,7 +391,10 @@ class SnapshotMonitor:
         pass
 
     def _left(self) -> float | None:
-        """Seconds to the end at the mean pace of the last steps, of which it takes two."""
+        """Return the estimated seconds until the end, at the mean pace of the last steps.
+
+        Return None before two steps are trained.
+        """
         trained = tuple(self._trained)
         if len(trained) < 2:
             return None

@@ -1,4 +1,7 @@
-"""The figures as TensorBoard scalars, through TensorBoard's own event writer (torch is not needed for it)."""
+"""Monitor that writes metrics as TensorBoard scalars.
+
+It uses TensorBoard's own event writer and needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,19 @@ from crl.types import Experience, Trajectory
 
 
 class TensorBoardMonitor:
-    """Writes event files under `folder`. Raises `ConfigError` when TensorBoard is not installed."""
+    """`Monitor` that writes event files under `folder`.
+
+    Raise `ConfigError` if TensorBoard is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.compat.proto.event_pb2 import (
+                Event,  # pyright: ignore[reportAttributeAccessIssue]
+            )
+            from tensorboard.compat.proto.summary_pb2 import (
+                Summary,  # pyright: ignore[reportAttributeAccessIssue]
+            )
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             reason, remedy = (

@@ -1,4 +1,4 @@
-"""The figures in a Weights & Biases project."""
+"""Monitor that sends metrics to a Weights & Biases project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from crl.types import Experience, Trajectory
 
 
 class WandbMonitor:
-    """Starts a W&B run named like the run directory. Raises `ConfigError` when wandb is not installed."""
+    """`Monitor` that starts a W&B run with the name of the run directory.
+
+    Raise `ConfigError` if wandb is not installed.
+    """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -27,9 +30,8 @@ class WandbMonitor:
         self._run = wandb.init(
             project=project, name=folder.name, dir=str(folder), config=dict(config)
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # W&B's own step refuses a second line for the same step
+        # W&B's own step counter refuses a second line for the same step.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
         self._run.log({"step": step} | {name: plain(value) for name, value in figures.items()})

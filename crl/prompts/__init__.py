@@ -1,6 +1,9 @@
-"""Every prompt is a text file in this folder, or a file of the user's in its place. Hashes go into RUN/config.json.
+"""Prompts: text files in this folder, or files of the user that replace them.
 
-A `{slot}` is filled where the prompt is used; `{{slot}}` is the text {slot}. All other braces are text, so JSON can stand as it is.
+Their hashes are stored in RUN/config.json.
+
+A `{slot}` is filled when the prompt is used. `{{slot}}` is the text {slot}. All other braces are
+text, so JSON needs no escapes.
 """
 
 from __future__ import annotations
@@ -27,35 +30,42 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "vote": frozenset(),
     }
 )
-"""Every prompt, and the slots that its text has."""
+"""Slots in the text of each prompt, by the prompt's name."""
 
 _SLOT = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
 
 Overrides = Mapping[str, Path]
-"""Files of the user's by the name of the prompt that they replace."""
+"""Files of the user, by the name of the prompt that they replace."""
 
 BUNDLED: Overrides = MappingProxyType({})
 
 
 def prompt(name: str, overrides: Overrides = BUNDLED) -> str:
-    """The text of prompt `name`, without the file's last newline.
+    """Return the text of the prompt `name`, without the last newline of the file.
 
-    Raises `ConfigError` for a file that cannot be read, or whose slots are not those of the prompt.
+    Raise `ConfigError` if the file cannot be read or does not have the slots of the prompt.
     """
     return _read(name, overrides).removesuffix("\n")
 
 
 def hashes(overrides: Overrides = BUNDLED) -> dict[str, str]:
-    """SHA-256 of every prompt, by name. Raises `ConfigError` as `prompt` does: a check of all of them."""
+    """Return the SHA-256 of every prompt, by name.
+
+    All prompts are checked. Raise `ConfigError` like `prompt`.
+    """
     return {name: hashlib.sha256(_read(name, overrides).encode()).hexdigest() for name in SLOTS}
 
 
 def fill(template: str, **values: object) -> str:
-    """The template with its slots filled, all at once: what looks like a slot in a value is text."""
+    """Return the template with all slots filled in one pass.
+
+    A slot inside a value is not filled.
+    """
     return _SLOT.sub(lambda slot: f"{{{slot[1]}}}" if slot[1] else str(values[slot[2]]), template)
 
 
 def _read(name: str, overrides: Overrides) -> str:
+    """Return the text of a prompt's file. Raise `ConfigError` like `prompt`."""
     path = overrides.get(name, FOLDER / f"{name}.txt")
     remedy = f"Start from a copy of {FOLDER / f'{name}.txt'}"
     try:
@@ -87,4 +97,5 @@ def _read(name: str, overrides: Overrides) -> str:
 
 
 def _listed(slots: frozenset[str] | set[str]) -> str:
+    """Return the slots as a sorted list for error messages."""
     return ", ".join(f"{{{slot}}}" for slot in sorted(slots))

@@ -1,4 +1,7 @@
-"""The collector turns a task stream into batches of finished groups, as far ahead of training as the gate allows."""
+"""Collector of rollouts: it plays tasks in groups and gathers finished groups into batches.
+
+The staleness gate limits how far rollouts run ahead of training.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from crl.types import Task, Trajectory
 
 
 class Collector:
-    """`run` starts groups for steps first … last − 1; `batch(step)` waits for a step's; `complete(step)` lets the next start.
+    """Producer of batches for training.
 
-    group_size: K members of one identical task. `run` lives in the caller's task group: what kills an episode's task (never
-    a `RolloutError`) ends it.
+    `run` starts the groups of all steps that are not completed. `batch(step)` waits for the groups
+    of a step. `complete(step)` allows later groups to start. `run` is part of the caller's task
+    group: an exception in an episode's task ends `run`. A `RolloutError` never reaches this point.
     """
 
     def __init__(
@@ -28,6 +32,10 @@ class Collector:
         group_size: int,
         steps: int,
     ) -> None:
+        """Prepare the collection of steps up to `steps` − 1.
+
+        `group_size`: K, members of a group that play one identical task.
+        """
         self._runner, self._source, self._planner, self._gate = runner, source, planner, gate
         self._group_size, self._steps = group_size, steps
         self._changed = asyncio.Condition()
@@ -35,7 +43,7 @@ class Collector:
         self._source_states: dict[int, State] = {}
 
     async def run(self) -> None:
-        """Starts every group as soon as the gate lets it; ends when all have finished."""
+        """Start every step's groups as soon as the gate allows. Return when all have finished."""
         size = self._gate.groups_per_step
         async with asyncio.TaskGroup() as tasks:
             for step in range(self._gate.completed_steps, self._steps):
@@ -48,9 +56,8 @@ class Collector:
                 keys = {group: self._join(step, group) for group, _ in drawn}
                 for group, task in drawn:
                     tasks.create_task(self._play(group, task, keys[group]), name=f"group {group}")
-                    await asyncio.sleep(
-                        0
-                    )  # hundreds of first prompts at once would keep everything else waiting
+                    # Many first prompts in one round of the event loop would delay other work.
+                    await asyncio.sleep(0)
 
     def _join(self, step: int, group: int) -> list[EpisodeKey]:
         self._gate.start(group)
@@ -72,7 +79,7 @@ class Collector:
             self._changed.notify_all()
 
     async def batch(self, step: int) -> list[Trajectory]:
-        """The trajectories of `step`, errors included, in (group, member) order."""
+        """Return the trajectories of `step`, errors included, in (group, member) order."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._gate.ready(step))
         size = self._gate.groups_per_step
@@ -81,7 +88,7 @@ class Collector:
         ]
 
     async def complete(self, step: int) -> None:
-        """The trainer is done with `step`, whether or not it could train on it."""
+        """Record that the trainer has processed `step`, with or without an update."""
         async with self._changed:
             self._gate.complete(step)
             self._source_states.pop(step, None)
@@ -92,6 +99,9 @@ class Collector:
         return self._gate.completed_steps
 
     def source_state(self) -> State:
-        """The task source as it was before it drew the first step that is not completed: where a resumed run goes on."""
+        """Return the state of the task source from which a resumed run continues.
+
+        This is the state before the first step that is not completed was drawn.
+        """
         drawn = self._source_states.get(self._gate.completed_steps)
         return self._source.state() if drawn is None else drawn

@@ -1,8 +1,9 @@
-"""Actor-critic (CRL appendix B.1): before a guided episode the actor itself judges the experience that was found for it.
+"""Actor-critic (CRL appendix B.1): the actor judges an experience before it guides an episode.
 
-It accepts the experience, refines it in its own words, or rejects it, in the light of the goal and of how often it succeeds there
-without one. The members of a group that were given one experience have one verdict: the first of them asks, the others wait. What the
-actor says here is not trained on.
+The actor accepts the experience, refines it in other words, or rejects it. Its prompt holds the
+goal and the actor's success rate there without experience. Members of a group with the same
+experience share one verdict: the first member requests it, the others wait. Critiques are not
+trained on.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment, Task, Verdict
 
 CriticPromptWriter = Callable[[Task, Hit, float | None], Sequence[Segment]]
-"""What the actor is told: the task, the experience, and its success rate in [0, 1] without experience, None where it is not known."""
+"""Function that writes the actor's prompt.
+
+Arguments: the task, the experience, and the actor's success rate in [0, 1] without experience, None
+if unknown.
+"""
 
 MAX_CHARS = OpLimits().max_chars
-"""Characters of a refined experience, as of one that the extractor writes."""
+"""Maximal characters of a refined experience; the same limit as for the extractor's experiences."""
 
 TIMES = 4096
-"""Times of critiques that are kept for whoever takes them."""
+"""Maximal number of stored critique times between two calls of `Critic.take`."""
 
 _VERDICT = re.compile(
     r"\W*(?:\w+\s*:\W*)?(accept|refine|reject)(?:e?d)?\b[\s:*]*(.*)", re.IGNORECASE | re.DOTALL
@@ -46,14 +51,16 @@ _AROUND = " \t\r\n.,;:!?\"'`*"
 
 @dataclass(frozen=True, slots=True)
 class Critique:
-    """text: of a refinement; malformed: no verdict could be read, which accepts."""
+    """Parsed judgement of an experience."""
 
     verdict: Verdict
     text: str = ""
+    """Text of a refinement."""
     malformed: bool = False
+    """Whether no verdict could be read; the verdict is then accept."""
 
     def applied(self, hit: Hit) -> Hit:
-        """The hit as it stands after this verdict."""
+        """Return `hit` with this verdict and, after refine, with the refined text."""
         text = self.text if self.verdict == "refine" else hit.text
         return replace(hit, text=text, use=replace(hit.use, verdict=self.verdict))
 
@@ -62,15 +69,18 @@ MALFORMED = Critique("accept", malformed=True)
 
 
 def parse_critique(completion: str, *, thinking: bool = False) -> Critique:
-    """What a completion says: `accept`, `reject`, or `refine` and then, perhaps after a colon, the better text.
+    """Return the critique in a completion.
 
-    Only what follows the thinking counts (thinking: the prompt opened it); of that the last `<answer>…</answer>` with a verdict, and
-    without any tag its last line, or all of it. What follows accept or reject is a reason. A refinement that says nothing, or has more
-    than MAX_CHARS characters, is malformed.
+    A critique is `accept`, `reject`, or `refine` followed by the better text, optionally after a
+    colon. Only the text after the thinking is read; `thinking` says that the prompt opened the
+    thinking. Of this text, the last `<answer>…</answer>` with a verdict counts. Without any tag,
+    the last line counts, or the whole text if the last line holds no verdict. Text after accept or
+    reject is a reason and is ignored. A refinement that is empty or longer than MAX_CHARS
+    characters is malformed.
     """
     _, ended, answer = completion.rpartition(THINKING_ENDS)
     if not ended and (thinking or THINKING_OPENS in completion):
-        return MALFORMED  # cut off in thought
+        return MALFORMED  # the completion ended during the thinking
     tagged = tagged_answers(answer)
     places = (
         list(reversed(tagged))
@@ -88,16 +98,17 @@ def _critique(text: str) -> Critique | None:
     if verdict == "refine":
         return Critique("refine", rest) if rest.strip(_AROUND) and len(rest) <= MAX_CHARS else None
     if _VERDICTS.search(rest):
-        return None  # of two verdicts, neither
+        return None  # two verdicts contradict each other
     return Critique("accept" if verdict == "accept" else "reject")
 
 
 class Case:
-    """A verdict that several episodes may wait for, reached in a session of its own at the sampler.
+    """Verdict that several episodes may await. A separate sampler session requests it.
 
-    Who waits has left the sampler meanwhile, and is back before the case's session leaves: so in deterministic mode no wave waits for
-    those who wait, none goes without them, and it does not matter when each of them came. An episode that is cancelled takes the
-    verdict from nobody.
+    An episode that waits leaves the sampler. It joins again before the case's session leaves. In
+    deterministic mode, therefore, no wave waits for these episodes, no wave is released without
+    them, and the time of their arrival does not matter. The cancellation of one episode does not
+    cancel the verdict for the others.
     """
 
     def __init__(
@@ -107,16 +118,18 @@ class Case:
         self._waiting: set[str] = set()
         sampler.join(session)
         self._asking = asyncio.create_task(asking, name=session)
-        self._asking.add_done_callback(
-            self._over
-        )  # the first callback: before anyone who waits is woken
+        # This callback is the first one. It runs before waiting episodes wake up.
+        self._asking.add_done_callback(self._over)
 
     def close(self) -> None:
-        """Nobody will want the verdict any more."""
+        """Cancel the request: no episode needs the verdict any more."""
         self._asking.cancel()
 
     async def verdict(self, session: str) -> Critique:
-        """Raises what the asking raised."""
+        """Return the verdict, or raise the exception of the request.
+
+        `session`: the session of the episode that waits.
+        """
         if not self._asking.done():
             self._waiting.add(session)
             self._sampler.leave(session)
@@ -133,26 +146,37 @@ class Case:
 
 @dataclass
 class _Group:
-    """The members that have not left yet, and the cases of what they were given, by use."""
+    """State of a group with guided members."""
 
     members: set[int] = field(default_factory=set)
+    """Members that have not left yet."""
     cases: dict[tuple[str, int], Case] = field(default_factory=dict)
+    """Verdicts by uid and version of the experience."""
 
 
 class Critic:
-    """`Judge` by the actor.
+    """`Judge` that asks the actor.
 
-    prompt: what it is told; rates: of its success without experience; max_response_tokens: of one critique, thinking and stop token
-    included, by task name; max_context: tokens of prompt and critique together; seed: the root of its draws, which depend on group and
-    experience and not on the member that asks. Sampler and temperature are those of the episodes. What an agent asks for it accepts.
+    An experience that the agent itself asked for is always accepted.
     """
 
     of_asked: Verdict | None = "accept"
 
     def __init__(
-        self, sampler: Sampler, renderer: ChatRenderer, prompt: CriticPromptWriter, rates: SuccessRates,
-        max_response_tokens: Mapping[str, int], *, max_context: int, temperature: float, seed: int,
+        self, sampler: Sampler, renderer: ChatRenderer, prompt: CriticPromptWriter,
+        rates: SuccessRates, max_response_tokens: Mapping[str, int],
+        *, max_context: int, temperature: float, seed: int,
     ) -> None:  # fmt: skip
+        """Prepare critiques. `sampler` and `temperature` are those of the episodes.
+
+        * `prompt`: writer of the actor's prompt.
+        * `rates`: the actor's success rates without experience.
+        * `max_response_tokens`: tokens of one critique, thinking and stop token included, by task
+          name.
+        * `max_context`: tokens of prompt and critique together.
+        * `seed`: root of the random draws. A draw depends on group and experience, not on the
+          member that requests the critique.
+        """
         self._sampler, self._renderer, self._prompt, self._rates = sampler, renderer, prompt, rates
         self._max_response_tokens, self._max_context = max_response_tokens, max_context
         self._temperature, self._seed = temperature, seed
@@ -164,7 +188,7 @@ class Critic:
         self._groups.setdefault(key.group_session, _Group()).members.add(key.member)
 
     def leave(self, key: EpisodeKey) -> None:
-        """The cases of a group are closed and forgotten when its last member leaves."""
+        """Remove a member. When the last member leaves, cancel the group's open requests."""
         if group := self._groups.get(key.group_session):
             group.members.discard(key.member)
             if not group.members:
@@ -172,7 +196,10 @@ class Critic:
                     case.close()
 
     async def judge(self, key: EpisodeKey, task: Task, hit: Hit) -> Hit:
-        """A critique that the engine could not serve is as one that could not be read: the experience is accepted."""
+        """Return `hit` with the actor's verdict.
+
+        If the engine cannot serve the request, the critique is malformed and accepts.
+        """
         cases = self._groups.setdefault(key.group_session, _Group()).cases
         unit = hit.use.uid, hit.use.version
         if unit not in cases:
@@ -181,8 +208,12 @@ class Critic:
         return (await cases[unit].verdict(key.session)).applied(hit)
 
     def take(self) -> dict[str, float]:
-        """Figures of the critiques since the last call: how many, the share of each verdict, the share of malformed ones (which are among
-        the accepted), the tokens sampled for them, the median time of one; empty without any."""
+        """Return metrics of the critiques since the last call; empty without any.
+
+        The metrics are the number of critiques, the share of each verdict, the share of malformed
+        critiques (which are also counted as accepted), the sampled tokens, and the median time in
+        milliseconds.
+        """
         if not self._seconds:
             return {}
         critiques = self._counts["critiques"]

@@ -1,8 +1,8 @@
-"""One episode: an agent and an environment, turn by turn, until one of them is done.
+"""Episodes: an agent and an environment take turns until one of them ends the episode.
 
-`EpisodeRunner.play` is the boundary at which a failed episode turns into data: a `RolloutError` becomes an error trajectory,
-or in overtime the end of the record; after a `TransientError` the episode is played once more before that. Everything else (a dead
-engine, a bug) passes through and ends the run.
+`EpisodeRunner.play` is the boundary at which failures become data. A `RolloutError` becomes an
+error trajectory; in overtime it only ends the record. After a `TransientError` the episode is first
+retried once. All other exceptions (a lost engine, a bug) pass through and end the run.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Limits:
-    """A task's bounds: turns of an episode, sampled tokens of a turn, turns in view (None: all).
-
-    overtime: turns for which an episode that is not over at the limit goes on, for the record alone: they change neither its
-    reward nor its success, and are not trained on. asks: questions that a guided episode may ask before that; 0 = it has no tool.
-    """
+    """Limits of an episode of one task."""
 
     turns: int
+    """Environment turns that count."""
     max_response_tokens: int
+    """Sampled tokens per turn."""
     window: int | None = None
+    """Turns in the prompt; None for all."""
     overtime: int = 0
+    """Further turns of an episode that is unfinished at the limit.
+
+    They are only recorded: they change neither reward nor success, and are not trained on.
+    """
     asks: int = 0
+    """Questions that a guided episode may ask before the turn limit; with 0 it has no tool."""
 
 
 @dataclass(frozen=True)
 class EpisodeKey:
-    """Address of an episode in its run, and of its random draws."""
+    """Address of an episode in its run. Random draws are derived from it."""
 
     purpose: str
     """`train`, or the name of an eval set."""
@@ -58,7 +62,7 @@ class EpisodeKey:
     group: int
     member: int
     arm: str = ""
-    """Tells apart episodes that have the same draws and may be in flight together."""
+    """Name that distinguishes episodes with the same draws that may be in flight together."""
 
     @property
     def group_session(self) -> str:
@@ -67,12 +71,12 @@ class EpisodeKey:
 
     @property
     def session(self) -> str:
-        """Sorts as the addresses do."""
+        """Name of the episode's session. The order of the names is the order of the addresses."""
         return f"{self.group_session}/{self.member:04d}"
 
     @property
     def draws(self) -> str:
-        """Name of the random draws: the session, whatever the arm."""
+        """Name of the random draws: the session without the arm."""
         return replace(self, arm="").session
 
     def __str__(self) -> str:
@@ -80,7 +84,7 @@ class EpisodeKey:
 
 
 class Nothing:
-    """`Retriever` of a run without experience: it finds nothing."""
+    """`Retriever` of a run without experience. Every search returns None."""
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         return [None] * len(requests)
@@ -90,30 +94,36 @@ class Nothing:
 
 
 class Judge(Protocol):
-    """Says of what was found for an episode whether it guides it. Episodes `join` before any of their group runs, and `leave`.
+    """Interface of critics, which decide whether a retrieved experience guides an episode.
 
-    of_asked: the verdict on what an agent asked for, so that all that guides an episode earns on one scale.
+    Episodes call `join` before any member of their group runs, and `leave` at the end.
     """
 
     @property
-    def of_asked(self) -> Verdict | None: ...
+    def of_asked(self) -> Verdict | None:
+        """Verdict on experience that an agent asked for.
+
+        With it, all experience that guides an episode is rewarded on the same scale.
+        """
+        ...
+
     def join(self, key: EpisodeKey) -> None: ...
     def leave(self, key: EpisodeKey) -> None: ...
     async def judge(self, key: EpisodeKey, task: Task, hit: Hit) -> Hit:
-        """The hit with its verdict and, where that is to refine, with another text."""
+        """Return the hit with its verdict and, after refine, with another text."""
         ...
 
 
 class Unasked:
-    """`Judge` of a run in which all that is found guides."""
+    """`Judge` of a run without critic: every retrieved experience guides its episode."""
 
     of_asked: Verdict | None = None
 
     def join(self, key: EpisodeKey) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
     def leave(self, key: EpisodeKey) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
     async def judge(self, key: EpisodeKey, task: Task, hit: Hit) -> Hit:
         return hit
@@ -121,7 +131,7 @@ class Unasked:
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """Plays episodes. limits: by task name; max_context: tokens of one sequence; seed: the root of all sampling draws."""
+    """Player of episodes."""
 
     sampler: Sampler
     pool: EnvironmentPool
@@ -130,21 +140,28 @@ class EpisodeRunner:
     retriever: Retriever
     renderer: ChatRenderer
     limits: dict[str, Limits]
+    """Limits by task name."""
     max_context: int
+    """Maximal tokens of one sequence."""
     temperature: float
     seed: int
+    """Root of all sampling draws."""
     judge: Judge = field(default_factory=Unasked)
     turnstile: Turnstile = field(default_factory=Turnstile)
 
     def join(self, key: EpisodeKey) -> None:
-        """`play` will be called for it."""
+        """Register an episode for which `play` will be called."""
         self.sampler.join(key.session)
         self.judge.join(key)
 
     async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
-        """Plays to the end; the caller has `join`ed all that play with it. Raises what is not a `RolloutError`.
+        """Play an episode to the end and return its trajectory.
 
-        What may go well when it is tried again (an engine that died and was started anew) is played once more, from the start.
+        The caller must `join` all episodes that run together before the first `play`. After a
+        temporary failure (for example an engine that died and was restarted), the episode is
+        retried once from the start.
+
+        Raise every exception that is not a `RolloutError`.
         """
         try:
             try:
@@ -155,12 +172,16 @@ class EpisodeRunner:
             self.sampler.leave(key.session)
             self.judge.leave(key)
         trajectory = Trajectory(
-            task, key.step, key.group, key.member, plan.condition, conversation.segments, conversation.traces,
-            rewards={"outcome": record.reward}, reward=record.reward, success=record.success, score=record.score,
-            turns=record.turns, overtime_turns=record.played - record.turns, invalid_actions=record.invalid,
-            sampled_tokens=record.sampled_tokens,
-            used=tuple(hit.use for hit in record.hits), shown=tuple(hit.text for hit in record.hits),
-            rejected=tuple(hit.use for hit in record.rejected), truncated=record.truncated, error=record.error,
+            task, key.step, key.group, key.member, plan.condition,
+            conversation.segments, conversation.traces,
+            rewards={"outcome": record.reward}, reward=record.reward,
+            success=record.success, score=record.score,
+            turns=record.turns, overtime_turns=record.played - record.turns,
+            invalid_actions=record.invalid, sampled_tokens=record.sampled_tokens,
+            used=tuple(hit.use for hit in record.hits),
+            shown=tuple(hit.text for hit in record.hits),
+            rejected=tuple(hit.use for hit in record.rejected),
+            truncated=record.truncated, error=record.error,
         )  # fmt: skip
         return (
             trajectory
@@ -171,15 +192,17 @@ class EpisodeRunner:
     async def _attempt(
         self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False
     ) -> tuple[Conversation, Record]:
-        """The episode as far as it went. Raises `TransientError`, unless it is the last attempt."""
+        """Return the episode as far as it was played.
+
+        Raise `TransientError`, unless this is the last attempt or the episode is in overtime.
+        """
         limits = self.limits[task.name]
         conversation, record = Conversation(self.renderer, limits.window), Record()
         try:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
-            late = (
-                record.played >= limits.turns
-            )  # in overtime the episode is finished, and its record ends here
+            # In overtime the episode is already finished. Only its record ends here.
+            late = record.played >= limits.turns
             if isinstance(error, TransientError) and not (last or late):
                 raise
             record.error = None if late else str(error)
@@ -215,7 +238,10 @@ class EpisodeRunner:
         environment: Environment,
         record: Record,
     ) -> tuple[Observation, Hit | None]:
-        """Resets the environment; for a guided episode looks for experience, meanwhile where the query can be told before."""
+        """Reset the environment and, for a guided episode, retrieve experience.
+
+        Both happen at the same time if the query does not depend on the first observation.
+        """
         if plan.condition == "free":
             return await environment.reset(task), None
         if self.context.query_observes(task):
@@ -228,7 +254,7 @@ class EpisodeRunner:
         )
 
     async def _guide(self, key: EpisodeKey, task: Task, query: str, record: Record) -> Hit | None:
-        """What is found for the episode, unless the agent rejects it."""
+        """Return the experience that guides the episode, or None if none is found or accepted."""
         hit = await self._retrieve(key, task, query)
         if hit is None:
             return None
@@ -288,12 +314,15 @@ class EpisodeRunner:
     async def _ask(
         self, key: EpisodeKey, task: Task, query: str, conversation: Conversation, record: Record
     ) -> None:
-        """search_and_ask (CRL §3.2.2): what is found is refined for the situation. Takes no turn of the game."""
+        """Answer a question with search_and_ask (CRL §3.2.2).
+
+        The retrieved experience is refined for the situation. A question takes no environment turn.
+        """
         conversation.asked()
         record.asked += 1
         hit = await self._retrieve(key, task, self.context.asked(task, query), asked=record.asked)
         if hit:
-            await self.sampler.turn(key.session)  # the extractor too is asked in order
+            await self.sampler.turn(key.session)  # requests to the extractor are ordered too
             hit = await self.retriever.refine(
                 Question(f"{key}/{record.asked}", task, query, conversation.segments), hit
             )
@@ -304,24 +333,31 @@ class EpisodeRunner:
 
 @dataclass
 class Record:
-    """What an episode has come to so far."""
+    """Results of an episode so far."""
 
     hits: list[Hit] = field(default_factory=list)
+    """Experience that guided the episode."""
     rejected: list[Hit] = field(default_factory=list)
+    """Experience that the actor rejected."""
     asked: int = 0
+    """Questions asked."""
     played: int = 0
+    """Environment turns, overtime included."""
     reward: float = 0.0
     success: bool = False
     score: float | None = None
     over: bool = False
+    """Whether the environment has ended the episode."""
     turns: int = 0
+    """Environment turns that count, without overtime."""
     invalid: int = 0
+    """Invalid actions, without overtime."""
     sampled_tokens: int = 0
     truncated: bool = False
     error: str | None = None
 
     def add(self, result: StepResult, *, late: bool) -> None:
-        """late: played in overtime, which does not count."""
+        """Record a result. `late`: the turn is in overtime and does not count."""
         self.played += 1
         self.over = result.done
         if late:
@@ -334,11 +370,13 @@ class Record:
 
 
 async def _both(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """What the two come to at the same time. Neither is given up when the other fails: what was searched for must not depend on timing."""
+    """Await two coroutines at the same time and return their results.
+
+    If one fails, the other still runs to its end: side effects of a search must not depend on
+    timing. If both fail, an error that ends the run takes precedence over a `RolloutError`.
+    """
     tasks = asyncio.create_task(one), asyncio.create_task(other)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     if errors := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-        raise min(
-            errors, key=lambda error: isinstance(error, RolloutError)
-        )  # what ends the run comes first
+        raise min(errors, key=lambda error: isinstance(error, RolloutError))
     return tasks[0].result(), tasks[1].result()

@@ -1,4 +1,4 @@
-"""How often the actor succeeds without experience: r̄_θ of CRL appendix B.1."""
+"""Success rate of the actor without experience: r̄_θ of CRL appendix B.1."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from crl.protocols import State
 from crl.types import Task, Trajectory
 
 GOALS = 4096
-"""Goals that are remembered, the last seen ones."""
+"""Maximal number of stored goals; the most recently seen ones are kept."""
 
 
 class SuccessRates:
-    """Success over the last `window` free episodes of a goal, once there are `enough` of them; before, of its task.
+    """Success rates over the last `window` free episodes of a goal.
 
-    **Ours**: the paper accumulates; an actor that learns is not what it was, so old episodes are forgotten.
+    Until a goal has `enough` free episodes, the rate of its task is used. **Ours**: the paper
+    accumulates all episodes. Here old episodes are dropped, because the actor changes as it learns.
     """
 
     def __init__(self, *, enough: int, window: int) -> None:
@@ -24,7 +25,10 @@ class SuccessRates:
         self._goals: dict[tuple[str, str], deque[bool]] = {}
 
     def observe(self, trajectories: Sequence[Trajectory]) -> int:
-        """Takes in the free ones of a finished batch, in order; those with an error say nothing. How many it took in."""
+        """Record the free episodes of a finished batch, in order, and return their number.
+
+        Episodes with an error are ignored.
+        """
         free = [t for t in trajectories if t.condition == "free" and t.error is None]
         for t in free:
             goal = t.task.name, t.task.goal
@@ -36,18 +40,18 @@ class SuccessRates:
         return len(free)
 
     def rate(self, task: Task) -> float | None:
-        """In [0, 1]; None before the task's first free episode."""
+        """Return the rate in [0, 1], or None before the task's first free episode."""
         known = self._goals.get((task.name, task.goal), ())
         if len(known) < self._enough:
             known = self._tasks.get(task.name, ())
         return sum(known) / len(known) if known else None
 
     def figures(self) -> dict[str, float]:
-        """The rate of each task."""
+        """Return the rate of each task."""
         return {name: sum(won) / len(won) for name, won in sorted(self._tasks.items())}
 
     def state(self) -> State:
-        """Of every task and goal, the episodes as a text of 0 and 1."""
+        """Return the outcomes of every task and goal, each as a string of 0 and 1."""
         goals = [[task, goal, _text(won)] for (task, goal), won in self._goals.items()]
         return {"tasks": {name: _text(won) for name, won in self._tasks.items()}, "goals": goals}
 

@@ -1,4 +1,7 @@
-"""Many episodes are answered at once, and each then computes for a moment: it tokenises, renders, records."""
+"""Fair distribution of event-loop time between episodes that are answered at the same time.
+
+After an answer, every episode computes for a short time: it tokenises, renders and records.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import asyncio
 
 
 class Turnstile:
-    """Lets coroutines through one by one, in the order in which they came, each in a round of the event loop of its own: what they compute
-    until they await again delays everything else by one of them, and not by all."""
+    """Gate that coroutines pass one by one, in order of arrival.
+
+    Each coroutine passes in a separate round of the event loop. Other work is therefore delayed by
+    the computation of one coroutine, not of all of them.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def passed(self) -> None:
+        """Wait for the caller's turn."""
         async with self._lock:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Guided episodes as if nothing had guided them: the samples of self-distillation (CRL §4.3)."""
+"""Samples of self-distillation (CRL §4.3): guided episodes with the prompts of unguided ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crl.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.types import GUIDANCE_ORIGINS, Completion, TokenTrace, Trajectory
 
 UNSAMPLED = -1
-"""Policy version of tokens that no policy sampled from the prompt before them."""
+"""Policy version of tokens that no policy sampled after the prompt that precedes them."""
 
 
 def unguided_traces(
@@ -19,8 +19,8 @@ def unguided_traces(
     """Return the trajectory's trained answers after the prompts of an unguided episode.
 
     Experience, the offer of the tool, questions and their answers are left out. The trained tokens
-    are those that were sampled, with log-prob 0 and version `UNSAMPLED`: a learner takes the
-    gradient of their log-likelihood. limits: by task name, for the context window.
+    are those that were sampled, with log-prob 0 and version `UNSAMPLED`. A learner takes the
+    gradient of their log-likelihood. `limits`: limits by task name; their context window is used.
     """
     conversation = Conversation(renderer, limits[trajectory.task.name].window)
     answers = _answers(trajectory)
@@ -33,7 +33,7 @@ def unguided_traces(
         elif answer:
             conversation.prompt()
             conversation.sampled(_completion(answer, renderer))
-        else:  # overtime, which is not trained on
+        else:  # an overtime answer, which is not trained
             break
     return conversation.traces
 

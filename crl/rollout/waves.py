@@ -1,7 +1,8 @@
-"""Between episodes and their engine: `Direct` passes requests on as they come, `Waves` fixes who shares a forward pass.
+"""Samplers: the layer between episodes and their engine.
 
-Deterministic mode uses `Waves`: it holds requests back until every live episode waits for one, then hands them over in the
-order of the episodes' names, so that timing has no influence on what is computed together.
+`Direct` forwards requests immediately. `Waves` determines which requests share a forward pass, and
+is used in deterministic mode. It holds requests until every live episode waits for one. Then it
+forwards them in the order of the episodes' names, so that timing does not influence batching.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from crl.types import Completion, Sampling
 
 
 class Sampler(Protocol):
-    """Episodes `join` before any of them runs and `leave` when they end; in between they `generate`."""
+    """Access of episodes to an engine.
+
+    Episodes call `join` before any of them runs, `generate` while they run, and `leave` at the end.
+    """
 
     def join(self, session: str) -> None: ...
     def leave(self, session: str) -> None: ...
     async def turn(self, session: str) -> None:
-        """Returns when this episode may do what must happen in order, such as a search."""
+        """Return when this episode may perform an ordered operation, for example a search."""
         ...
 
     async def generate(
@@ -29,19 +33,19 @@ class Sampler(Protocol):
 
 
 class Direct:
-    """Every request goes to the engine at once."""
+    """`Sampler` that forwards every request to the engine immediately."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def join(self, session: str) -> None:
-        """Nobody waits for anybody here."""
+        """Do nothing: episodes do not wait for each other."""
 
     def leave(self, session: str) -> None:
-        """Nobody waits for anybody here."""
+        """Do nothing: episodes do not wait for each other."""
 
     async def turn(self, session: str) -> None:
-        """Nobody waits for anybody here."""
+        """Do nothing: episodes do not wait for each other."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
@@ -50,7 +54,10 @@ class Direct:
 
 
 class Waves:
-    """Every request and search waits until all live episodes have one; a wave is let go as a whole, in the order of the names."""
+    """`Sampler` that holds requests and searches until all live episodes wait for one.
+
+    A wave is then released as a whole, in the order of the sessions' names.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,7 +84,10 @@ class Waves:
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
     def _release_soon(self) -> None:
-        """Not at once: the last episode to ask has to wait for its turn like the others."""
+        """Schedule the release of a wave.
+
+        The release is not immediate: the last episode must first wait for its turn like the others.
+        """
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
@@ -86,4 +96,4 @@ class Waves:
         wave, self._held = sorted(self._held.items()), {}
         for _, turn in wave:
             if not turn.cancelled():
-                turn.set_result(None)  # wakes the episodes in this order
+                turn.set_result(None)  # episodes wake up in this order

@@ -1,4 +1,8 @@
-"""From a config to a run's parts, wired: the only file, with context.py, that names concrete classes."""
+"""Assembly of a run: the parts are built from the config and connected.
+
+This file chooses the concrete class of each part. Two files help it: `context.py` builds the
+actor's prompts, and `tasks.py` builds the environments and the task streams.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ from crl.tokens import ChatRenderer
 NO_GPU = Assigned()
 
 CACHE_BYTES = 96 << 20
-"""Size of the vectors that are remembered: of 65,536 texts at 384 dimensions."""
+"""Bytes of float32 vectors that the embedding cache holds: 65,536 texts at 384 dimensions."""
 
 
 @asynccontextmanager
@@ -102,9 +106,10 @@ async def training(
     adviser: Retriever | None = None,
     bar: bool = False,
 ) -> AsyncIterator[Loop]:
-    """A run ready to start; its parts are closed on the way out, whatever happened.
+    """Yield the training loop of a run, ready to start. Close its parts on exit.
 
-    adviser: guides instead of a bank, and nothing is distilled (a control). bar: a progress bar may be drawn in the terminal.
+    `adviser` is a retriever that replaces the bank. Nothing is distilled then (a control
+    experiment). `bar` allows a progress bar in the terminal.
     """
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config)
@@ -161,7 +166,10 @@ async def training(
 
 @asynccontextmanager
 async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncIterator[Evaluator]:
-    """The evaluator of a finished run on the models of a checkpoint, with a copy of its bank: no learner, no train stream."""
+    """Yield the evaluator of a finished run: models of `checkpoint` and a copy of the run's bank.
+
+    No learner and no train stream are built. Raise `ConfigError` if the run's bank file is missing.
+    """
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
         method, actor = _method(config, specs), replace(_actor(config), path=checkpoint / "actor")
@@ -200,12 +208,12 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
         yield _measures(config, specs, runner, engine, bank, rates)[0]
 
 
-# ── the models ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the models ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ModelRole:
-    """One of the two models, as its section of the config describes it."""
+    """Actor or extractor of a run, with its section of the config."""
 
     name: Literal["actor", "extractor"]
     path: Path
@@ -213,7 +221,7 @@ class ModelRole:
 
     @property
     def key(self) -> str:
-        """The setting that names the model."""
+        """Config key that names the model."""
         return f"{self.name}.model"
 
     @property
@@ -307,9 +315,16 @@ async def _deepspeed_learner(
 
 
 def _require_assigned(key: str, value: str, assigned: Assigned, remedy: str) -> None:
-    """Raises `ConfigError` where torch finds GPUs that no plan could be made of."""
+    """Raise `ConfigError` if torch finds a GPU, but the GPU plan assigned none to this role.
+
+    The plan is empty if nvidia-smi lists no GPU with its memory. `key` and `value` name the setting
+    that needs the GPU, `remedy` the setting that does without it.
+    """
     if torch.cuda.is_available() and not assigned.gpus:
-        reason = "torch finds a GPU, but nvidia-smi lists none with its memory, so nothing says who gets it"
+        reason = (
+            "torch finds a GPU, but nvidia-smi lists none with its memory, "
+            "so nothing says who gets it"
+        )
         raise ConfigError(key, value, reason, f"Mend nvidia-smi (see crl doctor), or use {remedy}")
 
 
@@ -336,7 +351,10 @@ async def _engine(
 async def _untrained_engine(
     config: RunConfig, gpus: Mapping[str, Assigned], stack: AsyncExitStack
 ) -> Engine:
-    """One replica of the extractor that the run started with, beside all others."""
+    """Open an engine with one replica of the extractor that the run started with.
+
+    It runs in addition to all other engines.
+    """
     return await _open_engine(
         config, gpus.get("untrained extractor", NO_GPU), _extractor(config), 1, stack
     )
@@ -379,9 +397,8 @@ async def _vllm_engine(
 
 def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
     if config.run.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # without it CUDA's matrix products refuse to be deterministic
+        # Without this variable CUDA's matrix products refuse to be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     model = load_model(
         role.path,
@@ -401,13 +418,17 @@ def _learner_device(config: RunConfig) -> torch.device:
 
 
 def _precision(config: RunConfig, role: ModelRole) -> torch.dtype:
-    """One for learner and engine: what is published is what is sampled with, bit for bit."""
+    """Return the dtype of learner and engine.
+
+    Both use the same one, so the engine samples with exactly the weights that the learner
+    publishes.
+    """
     return precision(config.learner.precision, role.path, _learner_device(config))
 
 
 def _runner(
-    config: RunConfig, specs: Mapping[str, EnvSpec], role: ModelRole, method: Method, engine: Engine, pool: EnvironmentPool,
-    retriever: Retriever,
+    config: RunConfig, specs: Mapping[str, EnvSpec], role: ModelRole, method: Method,
+    engine: Engine, pool: EnvironmentPool, retriever: Retriever,
 ) -> EpisodeRunner:  # fmt: skip
     return EpisodeRunner(
         sampler=_sampler(config, engine),
@@ -428,7 +449,11 @@ def _runner(
 
 
 def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits]:
-    """overtime: only where somebody reads what is played in it."""
+    """Return the limits of each task's episodes, by task name.
+
+    Without `overtime` no episode is played past its turn limit: overtime is useful only for
+    distillation. `asks` is the number of questions that a guided episode may ask.
+    """
     return {
         name: Limits(
             task.turns,
@@ -446,15 +471,19 @@ def _sampler(config: RunConfig, engine: Engine) -> Sampler:
 
 
 def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Critic:
-    """The judge of this runner's episodes."""
+    """Return the critic that judges retrieved experiences for the episodes of `runner`."""
     compact = model_profile(_actor(config).path) == "compact"
     tokens = {
         name: config.critic.max_response_tokens or task.max_response_tokens
         for name, task in config.tasks.items()
     }
     return Critic(
-        runner.sampler, runner.renderer, CompactCriticPrompt() if compact else FullCriticPrompt(prompt("critic", config.prompts.files)),
-        rates, tokens, max_context=runner.max_context, temperature=runner.temperature, seed=runner.seed,
+        runner.sampler, runner.renderer,
+        CompactCriticPrompt()
+        if compact
+        else FullCriticPrompt(prompt("critic", config.prompts.files)),
+        rates, tokens, max_context=runner.max_context, temperature=runner.temperature,
+        seed=runner.seed,
     )  # fmt: skip
 
 
@@ -470,12 +499,12 @@ def _critic_side(
     return CriticSide(_critic(config, runner, rates), rates, warmup)
 
 
-# ── extractor and bank ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── extractor and bank ────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class BankParts:
-    """What a bank needs beside its file and its extractor's engine."""
+    """Everything that a bank needs apart from its file and its extractor's engine."""
 
     embedder: CachedEmbedder
     renderer: ChatRenderer
@@ -486,15 +515,23 @@ class BankParts:
 
     @property
     def without_trials(self) -> BankParts:
-        """The same for evaluations, in which the best-known experience guides."""
+        """These parts with `retrieval.trials` = 0: no search tries a rarely retrieved experience.
+
+        Evaluations use them, so that a trial never replaces the best-known experience.
+        """
         retrieval = replace(self.settings.retrieval, trials=0.0)
         return replace(self, settings=replace(self.settings, retrieval=retrieval))
 
     async def open(
-        self, path: Path, engine: Engine, stack: AsyncExitStack, on_distilled: Callable[[Distilled], None] | None = None,
+        self, path: Path, engine: Engine, stack: AsyncExitStack,
+        on_distilled: Callable[[Distilled], None] | None = None,
         *, queue_size: int | None = None,
     ) -> ExperienceManager:  # fmt: skip
-        """queue_size: only for a bank that is distilled in the background; elsewhere a full queue would be waited for in vain."""
+        """Open the bank at `path`. `stack` closes it.
+
+        `on_distilled` is called with each distilled answer. Pass `queue_size` only if the bank
+        distils in the background. Otherwise an episode that meets a full queue would wait forever.
+        """
         settings = replace(self.settings, queue_size=queue_size)
         manager = await ExperienceManager.open(
             path, engine, self.embedder, self.renderer, self.prompts, settings,
@@ -506,18 +543,19 @@ class BankParts:
 
 @dataclass(frozen=True)
 class RunBank:
-    """The run's bank, and what evaluations make of it. untrained_engine: with the extractor that the run started with."""
+    """Run's bank, and the scratch banks that evaluations make from it."""
 
     manager: ExperienceManager
     engine: Engine
     parts: BankParts
     untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
+    """Function that opens an engine with the extractor that the run started with."""
 
     @asynccontextmanager
     async def scratch(
         self, on_distilled: Callable[[Distilled], None]
     ) -> AsyncIterator[ExperienceManager]:
-        """A copy of the bank."""
+        """Yield a temporary copy of the bank, at the bank's step and without trials."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
             await self.manager.export_copy(path)
@@ -529,7 +567,7 @@ class RunBank:
     async def untrained(
         self, on_distilled: Callable[[Distilled], None]
     ) -> AsyncIterator[ExperienceManager]:
-        """An empty bank."""
+        """Yield an empty temporary bank with the extractor that the run started with."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
             yield await self.parts.open(
@@ -538,15 +576,16 @@ class RunBank:
 
 
 async def _bank_parts(
-    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], progress: Progress, stack: AsyncExitStack
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned],
+    progress: Progress, stack: AsyncExitStack,
 ) -> BankParts:  # fmt: skip
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
-    trained = (
-        extractor.train and not bank.frozen
-    )  # else answers would be kept for a training that never comes
+    # Without training, malformed answers must not be stored for a training step that never happens.
+    trained = extractor.train and not bank.frozen
     settings = ManagerSettings(
         scope=bank.scope,
-        # At step boundaries all is asked at once: who is asked next must not depend on who answered first.
+        # A deterministic run distils at step boundaries and asks everything at once. With a bound,
+        # the next request would depend on which answer came first.
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         lease=None if config.run.deterministic else extractor.lease,
         ask_deadline=None if config.run.deterministic else config.ask.deadline,
@@ -566,7 +605,8 @@ async def _bank_parts(
             extractor.cooldown,
             extractor.alpha,
             extractor.malformed_reward if trained else None,
-            # A verdict's score is in the reward whatever became of the episode: the batch's mean takes it out again.
+            # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
+            # Subtracting the batch mean removes that score again.
             centred=extractor.baseline == "batch" or config.critic.enabled,
         ),
     )
@@ -589,7 +629,12 @@ def _embedder(config: RunConfig, assigned: Assigned) -> AbstractAsyncContextMana
 
 
 def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer) -> Prompts:
-    """By the extractor's profile: a compact one reads digests, another whole episodes."""
+    """Return the prompts for the extractor's profile.
+
+    A compact extractor reads digests (whole texts if the environment has no digest). A full
+    extractor reads whole episodes. Raise `ConfigError` if the extractor cannot read the run's
+    episodes.
+    """
     tasks.require_readable(config)
     extractor, ask = config.extractor, config.ask.enabled
     if model_profile(_extractor(config).path, "extractor.model") == "compact":
@@ -614,8 +659,8 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
 
 
 async def _experience(
-    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], method: Method, run: RunDir, monitor: Monitor,
-    stack: AsyncExitStack, *, bar: bool,
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], method: Method,
+    run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, bar: bool,
 ) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:  # fmt: skip
     if method.distiller is None:
         return None, None
@@ -626,9 +671,8 @@ async def _experience(
     mark = "run"
     if config.bank.init:
         await ExperienceManager.start_from(Path(config.bank.init), run.bank)
-        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[
-            :8
-        ]  # its ids must differ from those that are there
+        # The ids of this run must differ from those already in the bank.
+        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
     background = not config.run.deterministic
     queue_size = config.bank.queue_size if background else None
     manager = await parts.open(
@@ -642,22 +686,25 @@ async def _experience(
         )
     side = ExperienceSide(
         manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
-        run=mark, background=background, merge_every=0 if config.bank.frozen else config.extractor.merge_every,
+        run=mark, background=background,
+        merge_every=0 if config.bank.frozen else config.extractor.merge_every,
         against_free=config.extractor.baseline == "group",
     )  # fmt: skip
     return side, RunBank(manager, engine, parts, partial(_untrained_engine, config, gpus))
 
 
-# ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measurements ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _measures(
-    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine, bank: RunBank | None,
-    rates: SuccessRates | None,
+    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine,
+    bank: RunBank | None, rates: SuccessRates | None,
 ) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
-    """Evaluations draw from a root of their own: no eval episode shares a draw with a train episode.
+    """Return the evaluator and the advice probe.
 
-    rates: what the actor is told when it judges the bank's experience there; None = it is not asked. The probe's advice is not judged.
+    Both use a separate root of random draws: no eval episode shares a draw with a train episode.
+    `rates` are the success rates shown to the actor when it judges experience in evaluations. None:
+    the actor is not asked to judge. The probe's advice is never judged.
     """
     sets = tasks.eval_sets(config, specs)
     seed = derive_seed(config.run.seed, "eval")
@@ -676,7 +723,7 @@ def _measures(
     own = replace(watched, limits=_limits(config, overtime=False, asks=config.ask.questions))
     scheduler = EpisodeScheduler(_in_flight(config), in_order=config.run.deterministic)
     online = None
-    if bank and not config.bank.frozen:  # a frozen bank learns nothing of new places
+    if bank and not config.bank.frozen:  # a frozen bank learns nothing about unseen places
         places = tasks.online_tasks(config, specs)
         online = OnlineBank(watched, places, bank.scratch, bank.untrained, scheduler)
     retriever = Uncounted(bank.manager) if bank else None
@@ -685,6 +732,9 @@ def _measures(
 
 
 def _in_flight(config: RunConfig) -> int:
-    """Episodes that training keeps in flight: what engine and environments are sized for."""
+    """Return the number of episodes that training keeps in flight at most.
+
+    Engine and environments are sized for this number.
+    """
     rollout = config.rollout
     return rollout.groups * rollout.group_size * (1 + rollout.max_staleness)

@@ -1,6 +1,7 @@
-"""Checkpoints: RUN/checkpoints/STEP with the models, the state of every part, and a manifest that makes it real.
+"""Checkpoints of a run: RUN/checkpoints/STEP with the models, all parts' states and a manifest.
 
-Everything is written under a temporary name and renamed once complete, the manifest inside: a directory without it is none.
+A checkpoint is written under a temporary name and renamed when it is complete. A directory without
+a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ async def save_checkpoint(
     companions: Mapping[str, Path],
     state: State,
 ) -> Path:
-    """Writes RUN/checkpoints/STEP. companions: by role, the model directory whose tokenizer and profile belong beside the weights."""
+    """Write the checkpoint of `step` under `root` (RUN/checkpoints) and return its path.
+
+    A complete checkpoint of the same step is kept and nothing is written. `companions` maps each
+    role to a model directory: its tokenizer files and profile are copied beside the role's weights.
+    Raise `LearnerError` if a learner cannot save; the incomplete directory is then removed.
+    """
     target, draft = root / str(step), root / f".{step}.part"
     if (target / MANIFEST).is_file():
         return target
@@ -36,7 +42,8 @@ async def save_checkpoint(
         except LearnerError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise LearnerError(
-                f"{directory}: not written, {error}. Is the disk full? The checkpoints that are there are whole."
+                f"{directory}: not written, {error}. Is the disk full? "
+                "The checkpoints that are there are whole."
             ) from error
         for file in companions[role].iterdir():
             if _travels(file) and not (directory / file.name).exists():
@@ -48,12 +55,16 @@ async def save_checkpoint(
 
 
 def read_state(checkpoint: Path) -> State:
-    """The state of every part, as `save_checkpoint` was given it."""
+    """Return the state of every part, as it was passed to `save_checkpoint`."""
     return json.loads((checkpoint / MANIFEST).read_text("utf-8"))["state"]
 
 
 def _travels(file: Path) -> bool:
-    """A tokenizer's file, or the profile; an index of weights and a recipe are of the old ones."""
+    """Return whether a companion file is copied: tokenizer files and the profile are.
+
+    Weight indices (*.index.json) and recipe.json are not: they describe the companion's own
+    weights.
+    """
     about_old_weights = file.name.endswith(".index.json") or file.name == "recipe.json"
     return (
         file.is_file()
@@ -63,7 +74,7 @@ def _travels(file: Path) -> bool:
 
 
 def latest_checkpoint(root: Path) -> Path:
-    """The newest complete checkpoint under RUN/checkpoints. Raises `ConfigError` when there is none."""
+    """Return the newest complete checkpoint under `root`. Raise `ConfigError` if there is none."""
     complete = _complete(root)
     if not complete:
         raise ConfigError(
@@ -76,7 +87,7 @@ def latest_checkpoint(root: Path) -> Path:
 
 
 def saved_states(root: Path) -> list[State]:
-    """The states of the complete checkpoints under RUN/checkpoints."""
+    """Return the states of all complete checkpoints under `root` (RUN/checkpoints)."""
     return [json.loads((path / MANIFEST).read_text("utf-8"))["state"] for path in _complete(root)]
 
 

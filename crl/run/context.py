@@ -1,4 +1,7 @@
-"""What the agents of a run are told of their games: the same for a model and, in `crl play`, for a person. Needs no torch."""
+"""Prompt texts for the agents of a run. Needs no torch.
+
+A person in `crl play` reads the same texts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,12 @@ def chat_context(
     tasks: Mapping[str, TaskConfig], specs: Mapping[str, EnvSpec], files: Overrides = BUNDLED, *,
     asks: bool = False, goal_keys: bool = False, records: bool = False,
 ) -> ChatContext:  # fmt: skip
-    """By the tasks' renderings. asks: guided agents may ask; goal_keys: experiences are found by their goal; records: guided agents are
-    told their experience's record."""
+    """Return the context provider for `tasks`, according to each task's rendering.
+
+    `files` replace bundled prompts. `asks`: guided agents may ask questions (search_and_ask).
+    `goal_keys`: experiences are retrieved by their goal. `records`: guided agents are shown the
+    record of their experience.
+    """
     full = [name for name, task in tasks.items() if task.rendering == "full"]
     tools = {
         name: full_tool(prompt("ask", files)) if name in full else COMPACT_TOOL for name in tasks
@@ -35,7 +42,10 @@ def chat_context(
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
-    """The system prompt; none for tiny models, which were taught the game's texts alone."""
+    """Return the system prompt.
+
+    It is empty in the compact rendering: tiny models were trained on the game's texts only.
+    """
     if task.rendering == "compact":
         return ""
     example = spec.actions[0] if spec.actions else "your action"

@@ -1,4 +1,4 @@
-"""The actor-critic exchange of a run (CRL appendix B.1): the critic, the success rates that it is told, and how they begin."""
+"""Actor-critic parts of a run (CRL appendix B.1): critic, success rates and their warm-up."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from crl.types import Task, Trajectory
 
 @dataclass(frozen=True)
 class Warmup:
-    """T_warm batches of groups without experience, whose episodes are neither trained on nor distilled.
+    """T_warm batches of groups without experience, played before the first step.
 
-    source: draws as the run's own stream will, and is another one, so that the run meets the same tasks.
+    Their episodes are neither trained on nor distilled.
     """
 
     runner: EpisodeRunner
     source: TaskSource
+    """Second instance of the run's task stream. It draws the same tasks as the run will."""
     batches: int
+    """T_warm of the paper."""
     groups: int
+    """Groups of one batch."""
     group_size: int
+    """Episodes of one group."""
 
     async def play(self) -> list[Trajectory]:
-        """Play all batches. Episodes that could not be played are among them, with their errors."""
+        """Play all batches and return their trajectories, including those with an error."""
         played: list[Trajectory] = []
         for batch in range(self.batches):
             played += await self._play(batch, self.source.draw(self.groups))
@@ -46,8 +50,10 @@ class Warmup:
 
 @dataclass(frozen=True)
 class CriticSide:
-    """critic: of the training episodes; evaluations have one of their own, and the same rates, which they do not change."""
+    """Actor-critic parts that the training loop uses."""
 
     critic: Critic
+    """Critic of training episodes. Evaluations use a separate critic."""
     rates: SuccessRates
+    """Success rates shown to both critics. Evaluations do not change them."""
     warmup: Warmup

@@ -1,5 +1,8 @@
-"""What the experience side of a run is doing, against the truth that an environment's `Advisor` knows: lessons by kind, how they
-guide, whether they are of the right place, and what being guided is worth. Nothing here reaches a rollout or a loss.
+"""Diagnostics of the experience side of a run.
+
+They count kinds and correctness of lessons, retrievals from the right place, success by the kind of
+lesson that guided, and the gain of guided over free episodes. An environment's `Advisor` provides
+the ground truth for lessons. No diagnostic value is used in a rollout or a loss.
 """
 
 from __future__ import annotations
@@ -14,25 +17,31 @@ from crl.run.figures import GroupGap, group_gaps
 from crl.types import Trajectory
 
 PROBE = 4
-"""Answers of the extractor on which its trainer is held against its engine."""
+"""Latest extractor answers on which the trainer's log-probs are compared with the engine's."""
 
 
 class Diagnostics:
-    """Collects over a step; `take` gives the step's figures. advisors: by task name, for the tasks that have one."""
+    """Collector of a step's diagnostics; `take` returns the step's metrics.
+
+    `advisors` maps task names to advisors, for the tasks that have one.
+    """
 
     def __init__(self, advisors: Mapping[str, Advisor]) -> None:
         self._advisors = advisors
         self._lessons: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by task
         self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.gaps: list[list[GroupGap]] = []
-        """Guided minus free of each group, per step."""
+        """Per step, the gap (guided minus free success) of each group."""
         self.answers: deque[Generation] = deque(maxlen=PROBE)
-        """The extractor's newest."""
+        """Latest answers of the extractor, at most `PROBE`."""
         self.lessons: list[tuple[int, int]] = []
-        """(correct, all) answers of the extractor, per step."""
+        """Per step, (correct answers, all answers) of the extractor."""
 
     def searched(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
-        """Counts the searches at the start of episodes; what agents ask has figures of its own (`rollout/asks`)."""
+        """Count the searches at the start of episodes.
+
+        Searches for agents' questions are skipped: they have separate metrics (`rollout/asks`).
+        """
         for request, hit in zip(requests, hits, strict=True):
             if request.asked:
                 continue
@@ -42,7 +51,10 @@ class Diagnostics:
             counts["right"] += hit is not None and hit.goal == request.task.goal
 
     def distilled(self, distilled: Distilled) -> None:
-        """One answer of the extractor counts once: by its first lesson, else as `return` or `malformed`."""
+        """Count one answer of the extractor, by its verdict (see `verdict`).
+
+        Store the answer in `answers` too. A task without an advisor is not counted.
+        """
         self.answers.append(distilled.generation)
         advisor = self._advisors.get(distilled.request.task.name)
         if advisor is None:
@@ -56,7 +68,7 @@ class Diagnostics:
             counts["informed correct"] += found.correct
 
     def take(self, batch: Sequence[Trajectory]) -> dict[str, float]:
-        """The figures since the last call, `batch` being the step's episodes."""
+        """Return the metrics since the last call. `batch` holds the step's episodes."""
         self.gaps.append(group_gaps(batch))
         answers = sum(self._lessons.values(), Counter())
         self.lessons.append((answers["correct"], answers["all"]))
@@ -68,7 +80,11 @@ class Diagnostics:
         return figures
 
     def _guided(self, batch: Sequence[Trajectory]) -> dict[str, Counter[str]]:
-        """By task: episodes, and those won, by the kind of lesson that guided."""
+        """Return per task the number of guided episodes and of successes, by kind of lesson.
+
+        An episode counts once for each experience that guided it. Only tasks with an advisor
+        appear.
+        """
         counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for t in batch:
             advisor = self._advisors.get(t.task.name)
@@ -86,7 +102,7 @@ def _by_task(
     counts: Mapping[str, Counter[str]],
     figures: Callable[[str, Counter[str]], dict[str, float]],
 ) -> dict[str, float]:
-    """Figures of all counts together and, where several tasks have some, of each."""
+    """Return the metrics of the summed counts and, if several tasks have counts, of each task."""
     found = figures(prefix, sum(counts.values(), Counter()))
     if len(counts) > 1:
         for task, own in sorted(counts.items()):
@@ -116,7 +132,7 @@ def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
 
 
 def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
-    """PREFIX/KIND/success and …/episodes."""
+    """Return PREFIX/KIND/success and PREFIX/KIND/episodes for each kind of lesson."""
     figures: dict[str, float] = {}
     for name in sorted(name for name in counts if name.endswith("/episodes")):
         kind, episodes = name.removesuffix("/episodes"), counts[name]
@@ -128,7 +144,11 @@ def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
 
 
 def verdict(advisor: Advisor, distilled: Distilled) -> Verdict:
-    """On an answer of the extractor: on its first lesson, else `return` or `malformed`."""
+    """Return the verdict on an extractor answer.
+
+    The advisor judges its first lesson. An answer without a lesson is of kind `return` or
+    `malformed`, and not correct.
+    """
     if distilled.writes:
         return advisor.judge(distilled.request.task, distilled.writes[0].text)
     return Verdict("malformed" if distilled.malformed else "return", correct=False)

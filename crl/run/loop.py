@@ -1,11 +1,17 @@
-"""The training loop.
+"""Training loop of a run.
 
-Cast. The `Collector` plays groups as far ahead as the staleness gate allows. The `Learner` owns the actor's trained weights, the
-`Engine` the copy that samples. The `ExperienceSide`, where the method has one, learns from the episodes: bank and extractor. The
-`Evaluator` and the `AdviceProbe` measure on fixed sets. The `Monitor` writes everything down. They are wired in `assemble.py`;
-this file only says in which order things happen:
+* `Collector`: plays groups of episodes, as far ahead of training as the staleness gate allows.
+* `Learner`: owns the actor's trained weights.
+* `Engine`: owns the copy of the weights that samples.
+* `ExperienceSide`: owns bank and extractor, which learn from episodes. Absent without experience.
+* `CriticSide`: judges experience and knows the actor's success rates. Absent if the critic is off.
+* `Evaluator` and `AdviceProbe`: measure on fixed task sets.
+* `Monitor`: records metrics, episodes and notes.
 
-    collect a batch → credit and queue it → advantages → minibatches → learner → publish → engine → next step may start
+`assemble.py` connects these parts. This file defines the order of events in a step:
+
+    collect a batch → advantages → credit and queue the batch → minibatches → learner → publish →
+    engine → bank's step → evaluation and probe, if due → next step may start
 """
 
 from __future__ import annotations
@@ -42,25 +48,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Schedule:
-    """steps: actor steps of the run; minibatches: of one step; seed: root of the draws of minibatches; eval_every and
-    checkpoint_every: steps between two, 0 = only at the ends; probe_every: steps between two advice probes, 0 = none."""
+    """Length of a run, and intervals between its periodic tasks."""
 
     steps: int
+    """Actor steps of the run."""
     minibatches: int
+    """Minibatches of one step."""
     seed: int
+    """Root of the random draws that make minibatches."""
     eval_every: int
+    """Steps between two evaluations; 0 = only before and after the run."""
     checkpoint_every: int
+    """Steps between two checkpoints; 0 = only at the end."""
     probe_every: int
+    """Steps between two advice probes; 0 = no probes."""
 
 
 @dataclass
 class Loop:
-    """One run. `stop` asks it to end after the step that is under way; `completed` says how far it came.
-
-    unguided: the traces of a guided trajectory as if nothing had guided it. experience: None in a
-    run without experience; critic: None where the actor does not judge it. companions: see
-    `save_checkpoint`.
-    """
+    """Training loop of a run, from its warm-up to its last checkpoint."""
 
     method: Method
     schedule: Schedule
@@ -70,26 +76,39 @@ class Loop:
     engine: Engine
     learner: Learner
     unguided: Callable[[Trajectory], Sequence[TokenTrace]]
+    """Function that returns a trajectory's traces with the prompts of an unguided episode."""
     evaluator: Evaluator
     probe: AdviceProbe
     experience: ExperienceSide | None
+    """None in a run without experience."""
     critic: CriticSide | None
+    """None if the actor does not judge experience."""
     monitor: Monitor
     checkpoints: Path
+    """Directory of the run's checkpoints."""
     companions: Mapping[str, Path]
+    """See `save_checkpoint`."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event that ends the run after the current step."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """Finished evaluations, by the number of completed steps."""
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics of finished advice probes, by the number of completed steps."""
     totals: Totals = field(default_factory=Totals)
     skipped_updates: int = 0
+    """Actor updates that were skipped because loss or gradient was not finite."""
     mid_step: bool = False
-    """Between a batch's training and the step's completion: weights and counters do not belong together."""
+    """True between the credit of a batch and the completion of its step.
+
+    In this phase weights and counters are inconsistent: no checkpoint may be written.
+    """
 
     def __post_init__(self) -> None:
         self._mismatch = MismatchWatch("actor", self.monitor)
 
     @property
     def completed(self) -> int:
+        """Number of completed steps."""
         return self.collector.completed_steps
 
     @property
@@ -97,7 +116,11 @@ class Loop:
         return {"actor": self.learner, **(self.experience.learners if self.experience else {})}
 
     async def run(self) -> None:
-        """Trains to the end, or to `stop`, and writes a checkpoint either way. What kills a part ends the run with its cause."""
+        """Train until the last step or until `stop`, then write a checkpoint.
+
+        An error in one of the parts cancels the others. It is raised in an exception group, without
+        a checkpoint.
+        """
         await self._warm_up()
         await self._measure(0)
         async with asyncio.TaskGroup() as tasks:
@@ -119,7 +142,10 @@ class Loop:
         await self.checkpoint()
 
     async def checkpoint(self) -> Path:
-        """Both models, the state of every part, and how far the bank's log had come."""
+        """Write a checkpoint of the completed steps and return its path.
+
+        It holds the trained models, the state of every part, and a reference to a bank snapshot.
+        """
         state: State = {"learner": self.learner.state(), "source": self.collector.source_state()}
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
@@ -133,7 +159,10 @@ class Loop:
             )
 
     async def _step(self, step: int) -> bool:
-        """One actor step; False when the run was asked to stop before its batch was there."""
+        """Run one actor step. Return False if the run was asked to stop.
+
+        If it was asked before the batch was complete, nothing is trained.
+        """
         clock, busy = Clock(), self.engine.busy
         with clock("wait"):
             batch = await self._unless_stopped(self.collector.batch(step))
@@ -175,7 +204,8 @@ class Loop:
         figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
         self.monitor.log(step + 1, "train", figures | self.environments.figures())
         self._mismatch.observe(step, stats.metrics)
-        # Before the step completes: in a synchronous run no rollout is under way here, so none shares a batch with an eval.
+        # Measure before the step completes. A synchronous run has no rollout in flight here, so no
+        # rollout shares a forward pass with an eval episode.
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)
         if self._due(step + 1, self.schedule.probe_every):
@@ -187,7 +217,10 @@ class Loop:
         return not self.stop.is_set()
 
     def _advantages(self, played: Sequence[Trajectory]) -> list[float]:
-        """The sum of the method's advantage terms, over trajectories without errors."""
+        """Return the sum of the method's advantage terms for each trajectory of `played`.
+
+        `played` must not contain trajectories with errors.
+        """
         return (
             torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist()
             if played
@@ -201,7 +234,7 @@ class Loop:
         advantages: Sequence[float],
         distilled: Mapping[int, SelfDistilled],
     ) -> Sequence[Minibatch]:
-        """What the actor trains on."""
+        """Return the minibatches of the actor's training step."""
         views = [self.method.actor.view(t) for t in played]
         draw = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(
@@ -214,13 +247,19 @@ class Loop:
         )
 
     def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, SelfDistilled]:
-        """Return the samples of self-distillation, by their trajectory's index."""
+        """Return the self-distillation samples by trajectory index: weight and unguided traces.
+
+        Trajectories with weight 0 are left out.
+        """
         term = self.method.actor.distillation
         weights = term(played).tolist() if term and played else []
         return {i: (weight, self.unguided(played[i])) for i, weight in enumerate(weights) if weight}
 
     async def _warm_up(self) -> None:
-        """Not of a run that goes on: its rates are in its checkpoint."""
+        """Play the critic's warm-up and log the success rates.
+
+        A run that continues from completed steps skips the warm-up: its checkpoint has the rates.
+        """
         if not self.critic or not self.critic.warmup.batches or self.completed:
             return
         clock = Clock()
@@ -232,7 +271,8 @@ class Loop:
         observed = self.critic.rates.observe(played)
         if observed == 0:
             self.monitor.note(
-                "no episode of the warm-up could be played: the critic knows no success rate until a free one is"
+                "no episode of the warm-up could be played: "
+                "the critic knows no success rate until a free one is"
             )
         rates = {
             f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()
@@ -250,7 +290,8 @@ class Loop:
         clock = Clock()
         with clock("eval"):
             last = step == self.schedule.steps
-            # At the start nothing was trained yet: banks built then tell least, and take longest.
+            # No online banks at the start: before any training they are least informative and take
+            # longest to build.
             evaluation = await self._unless_stopped(
                 self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last)
             )
@@ -269,7 +310,10 @@ class Loop:
             self.monitor.log(step, "probe", {**figures, **clock.figures()})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` comes to; None when the run is asked to stop before, and then `work` is cancelled."""
+        """Return the result of `work`; None if the run is asked to stop first.
+
+        In that case `work` is cancelled.
+        """
         working, stopping = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -277,7 +321,8 @@ class Loop:
         finally:
             working.cancel()
             stopping.cancel()
-            await asyncio.wait({working, stopping})  # an evaluation has environments to give back
+            # A cancelled evaluation still has to release its environments.
+            await asyncio.wait({working, stopping})
 
     def _step_figures(
         self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock
@@ -295,15 +340,19 @@ class Loop:
         }
 
     def _due(self, step: int, every: int) -> bool:
-        """Not at the run's last step, which is measured and kept when everything has settled."""
+        """Return whether a periodic task is due after `step` steps; `every` = 0 means never.
+
+        It is not due after the last step: `run` measures and saves when all work has settled.
+        """
         return every > 0 and step % every == 0 and step < self.schedule.steps
 
 
 class Clock:
-    """Where the time went: `with clock("train"): …`."""
+    """Stopwatch for named sections: `with clock("train"): …`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        """Seconds spent so far, by section name."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""The commands behind `crl train` and `crl eval`: a run from its directory to its summary, and what happens when it is cut short."""
+"""Commands behind `crl train` and `crl eval`.
+
+They cover a run from its directory to its summary, including interruptions and errors.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,15 @@ from crl.run.tasks import (
 )
 
 INTERRUPTED = 130
+"""Exit code of a run that was interrupted."""
 
 
 def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) -> int:
-    """Trains, shows the run on `screen`, which is closed when it ends, and returns the exit code.
+    """Train a run and return the exit code.
 
-    command: the command line without --seed and --run-dir, for what the summary suggests. Raises `CrlError`, whose traceback is
-    in RUN/log.txt.
+    The run is shown on `screen`, which is closed at the end. `command` is the command line without
+    --seed and --run-dir; the summary shows it. Raise `CrlError` if the run cannot start or fails.
+    The traceback of any error except a `ConfigError` is written to RUN/log.txt.
     """
     begin = time.monotonic()
     prompts = hashes(config.prompts.files)
@@ -68,9 +73,8 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
             monitor.note(f"run {run.path}\n{overview(config)}\n")
             return asyncio.run(_train(config, run, monitor, screen, command, begin))
     except ConfigError:
-        if (
-            not run.metrics.exists() or not run.metrics.stat().st_size
-        ):  # nothing has begun: leave the directory as it was found
+        # Without metrics the run has not begun: make the directory empty again.
+        if not run.metrics.exists() or not run.metrics.stat().st_size:
             run.clear()
         raise
     except BaseException as error:
@@ -80,19 +84,26 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
 
 @contextmanager
 def _disk_errors(run: RunDir) -> Iterator[None]:
-    """Of the files that a run writes beside its bank."""
+    """Raise `CrlError` for an `OSError` that means a full disk.
+
+    This covers the files of a run except the bank, whose errors are `StoreError`s.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise CrlError(
-            f"{run.path}: {error.strerror}. Free some disk space; the checkpoints that are there are whole."
+            f"{run.path}: {error.strerror}. "
+            "Free some disk space; the checkpoints that are there are whole."
         ) from error
 
 
 def _keep_traceback(error: BaseException, log: Path) -> None:
-    """Writes it down, unless the disk is full, which may be what the run died of; the error says so."""
+    """Append the traceback of `error` to `log`. Add its location to the message of a `CrlError`.
+
+    If the log cannot be written (for example, because the disk is full), the message says so.
+    """
     where = f"traceback: {log}"
     try:
         with log.open("a", encoding="utf-8") as stream:
@@ -104,7 +115,10 @@ def _keep_traceback(error: BaseException, log: Path) -> None:
 
 
 def evaluate_run(run_dir: Path) -> int:
-    """Repeats the evaluation of the run's last checkpoint and prints it; the run's own files stay as they are."""
+    """Repeat the evaluation of the run's last checkpoint, print the result, and return 0.
+
+    The files of the run are not changed.
+    """
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
     require_engine(config)
@@ -128,7 +142,10 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """What was imported and loaded is not looked through for garbage inside: that would stop rollouts for a fifth of a second at a time."""
+    """Exclude all objects that exist now from garbage collection inside the context.
+
+    Scanning the imported modules and loaded models would pause rollouts for 0.2 s each time.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -171,16 +188,18 @@ async def _train(
 
 @contextmanager
 def _interruptible(loop: Loop, screen: Monitor) -> Iterator[None]:
-    """The first Ctrl-C, or SIGTERM, ends the run with a checkpoint of the last completed step; the second ends the process at once.
+    """Handle Ctrl-C (SIGINT) and SIGTERM inside the context.
 
-    A step whose batch is being collected is given up; one that is being trained is completed.
+    The first signal stops `loop`, which writes a checkpoint of the last completed step. A step
+    whose batch is still being collected is dropped. A step that is being trained is completed. The
+    second signal ends the process immediately.
     """
     events = asyncio.get_running_loop()
 
     def interrupt() -> None:
         if loop.stop.is_set():
             try:
-                screen.close()  # it may hold the terminal
+                screen.close()  # the screen may have to restore the terminal
             finally:
                 os._exit(INTERRUPTED)
         loop.monitor.note("interrupted: writing a checkpoint (Ctrl-C again to exit at once)")
@@ -198,7 +217,7 @@ def _interruptible(loop: Loop, screen: Monitor) -> Iterator[None]:
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The first error that is not itself a group: what a part died of."""
+    """Return the first error in `group` that is not itself a group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

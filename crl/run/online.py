@@ -1,7 +1,9 @@
-"""`new` places with a bank that is built on the way: what experience is worth where nothing was known before.
+"""Online evaluation: unseen (`new`) places with a bank that is built during the visits.
 
-Every place is visited VISITS times by MEMBERS guided episodes. After a visit its episodes are distilled and credited in a scratch
-copy of the bank, which is thrown away at the end. Success counts from the third visit on, when there is something to know.
+It measures the value of experience in places that the run has never met. Every place is visited
+VISITS times, each time by MEMBERS guided episodes. After each visit except the last, its episodes
+are distilled and credited in a scratch copy of the bank, which is deleted at the end. Success
+counts from the third visit on, when the bank has lessons about the place.
 """
 
 from __future__ import annotations
@@ -24,47 +26,63 @@ from crl.run.playing import EpisodeScheduler
 from crl.types import Task, Trajectory
 
 VISITS = 5
+"""Visits to every place."""
 MEMBERS = 4
+"""Guided episodes of one visit."""
 UNCOUNTED_VISITS = 2
+"""First visits, whose success does not count."""
 
 MARK = "online"
-"""The run's name in the requests of these episodes; a copied bank may have others in its queue."""
+"""Run name in the distillation requests of these episodes.
+
+The queue of a copied bank may hold requests with other run names.
+"""
 
 Scratch = Callable[[Callable[[Distilled], None]], AbstractAsyncContextManager[ExperienceManager]]
-"""Opens a scratch bank that tells what was distilled, and throws it away."""
+"""Function that opens a scratch bank and deletes it on exit.
+
+Its argument is called with each distilled answer.
+"""
 
 LessonCount = tuple[int, int]
-"""(right lessons, answers)."""
+"""(right lessons, answers) of an extractor."""
 
 
 @dataclass(frozen=True)
 class OnlineTask:
-    """places: of `new`; revisit(place, visit): the place under other dynamics; advisor: None where nobody knows the truth."""
+    """Task of the online evaluation."""
 
     places: Sequence[Task]
+    """Unseen places."""
     revisit: Callable[[Task, int], Task]
+    """Function that returns a place with other dynamics; the number selects the dynamics."""
     advisor: Advisor | None
+    """Ground truth about lessons; None if the environment has none."""
 
 
 @dataclass
 class OnlineResult:
-    """visits: the trajectories of each; alone: the same episodes from the third visit on without experience; lessons: of the first
-    visit, which nothing guided; None without an advisor."""
+    """Result of the online evaluation of one task."""
 
     visits: list[list[Trajectory]] = field(default_factory=list)
+    """Trajectories of each visit."""
     alone: list[list[Trajectory]] = field(default_factory=list)
+    """Episodes of the visits that count, played without experience."""
     lessons: LessonCount | None = None
+    """Right lessons of the extractor on the first visit; None without an advisor."""
     untrained_lessons: LessonCount | None = None
+    """Same as `lessons`, for the extractor of the run's start; None also without a comparison."""
 
     @property
     def settled(self) -> Sequence[Sequence[Trajectory]]:
+        """Trajectories of the visits that count: the third one and later."""
         return self.visits[UNCOUNTED_VISITS:]
 
     @property
     def lift(self) -> list[float]:
-        """Success with the bank minus success without, by place, from the third visit on.
+        """Mean success with the bank minus mean success without it, one value per place.
 
-        Both are of the same episodes, with the same draws.
+        Only visits that count are included. Both sides play the same episodes with the same draws.
         """
         won: defaultdict[str, list[int]] = defaultdict(list)
         for guided, free in zip(self.settled, self.alone, strict=True):
@@ -74,7 +92,11 @@ class OnlineResult:
 
 
 class OnlineBank:
-    """scratch: copies the run's bank, with the run's extractor; untrained: an empty bank with the extractor that the run started with."""
+    """Online evaluation of several tasks.
+
+    `scratch` opens a copy of the run's bank with the run's extractor. `untrained` opens an empty
+    bank with the extractor that the run started with.
+    """
 
     def __init__(
         self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask], scratch: Scratch,
@@ -83,10 +105,14 @@ class OnlineBank:
         self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
         self._scratch, self._untrained = scratch, untrained
         self._undistilled = replace(runner, limits=without_overtime(runner.limits))
-        self._comparing = asyncio.Lock()  # GPU memory is planned for one untrained extractor
+        self._comparing = asyncio.Lock()  # the GPU plan has one untrained extractor
 
     async def evaluate(self, *, compare_lessons: bool) -> dict[str, OnlineResult]:
-        """By task name."""
+        """Evaluate all tasks and return the results by task name.
+
+        With `compare_lessons` the untrained extractor also distils the first visit, in tasks with
+        an advisor.
+        """
         parts = [partial(self._evaluate, *item, compare_lessons) for item in self._tasks.items()]
         return dict(zip(self._tasks, await self._scheduler.gather(parts), strict=True))
 
@@ -100,7 +126,10 @@ class OnlineBank:
         return replace(result, alone=alone)
 
     async def _visit(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
-        """Play the visits one after the other, before what waits for nothing."""
+        """Play the visits one after the other, with priority over other episodes.
+
+        Each visit has to wait for the one before.
+        """
         result, tally = OnlineResult(), Tally(task.advisor)
         async with self._scratch(tally) as bank:
             for visit in range(VISITS):
@@ -135,9 +164,10 @@ class OnlineBank:
 def visited(
     name: str, task: OnlineTask, visit: int, *, arm: str = "",
 ) -> tuple[list[EpisodeKey], list[Task]]:  # fmt: skip
-    """Return the episodes of visit number `visit` (from 0) of every place.
+    """Return the episode keys and tasks of visit number `visit` (from 0) to every place.
 
-    The members of a visit play one place. Each has dynamics of its own.
+    The members of a visit play the same place, each with different dynamics. `arm` distinguishes
+    episodes with the same draws.
     """
     first = visit * len(task.places)
     members = [(i, member) for i in range(len(task.places)) for member in range(MEMBERS)]
@@ -147,12 +177,15 @@ def visited(
 
 
 def without_overtime(limits: Mapping[str, Limits]) -> dict[str, Limits]:
-    """Return the limits of episodes that are not distilled: the record alone has an overtime."""
+    """Return `limits` without overtime, for episodes that are not distilled."""
     return {name: replace(one, overtime=0) for name, one in limits.items()}
 
 
 class Tally:
-    """Counts the right ones among the answers of an extractor; `count` is None without an advisor."""
+    """Counter of right lessons among an extractor's answers.
+
+    `count` is (right lessons, answers), or None without an advisor.
+    """
 
     def __init__(self, advisor: Advisor | None) -> None:
         self._advisor = advisor
@@ -165,7 +198,7 @@ class Tally:
 
 
 async def take_in(bank: ExperienceManager, played: Sequence[Trajectory]) -> None:
-    """Credits and distils a visit's episodes; one step of the bank's clock."""
+    """Credit and distil a visit's episodes, then advance the bank's clock by one step."""
     await learn(bank, MARK, played, [t for t in played if t.error is None])
     await bank.drain()
     bank.advance(bank.step + 1)

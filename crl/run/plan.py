@@ -1,4 +1,7 @@
-"""What a run would do, for `--dry-run`: config, devices, model, tasks and batch arithmetic. No model is loaded."""
+"""Plan of a run for `--dry-run`: config, devices, models, tasks and batch arithmetic.
+
+No model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from crl.run.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 
 
 def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
-    """Sections of text with a heading each. gpus: where there are some, for whose fit the caller answers.
+    """Return the plan as text, in sections with a heading each.
 
-    Raises `ConfigError` for what a run would refuse of prompts, tasks and bank, and of models that are here.
+    `gpus` is the GPU plan, None without GPUs; the caller checks that it fits. Raise `ConfigError`
+    for prompts, tasks, a bank or installed models that a run would refuse.
     """
     hashes(config.prompts.files)
     specs = tasks.specs(config)
@@ -51,12 +55,15 @@ def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
 
 
 def overview(config: RunConfig) -> str:
-    """What a run says when it starts: who plays what, in which rendering, on what."""
+    """Return the text that a run shows at its start: models, tasks with renderings, devices."""
     return "\n".join([_models(config), _tasks(config), _devices(config)])
 
 
 def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The table as TOML, its own values before its sub-tables. TOML has no null: what is unset is a comment."""
+    """Yield the lines of `table` as TOML: first its values, then its sub-tables.
+
+    TOML has no null, so an unset value becomes a comment.
+    """
     values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
     if prefix and values:
         yield f"\n[{prefix.removesuffix('.')}]"
@@ -87,7 +94,10 @@ def _engine(engine: EngineSection) -> str:
         f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
     )
     weights = "random ones at the start, then " if engine.load_format == "dummy" else ""
-    return f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; weights {weights}by {engine.transfer}"
+    return (
+        f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; "
+        f"weights {weights}by {engine.transfer}"
+    )
 
 
 def _learner(learner: LearnerSection) -> str:
@@ -97,7 +107,10 @@ def _learner(learner: LearnerSection) -> str:
     if learner.kind == "local":
         return f"local {where}{how}"
     offload = ", optimizer offloaded" if learner.offload else ""
-    return f"deepspeed {where} each; {_count(learner.ranks, 'rank')} of each model, ZeRO-{learner.zero}{offload}{how}"
+    return (
+        f"deepspeed {where} each; {_count(learner.ranks, 'rank')} of each model, "
+        f"ZeRO-{learner.zero}{offload}{how}"
+    )
 
 
 def _hosts(config: RunConfig) -> str:
@@ -124,7 +137,10 @@ def _model(role: str, name: str) -> str:
     key = f"{role}.model"
     path, profile = find_model(name, key), profile_of(name, key)
     if path is None:
-        return f"{role:<10} {name} (not downloaded: hf download {name})\n           {KNOWN[name].parameters:,} parameters; profile {profile}"
+        return (
+            f"{role:<10} {name} (not downloaded: hf download {name})\n"
+            f"           {KNOWN[name].parameters:,} parameters; profile {profile}"
+        )
     size = model_size(path, key)
     weights = (
         f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB"
@@ -156,9 +172,11 @@ def _experience(config: RunConfig) -> str:
     return "\n".join(
         [
             f"extractor  {training}",
-            f"bank       {writing}; {kept}; {f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
+            f"bank       {writing}; {kept}; "
+            f"{f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
-            f"retrieval  {guided} guided, one experience per {retrieval.per}, chosen by {_choice(retrieval)}",
+            f"retrieval  {guided} guided, one experience per {retrieval.per}, "
+            f"chosen by {_choice(retrieval)}",
             *(
                 [f"questions  at most {config.ask.limit} of a guided episode"]
                 if config.ask.enabled
@@ -198,7 +216,9 @@ def _embedder(section: EmbedderSection) -> str:
         return f"{section.name} at {section.model}"
     if section.model == "hash":
         return section.model
-    return f"{section.model} {'in a vLLM pooling engine' if section.kind == 'vllm' else 'on ' + _device(section.device)}"
+    return f"""{section.model} {
+        "in a vLLM pooling engine" if section.kind == "vllm" else "on " + _device(section.device)
+    }"""
 
 
 def _tasks(config: RunConfig) -> str:
@@ -216,15 +236,18 @@ def _tasks(config: RunConfig) -> str:
         overtime = task.overtime if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {why}",
-            f"  {_count(task.turns, 'turn')} of at most {_count(task.max_response_tokens, 'token')}, context {task.context}"
+            f"  {_count(task.turns, 'turn')} of at most "
+            f"{_count(task.max_response_tokens, 'token')}, context {task.context}"
             + (
-                f"; an unfinished episode goes on for {_count(overtime, 'turn')}, for the extractor alone"
+                f"; an unfinished episode goes on for {_count(overtime, 'turn')}, "
+                "for the extractor alone"
                 if overtime
                 else ""
             ),
             *(
                 [
-                    f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, the others for {visits}"
+                    f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, "
+                    f"the others for {visits}"
                 ]
                 if name in placed
                 else []
@@ -245,41 +268,60 @@ def _batch(config: RunConfig) -> str:
     groups = _count(rollout.groups, "group")
     return "\n".join(
         [
-            f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, {staleness}{_shares(config)}",
+            f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
+            f"{staleness}{_shares(config)}",
             f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
             f"{rollouts / config.actor.minibatches:g} rollouts = as many optimizer updates",
-            f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, {steps * config.actor.minibatches:,} updates",
+            f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
+            f"{steps * config.actor.minibatches:,} updates",
             f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
         ]
     )
 
 
 def _shares(config: RunConfig) -> str:
-    """How a batch is shared out to several tasks."""
+    """Return the text for each task's share of a batch; empty with one task."""
     least, more = divmod(config.rollout.groups, len(config.tasks))
     shares = f"{least} or {_count(least + 1, 'group')}" if more else _count(least, "group")
     return f"; {shares} of each task" if len(config.tasks) > 1 else ""
 
 
 def _evaluations(config: RunConfig) -> str:
-    """Before and after the run, and every `eval_every` steps between. The start of a run builds no banks online."""
+    """Return the text for the number of evaluations and their episodes.
+
+    A run is evaluated at its start, at its end, and every `eval_every` steps. The first evaluation
+    builds no online bank, unless it is the only one.
+    """
     steps, every = config.run.steps, config.run.eval_every
     evals = 1 if steps == 0 else 2 + ((steps - 1) // every if every else 0)
     sets = sum(_set_episodes(task, config) for task in config.tasks.values())
     online = sum(_online_episodes(task, config) for task in config.tasks.values())
     if not online or evals == 1:
-        return f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = {evals * (sets + online):,} episodes"
+        return (
+            f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = "
+            f"{evals * (sets + online):,} episodes"
+        )
     in_all = evals * (sets + online) - online
-    return f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start and {sets + online:,} later = at most {in_all:,} episodes"
+    return (
+        f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start "
+        f"and {sets + online:,} later = at most {in_all:,} episodes"
+    )
 
 
 def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
-    """Known and new alone, and with experience known guided too."""
+    """Return the number of episodes of a task's eval sets in one evaluation.
+
+    Seen and unseen tasks are played without experience. In a run with experience, seen tasks are
+    also played with it.
+    """
     return task.eval.known * (2 if config.with_experience else 1) + task.eval.new
 
 
 def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
-    """The online places with a bank that is built on the way and, where they count, without."""
+    """Return the number of episodes of a task's online evaluation; 0 if no online bank is built.
+
+    All visits are played with the online bank. The visits that count are also played without it.
+    """
     built = config.with_experience and not config.bank.frozen
     return task.eval.online * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS if built else 0
 

@@ -1,4 +1,7 @@
-"""A game for a person, or shown by the environment's scripted player, with the actor's view of it: no model, no torch."""
+"""Games played by a person or by an environment's scripted player, as an actor would see them.
+
+Needs no model and no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,30 @@ T = TypeVar("T")
 
 
 class Person:
-    """A `ScriptedPlayer` that reads its actions: what there is to observe it was shown. Raises `EOFError` when there are no more."""
+    """Person as a `ScriptedPlayer`: `read` returns the next action.
+
+    Observations are already on the screen. `read` raises `EOFError` if there are no more actions.
+    """
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read
 
     def begin(self, goal: str, observation: str) -> None:
-        """It sees the screen."""
+        """Do nothing: the person sees the screen."""
 
     def act(self) -> str:
         return self._read()
 
     def observe(self, observation: str) -> None:
-        """It sees the screen."""
+        """Do nothing: the person sees the screen."""
 
 
 class Shown:
-    """A player in an actor's place: it is told, and its answers are read, as an actor's. show: called with every text that it is told,
-    and with what it says unless it is a person, whose terminal shows that."""
+    """Player that takes an actor's place.
+
+    Prompts are built, and answers parsed, as for an actor. `show` is called with every prompt text
+    and every answer. A person's answers are not shown: the terminal shows them already.
+    """
 
     def __init__(
         self,
@@ -66,7 +75,7 @@ class Shown:
         self._player.observe(observation)
 
     def end(self, observation: str) -> None:
-        """The last text of an episode, which no player reads any more."""
+        """Show an observation. The player does not receive it, unlike in `observe`."""
         self._tell(self._context.following(StepResult(observation)))
 
     def _tell(self, segments: Sequence[Segment]) -> None:
@@ -75,7 +84,11 @@ class Shown:
 
 
 class ShownGame:
-    """A `Game` as a run plays it: what it raises is a `RolloutError` in a run's words; what its end raises is shown."""
+    """`Game` with the checks and the error messages of a run.
+
+    Errors of the game are raised as `RolloutError`; a `CrlError` is raised unchanged. An error in
+    `close` is shown instead of raised.
+    """
 
     def __init__(self, spec: EnvSpec, rendering: Rendering, show: Callable[[str], None]) -> None:
         self._name, self._show = spec.name, show
@@ -98,20 +111,23 @@ class ShownGame:
             return function(*arguments)
         except CrlError:
             raise
-        except (Exception, SystemExit) as error:  # whatever a game raises
+        except (Exception, SystemExit) as error:  # a game may raise any error
             raise RolloutError("env", f"{self._name}: {what}: {describe(error)}") from error
 
 
 @dataclass(frozen=True)
 class Table:
-    """A task that is ready to be played, in one rendering."""
+    """Task that is ready to be played in one rendering."""
 
     config: TaskConfig
     spec: EnvSpec
 
     @classmethod
     def of(cls, name: str, rendering: Rendering) -> Table:
-        """name: of a task, or the path of its file. Raises `ConfigError` for what cannot be played."""
+        """Return the table of a task. `name` is the task's name or the path of its file.
+
+        Raise `ConfigError` if the task cannot be played.
+        """
         path = task_file(name)
         if mixed := mixture(path):
             raise ConfigError(
@@ -135,8 +151,11 @@ class Table:
     def episodes(
         self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]
     ) -> Iterator[Played]:
-        """Plays the first n tasks that a run with this seed trains or is evaluated on. Raises `RolloutError` for an episode that would
-        be an error of the run."""
+        """Play the first `n` tasks of `split` in a run with this seed, and yield the episodes.
+
+        The split is "train" or an eval split. Raise `RolloutError` for an episode that would end
+        with an error in a run.
+        """
         name, config = self.config.name, self.config
         context = chat_context({name: config}, {name: self.spec})
         tasks = first_tasks(name, config, self.spec, split, n, seed)

@@ -1,4 +1,4 @@
-"""Playing many episodes: whole sets side by side, under one bound of episodes in flight."""
+"""Scheduling of many episodes: sets run at the same time, with one limit on running episodes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ T = TypeVar("T")
 
 
 class EpisodeScheduler:
-    """Runs the parts of an evaluation, and plays their episodes, at most `limit` at a time.
+    """Scheduler of the parts of an evaluation, with at most `limit` episodes at a time.
 
-    in_order: run one part after the other, and play episodes in whole chunks of `limit`, as `Waves`
-    needs. Then what shares a forward pass depends neither on timing nor on what else is evaluated.
-    Else all parts run at once. Their sets start in order, so that most of what shares a forward
-    pass is of one task and of like length.
+    With `in_order`, parts run one after the other, and episodes run in whole chunks of `limit`, as
+    `Waves` requires. The requests in a forward pass then depend neither on timing nor on other
+    parts of the evaluation.
+
+    Otherwise all parts run at the same time. Their sets start in order, so most requests in a
+    forward pass belong to one task and have similar lengths.
     """
 
     def __init__(self, limit: int, *, in_order: bool = False) -> None:
@@ -32,7 +34,7 @@ class EpisodeScheduler:
         self._numbers = itertools.count()
 
     async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
-        """Return the results of `parts`, in their order. The first error cancels the others."""
+        """Run `parts` and return their results in order. The first error cancels the others."""
         if self._in_order:
             return [await part() for part in parts]
         async with asyncio.TaskGroup() as group:
@@ -43,9 +45,10 @@ class EpisodeScheduler:
         self, runner: EpisodeRunner, condition: Condition, keys: Sequence[EpisodeKey],
         tasks: Sequence[Task], *, urgent: bool = False,
     ) -> list[Trajectory]:  # fmt: skip
-        """Play `tasks` under `keys`.
+        """Play `tasks` under `keys`, one key per task, and return the trajectories in this order.
 
-        urgent: start before episodes that are not, because others wait for these.
+        `urgent` episodes start before waiting episodes that are not urgent. Use it if other work
+        waits for the result.
         """
         plan = RolloutPlan(condition)
 
@@ -67,10 +70,11 @@ class EpisodeScheduler:
     async def play_free(
         self, runner: EpisodeRunner, keys: Sequence[EpisodeKey], guided: Sequence[Trajectory],
     ) -> list[Trajectory]:  # fmt: skip
-        """Play without experience what was played as `guided`, under the same keys.
+        """Play the episodes of `guided` again without experience, under the same keys.
 
-        An episode that was shown no experience had the prompts and draws of the free one. It is
-        not played again, unless guided prompts offer a tool.
+        A guided episode that was shown no experience has the same prompts and draws as a free
+        episode. It is reused instead of played again, unless it has an error or its prompts offer
+        the tool for questions.
         """
         again = [i for i, t in enumerate(guided) if not _like_free(t, runner)]
         tasks = [guided[i].task for i in again]
@@ -80,7 +84,11 @@ class EpisodeScheduler:
 
     @asynccontextmanager
     async def _place(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Hold one of the places. Urgent callers get one first, then those who came first."""
+        """Hold one of the `limit` slots inside the context.
+
+        Urgent callers get a free slot first. Callers of equal urgency are served in order of
+        arrival.
+        """
         if self._free:
             self._free -= 1
         else:
@@ -107,7 +115,7 @@ class EpisodeScheduler:
 
 
 def _like_free(guided: Trajectory, runner: EpisodeRunner) -> bool:
-    """Return whether the episode would have been the same without experience."""
+    """Return whether the guided episode would have been the same without experience."""
     offers_tool = runner.limits[guided.task.name].asks > 0
     return guided.error is None and not guided.shown and not offers_tool
 

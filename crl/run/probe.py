@@ -1,4 +1,7 @@
-"""The advice probe: success on fixed places with no advice, with right and with wrong advice. It tells whether the actor listens."""
+"""Advice probe: success in fixed places with no advice, right advice and wrong advice.
+
+It measures whether the actor follows advice.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ ADVICE = ("none", "right", "wrong")
 
 @dataclass(frozen=True)
 class Told:
-    """A `Retriever` that says the same in a place whoever asks. texts: by goal."""
+    """`Retriever` that returns a fixed text for each place."""
 
     texts: Mapping[str, str]
+    """Texts by the goal of the place."""
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         use = ExperienceUse("told", 1, "told", "start")
@@ -36,12 +40,18 @@ class Told:
 
 @dataclass(frozen=True)
 class ProbeTask:
+    """Places of one task in the probe, with the environment's advisor."""
+
     places: Sequence[Task]
     advisor: Advisor
 
 
 class AdviceProbe:
-    """tasks: by name, those with an advisor. runner: of the evaluations; it is not asked for its bank."""
+    """Advice probe of a run.
+
+    `runner` is that of evaluations, without a bank. `tasks` holds the tasks with an advisor, by
+    name.
+    """
 
     def __init__(
         self, runner: EpisodeRunner, tasks: Mapping[str, ProbeTask], scheduler: EpisodeScheduler,
@@ -49,8 +59,13 @@ class AdviceProbe:
         self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
 
     async def measure(self) -> dict[str, float]:
-        """probe/TASK/{none,right,wrong}, and right minus none with its half width; the draws are the same under all three."""
-        texts = await asyncio.to_thread(self._texts)  # the truth comes from playing the games
+        """Play all places with each kind of advice and return the metrics.
+
+        They are the success rates probe/TASK/{none,right,wrong}, and probe/TASK/right_minus_none
+        with the half width of its 95 % interval. The random draws are the same for all kinds of
+        advice.
+        """
+        texts = await asyncio.to_thread(self._texts)  # an advisor may play the game
         arms = [(name, advice) for name in self._tasks for advice in ADVICE]
         parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
         played = await self._scheduler.gather(parts)
@@ -68,7 +83,7 @@ class AdviceProbe:
         return figures
 
     def _texts(self) -> dict[tuple[str, str], dict[str, str]]:
-        """Return the advice of each (task, advice) but `none`, by goal."""
+        """Return the advice texts by goal, for each (task name, kind of advice) except `none`."""
         told = [(name, advice) for name in self._tasks for advice in ADVICE if advice != "none"]
         return {(name, advice): advice_texts(self._tasks[name], advice) for name, advice in told}
 
@@ -83,7 +98,7 @@ class AdviceProbe:
 
 
 def advice_texts(task: ProbeTask, advice: str) -> dict[str, str]:
-    """By goal: the advice for each place."""
+    """Return the right or wrong advice for each place of `task`, by goal."""
     if advice == "right":
         return {place.goal: task.advisor.right(place) for place in task.places}
     return {

@@ -1,4 +1,4 @@
-"""How far a bank is embedded, for people."""
+"""Progress display while a bank is embedded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from crl.manager.settings import Progress
 
 
 def embedding_progress(note: Callable[[str], object], *, bar: bool = True) -> Progress:
-    """A bar on stderr where that is a terminal, else one line by `note`. bar = False: something else holds the terminal."""
+    """Return a `Progress`: a bar on stderr if that is a terminal, otherwise one line by `note`.
+
+    Pass `bar` = False if something else uses the terminal. Then no bar is drawn.
+    """
 
     @contextmanager
     def progress(total: int) -> Iterator[Callable[[int], object]]:

@@ -1,4 +1,4 @@
-"""SIGTERM as a way to end that leaves nothing open."""
+"""Shutdown on SIGTERM that closes everything that is open."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from types import FrameType
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C here, so that whatever is open is closed: also before the loop and after it."""
+    """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed.
+
+    This also covers the time before and after the training loop.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(ctrl_c):  # a process that was started in the background ignores it
+        if not callable(ctrl_c):  # a background process ignores SIGINT
             raise KeyboardInterrupt
         ctrl_c(number, frame)
 

@@ -1,4 +1,4 @@
-"""What a run says when it ends: what changed, what it took, where the result is and what to do with it."""
+"""Summary at the end of a run: results, cost, output paths and commands for the next steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from crl.run.loop import Loop
 
 BEST = 5
-"""Experiences of the bank that are shown, or a few more so that every task has as many."""
+"""Experiences of the bank in the summary, or a few more, so that every task has an equal share."""
 
 BLANK = f"{'–':<20}"
-"""In the place of a rate with its interval."""
+"""Placeholder for a rate with its interval."""
 
 SETTINGS = {
     "free": "without experience",
@@ -31,6 +31,7 @@ SETTINGS = {
     "online": "with a bank built online",
     "alone": "those places without it",
 }
+"""Labels of the conditions (see `crl.run.evaluate.Setting`)."""
 
 
 def success_lines(
@@ -40,7 +41,10 @@ def success_lines(
     *,
     generated: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """The success rates of an evaluation, or of two with their difference. generated: see `crl.run.tasks`."""
+    """Return lines with the success rates of one evaluation, or of two with their difference.
+
+    `generated` holds notes by task name, see `crl.run.tasks.generated`.
+    """
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     rates, overall = (after or before).rates, (after or before).overall
     visited = any(setting == "online" for _, _, setting in rates)
@@ -71,7 +75,10 @@ def _overall_row(
     after: Mapping[Setting, MeanRate] | None,
     width: int,
 ) -> str:
-    """With the interval of the difference: it is what a run of several tasks is judged by."""
+    """Return the line of a mean over tasks, with the interval of the difference.
+
+    Runs of several tasks are compared by this difference.
+    """
     row = _row(setting, before, after, width)
     if after is None or setting not in before:
         return row
@@ -80,10 +87,17 @@ def _overall_row(
 
 
 def _row(setting: Setting, before: Rates, after: Rates | None, width: int) -> str:
-    """Return one setting's rates; what was not evaluated before has the later one alone. width: of the tasks' names."""
+    """Return the line of one setting, with its rates before and after.
+
+    A setting without an earlier rate has only the later one. `width` is the column width for task
+    names.
+    """
     task, split, condition = setting
     episodes = (after or before)[setting].episodes
-    row = f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {episodes:>4} episodes   {before.get(setting, BLANK)}"
+    row = (
+        f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {episodes:>4} episodes   "
+        f"{before.get(setting, BLANK)}"
+    )
     if after is None:
         return row
     change = f"   {after[setting].value - before[setting].value:+.3f}" if setting in before else ""
@@ -92,22 +106,26 @@ def _row(setting: Setting, before: Rates, after: Rates | None, width: int) -> st
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """What the experience side of a run came to.
-
-    gaps: guided − free of every group that was guided, in the second half of the run; gains: the probe's right − none by task as
-    (before, after), each (value, half width); lift: of the last evaluation; trained: updates of the extractor, None where it is
-    not trained.
-    """
+    """Results of the experience side of a run."""
 
     bank: Path
+    """File of the bank."""
     stats: Mapping[str, int]
+    """Statistics of the bank, see `ExperienceManager.stats`."""
     best: Sequence[Experience]
+    """Experiences to show, in the order of the summary."""
     gaps: Sequence[GroupGap]
+    """Gaps (guided − free success) of the groups in the second half of the run."""
     gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
+    """By task: the probe's right − none before and after the run, each as (value, half width)."""
     lift: Mapping[str, Mean]
+    """By task: lift of the online bank in the last evaluation."""
     lessons: Mapping[str, Rate]
+    """As in `Evaluation`, from the last evaluation."""
     untrained_lessons: Mapping[str, Rate]
+    """As in `Evaluation`, from the last evaluation."""
     trained: int | None
+    """Optimizer updates of the extractor; None if it is not trained."""
 
     def lines(self) -> list[str]:
         lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
@@ -122,21 +140,27 @@ class ExperienceReport:
             lines.append(f"  {task}: what right advice adds on the probe: {change}")
         for task, lift in self.lift.items():
             lines.append(
-                f"  {task}: what a bank built online adds in new places: {lift} over {lift.n} places"
+                f"  {task}: what a bank built online adds in new places: "
+                f"{lift} over {lift.n} places"
             )
         for task, rate in self.lessons.items():
             untrained = self.untrained_lessons.get(task)
             static = ""
             if untrained:
-                static = f"; among the {untrained.episodes} of the extractor it started with, of the same episodes: {untrained}"
+                static = (
+                    f"; among the {untrained.episodes} of the extractor it started with, "
+                    f"of the same episodes: {untrained}"
+                )
             lines.append(
-                f"  {task}: right lessons among the extractor's {rate.episodes} answers: {rate}{static}"
+                f"  {task}: right lessons among the extractor's {rate.episodes} answers: "
+                f"{rate}{static}"
             )
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
         lines.append(
-            f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: {stats.get('ops/add', 0)} added, "
-            f"{stats.get('ops/update', 0)} updated, {stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
+            f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: "
+            f"{stats.get('ops/add', 0)} added, {stats.get('ops/update', 0)} updated, "
+            f"{stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
             f"{_counted(stats.get('queue/dead', 0), 'episode')} could not be distilled"
         )
         lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
@@ -159,7 +183,8 @@ def _lift(experience: Experience) -> str:
 
 
 def _won(experience: Experience) -> str:
-    return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"  # credit sums r = ±1
+    # `credit` is the sum of r = ±1 over `credited` episodes.
+    return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"
 
 
 def _counted(n: int, what: str) -> str:
@@ -167,7 +192,11 @@ def _counted(n: int, what: str) -> str:
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
-    """The first `BEST`, in equal shares of every task's. best: all that there are, the best first."""
+    """Return the best experiences with an equal share for every task.
+
+    There are `BEST` in total, or a few more so that the shares are equal. `best` holds all
+    experiences, the best first.
+    """
     tasks = dict.fromkeys(experience.task for experience in best)
     share = math.ceil(BEST / max(1, len(tasks)))
     return [
@@ -176,7 +205,7 @@ def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
 
 
 async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
-    """None for a run without experience."""
+    """Return the report on the experience side of a run; None for a run without experience."""
     side = loop.experience
     if side is None:
         return None
@@ -205,22 +234,32 @@ async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """before, after: evaluations, None where the run was stopped earlier; seconds: wall time of the whole run;
-    command: the command line that repeats the run, but for its seed and directory; generated: see `crl.run.tasks`."""
+    """Content of a run's summary."""
 
     run: Path
+    """Directory of the run."""
     checkpoint: Path
+    """Directory of the last checkpoint."""
     command: str
+    """Command line that repeats the run, without --seed and --run-dir."""
     seed: int
     steps: int
+    """Completed steps."""
     seconds: float
+    """Wall time of the whole run."""
     temperature: float
+    """Sampling temperature of evaluations."""
     before: Evaluation | None
+    """Evaluation before the run; None if the run was stopped earlier."""
     after: Evaluation | None
+    """Evaluation after the run; None if the run was stopped earlier."""
     skipped_updates: int
+    """Skipped updates of actor and extractor."""
     totals: Totals
     experience: ExperienceReport | None = None
+    """None for a run without experience."""
     generated: Mapping[str, str] = field(default_factory=dict)
+    """Notes by task name, see `crl.run.tasks.generated`."""
 
     def text(self) -> str:
         extractor_tokens = (
@@ -242,7 +281,8 @@ class Summary:
             lines += self.experience.lines()
         if self.skipped_updates:
             lines.append(
-                f"  {self.skipped_updates} updates were skipped because the loss or its gradient was not finite"
+                f"  {self.skipped_updates} updates were skipped because the loss "
+                "or its gradient was not finite"
             )
         return "\n".join([*lines, "", *self._next()])
 
@@ -260,12 +300,13 @@ class Summary:
             f"  train further:     {_without(self.command, sets)}{further}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
-            f"  every figure and every episode: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
+            f"  every figure and every episode: {self.run / 'metrics.jsonl'}, "
+            f"{self.run / 'trajectories.jsonl'}",
         ]
 
 
 def _without(command: str, keys: Collection[str]) -> str:
-    """A command line without what it sets of these keys."""
+    """Return the command line without its `--set` options for `keys`."""
     words = shlex.split(command)
     old = [
         i

@@ -1,4 +1,4 @@
-"""New weights from a learner to its engine."""
+"""Transfer of new weights from a learner to its engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from crl.protocols import Engine, Learner
 
 
 async def sync(learner: Learner, engine: Engine) -> int:
-    """Returns the bytes of the weights. Raises `EngineError`, `LearnerError`."""
-    from crl.sync import weight_bytes  # with torch, which a dry run does without
+    """Publish the learner's weights, load them into the engine, and return their size in bytes.
+
+    Raise `EngineError` or `LearnerError` if this fails.
+    """
+    from crl.sync import weight_bytes  # needs torch; a dry run imports none
 
     handle = await learner.publish()
     try:

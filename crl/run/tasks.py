@@ -1,4 +1,7 @@
-"""The tasks of a run: their environments, train stream and eval sets. Needs no torch, so that a dry run can check them."""
+"""Tasks of a run: environments, train stream and eval sets.
+
+Needs no torch, so a dry run can check them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from crl.types import Split, Task
 
 
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
-    """The environment of every task, by the task's name. Raises `ConfigError` for one that there is not, or that lacks its extra."""
+    """Return the environment of every task, by task name.
+
+    Raise `ConfigError` if an environment does not exist or its extra is not installed.
+    """
     found = {
         name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()
     }
@@ -35,7 +41,10 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
 
 
 def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
-    """What is to be known of figures of tasks that are not played on the official data, by the task's name."""
+    """Return a note for each task that is not played on the official data, by task name.
+
+    The note says that its metrics are not comparable with published ones.
+    """
     played = {name: spec.data() for name, spec in specs.items() if spec.data}
     return {
         name: f"played on {data.what}: figures compare with no published ones"
@@ -45,18 +54,24 @@ def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
 
 
 def require_models(config: RunConfig) -> None:
-    """Raises `ConfigError` for a model that is not here."""
+    """Raise `ConfigError` if a model of the run is not on this machine."""
     resolve_model(config.actor.model)
     if config.with_experience:
         resolve_model(config.extractor.model, "extractor.model")
 
 
 def require_readable(config: RunConfig) -> None:
-    """Raises `ConfigError` where the extractor was made for digests of compact episodes and would have to read something else."""
+    """Raise `ConfigError` if a compact extractor would have to read full episodes, or to vote.
+
+    A compact extractor is trained only on digests of compact episodes.
+    """
     if profile_of(config.extractor.model, "extractor.model") == "full":
         return
     if config.bank.vote_out is not None:
-        reason = f"needs an extractor that is a language model, and {config.extractor.model} was not taught to vote"
+        reason = (
+            f"needs an extractor that is a language model, and {config.extractor.model} "
+            "was not taught to vote"
+        )
         raise ConfigError("bank.vote_out", config.bank.vote_out, reason, "Leave it out")
     for name, task in config.tasks.items():
         if task.rendering == "full":
@@ -70,7 +85,10 @@ def require_readable(config: RunConfig) -> None:
 
 
 def require_told(config: RunConfig) -> None:
-    """Raises `ConfigError` for a prompt of the user's that no model of the run is told: tiny models know the game's texts alone."""
+    """Raise `ConfigError` for a prompt file of the user that no model of the run reads.
+
+    Tiny models read no prompt files: they know only the game's texts.
+    """
     told: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
         told |= {"actor", "experience"} if config.with_experience else {"actor"}
@@ -93,11 +111,17 @@ def require_told(config: RunConfig) -> None:
 
 
 def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
-    """Raises `ConfigError` for an evaluation that an environment declares nothing for."""
+    """Raise `ConfigError` for an evaluation that an environment does not support.
+
+    Online evaluation needs `revisit`, the advice probe needs `advisor`.
+    """
     for name, spec in specs.items():
         sizes = config.tasks[name].eval
         if sizes.online and not spec.revisit:
-            reason = f"changes nothing, since {spec.name} has no places that persist (its EnvSpec has no revisit)"
+            reason = (
+                f"changes nothing, since {spec.name} has no places that persist "
+                "(its EnvSpec has no revisit)"
+            )
             raise ConfigError(
                 f"tasks.{name}.eval.online",
                 sizes.online,
@@ -105,7 +129,10 @@ def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
                 "Set it to 0, or declare a revisit",
             )
         if sizes.probe and not spec.advisor:
-            reason = f"changes nothing, since nobody knows the right advice in {spec.name} (its EnvSpec has no advisor)"
+            reason = (
+                f"changes nothing, since nobody knows the right advice in {spec.name} "
+                "(its EnvSpec has no advisor)"
+            )
             raise ConfigError(
                 f"tasks.{name}.eval.probe",
                 sizes.probe,
@@ -115,7 +142,10 @@ def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
 
 
 def _teller(config: RunConfig, prompt: str) -> str:
-    """What would make a run tell it: another method, then the switch that is off, then models that read."""
+    """Return advice on how a run could use `prompt`.
+
+    The advice is another method, else the switch that is off, else language models.
+    """
     if prompt != "actor" and not config.with_experience:
         return f"choose another method than {config.method}, which has no experience"
     ask, critic = (
@@ -134,20 +164,23 @@ def _teller(config: RunConfig, prompt: str) -> str:
 
 
 def require_bank(config: RunConfig) -> None:
-    """Raises `ConfigError` for a bank that the run could not start from."""
+    """Raise `ConfigError` if the run cannot start from its `bank.init`."""
     if config.with_experience and config.bank.init:
         remedy = "Give the bank.sqlite of another run, made by this version of crl"
         check_bank(Path(config.bank.init), "bank.init", remedy, guiding=config.bank.frozen)
 
 
 def require_embedder(config: RunConfig) -> None:
-    """Raises `ConfigError` for an embedder that is not there, as far as that can be told without loading or asking it."""
+    """Raise `ConfigError` if the embedder is not available.
+
+    The check neither loads a model nor calls an endpoint.
+    """
     if config.with_experience:
         embedders.require_embedder(config.embedder)
 
 
 def require_engine(config: RunConfig) -> None:
-    """Raises `ConfigError` for an engine that is not installed."""
+    """Raise `ConfigError` if the engine of the models or of the embedder is not installed."""
     if config.engine.kind == "vllm":
         engines.prepare_vllm("engine.kind", "vllm")
     if config.with_experience and config.embedder.kind == "vllm":
@@ -160,7 +193,10 @@ def environment_pool(
     stack: AsyncExitStack,
     note: Callable[[str], object] = lambda text: None,
 ) -> Hosts:
-    """What lends the run's games to its episodes; closed with `stack`. note: told of every worker that is replaced."""
+    """Return the pool from which episodes acquire environments. `stack` closes it.
+
+    `note` is called with a message for each replaced worker process.
+    """
     hosted: dict[str, tuple[EnvSpec, Rendering]] = {
         name: (specs[name], task.rendering) for name, task in config.tasks.items()
     }
@@ -191,7 +227,10 @@ def _hosted(
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
-    """The run's stream of training tasks. Raises `ConfigError` for a stream that an environment cannot offer."""
+    """Return the run's stream of training tasks.
+
+    Raise `ConfigError` if an environment cannot provide a stream with the run's settings.
+    """
     sources: dict[str, TaskSource] = {}
     for name, spec in specs.items():
         stream = _stream(name, config.tasks[name])
@@ -201,14 +240,20 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
 
 
 def placed(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
-    """The tasks whose train stream is of named places; the others' has no settings. Raises `ConfigError` as `train_stream` does."""
+    """Return the names of the tasks whose train stream consists of named places.
+
+    Other tasks ignore the stream settings. Raise `ConfigError` as `train_stream` does.
+    """
     return {
         task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params
     }
 
 
 def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:
-    """The run's fixed eval sets, those of size 0 left out. Raises `ConfigError` for one that an environment cannot offer."""
+    """Return the run's fixed eval sets, without those of size 0.
+
+    Raise `ConfigError` if an environment cannot provide a set.
+    """
     sets: dict[EvalSet, tuple[Task, ...]] = {}
     for name, spec in specs.items():
         task = config.tasks[name]
@@ -224,7 +269,10 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
 def first_tasks(
     name: str, task: TaskConfig, spec: EnvSpec, split: Split, n: int, seed: int
 ) -> tuple[Task, ...]:
-    """The first n tasks that a run with this seed draws to train on, or evaluates on. Raises `ConfigError` where there are not as many."""
+    """Return the first `n` tasks that a run with this seed trains on (or evaluates on).
+
+    Raise `ConfigError` if the environment cannot provide `n` tasks of `split`.
+    """
     stream = _stream(name, task)
 
     def first(n: int) -> Sequence[Task]:
@@ -242,7 +290,11 @@ def first_tasks(
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
-    """The first `new` places of every task whose places persist."""
+    """Return the unseen places of each task with an online evaluation, by task name.
+
+    They are the first `eval.online` tasks of the unseen (`new`) split. Raise `ConfigError` if the
+    environment cannot provide as many.
+    """
     found = {}
     for name, spec in specs.items():
         task = config.tasks[name]
@@ -260,7 +312,10 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
 
 
 def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, ProbeTask]:
-    """The places of the advice probe of every task that has an advisor."""
+    """Return the places of each task with an advice probe, by task name.
+
+    Raise `ConfigError` if the environment cannot provide `eval.probe` places.
+    """
     found = {}
     for name, spec in specs.items():
         task = config.tasks[name]
@@ -276,7 +331,10 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
 def _as_asked(
     tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig
 ) -> tuple[Task, ...]:
-    """What an environment was asked for, under the task's name in the run. Raises `ConfigError` when they are not n."""
+    """Return `tasks` of an environment under the task's name in the run.
+
+    Raise `ConfigError` if their number is not `n`. `by` is the function that returned them.
+    """
     if len(tasks) != n:
         reason = f"its {by} gave {len(tasks):,} tasks where {n:,} were asked for"
         raise ConfigError(
@@ -296,7 +354,10 @@ def _stream(name: str, task: TaskConfig) -> StreamSettings:
 
 @contextmanager
 def _refusable(key: str, value: object) -> Iterator[None]:
-    """What an environment cannot offer it refuses with a `ValueError`; the value is the user's to correct."""
+    """Turn a `ValueError` inside the context into a `ConfigError` for `key` = `value`.
+
+    An environment raises `ValueError` if it cannot provide what the setting asks for.
+    """
     try:
         yield
     except ValueError as error:

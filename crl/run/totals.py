@@ -1,4 +1,4 @@
-"""Cost of a run's training episodes so far, so that runs can be compared at equal budgets."""
+"""Cost of a run's training episodes so far. It allows comparisons of runs at equal budgets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crl.types import Trajectory
 
 @dataclass
 class Totals:
-    """Sums over all training episodes, failed ones and the critic's warm-up included.
+    """Sums over all training episodes, including failed ones and the critic's warm-up.
 
     Evaluations and advice probes are not counted: they measure a run and do not train it.
     """
@@ -20,7 +20,7 @@ class Totals:
     overtime_turns: int = 0
     """Environment turns in overtime."""
     actor_tokens: int = 0
-    """Tokens that the actor sampled: in episodes, overtime included, and as a critic."""
+    """Tokens sampled by the actor, in episodes (overtime included) and as a critic."""
 
     def add(self, played: Iterable[Trajectory]) -> None:
         for trajectory in played:
@@ -36,7 +36,10 @@ class Totals:
         }
 
     def line(self, extractor_tokens: int | None = None) -> str:
-        """Return the budget line of a run's summary. extractor_tokens: None without an extractor."""
+        """Return the budget line of a run's summary.
+
+        `extractor_tokens` is None without an extractor.
+        """
         extractor = "" if extractor_tokens is None else f", extractor {extractor_tokens:,}"
         return (
             f"environment turns {self.env_turns:,} (of them overtime {self.overtime_turns:,}), "

@@ -1,4 +1,4 @@
-"""Eight doors, one of them leads out of the place, and it is the same one at every visit: an environment of one's own."""
+"""Example of a custom environment: eight doors, of which the same one is open at every visit."""
 
 from crl.envs.actions import COMPASS, moves, parse_choice
 from crl.envs.base import EnvSpec

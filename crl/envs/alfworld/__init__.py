@@ -1,10 +1,17 @@
-"""`alfworld` and `alfworld_small`: household chores in text (ALFWorld on TextWorld's engine, with ALFRED's domain).
+"""`alfworld` and `alfworld_small`: household chores in text.
 
-`alfworld` plays the paper's way: 1,466 games to train on, 134 in rooms never seen, in turn and without places that recur by name; they
-are ALFWorld's own where its users have them, else generated after ALFRED's floor plans (see `games`). `alfworld_small` is for tiny
-models: rooms of six receptacles with a name each, which persist over visits as the MiniHack room's do (see `small`).
+They are ALFWorld on TextWorld's engine, with ALFRED's domain.
 
-This module declares the environments and imports neither TextWorld nor ALFWorld; `game` does, in worker processes.
+`alfworld` follows the paper: 1,466 games for training, and 134 games in floor plans that are not
+trained on. The games are played in shuffled rounds, without named places that persist. If the user
+has ALFWorld's own games, these are played, otherwise games generated from ALFRED's floor plans (see
+`games`).
+
+`alfworld_small` is for tiny models: houses of six receptacles. Each house has a name and persists
+over visits, like the places of the MiniHack environments (see `small`).
+
+This module declares the environments without importing TextWorld or ALFWorld. The module `game`
+imports them, in worker processes.
 """
 
 from __future__ import annotations
@@ -42,14 +49,21 @@ NAME = "alfworld"
 SMALL = "alfworld_small"
 
 GAMES: dict[Split, int] = {"train": 1466, "known": 140, "new": 134}
-"""Games of each use: the paper's 1,466 and 134 (CRL C.1), and 140 more in rooms seen in training."""
+"""Number of games per split.
+
+1,466 and 134 are the paper's numbers (CRL C.1). The seen split (`known`) has 140 more games, in
+floor plans that are trained on.
+"""
 _FOLDERS: dict[Split, str] = {"train": "train", "known": "valid_seen", "new": "valid_unseen"}
 
-COMMANDS = "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, cool A with X, use A, examine X, look, inventory"
+COMMANDS = (
+    "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, "
+    "cool A with X, use A, examine X, look, inventory"
+)
 
 
 class AlfworldStream:
-    """A `TaskSource` of all train games, in shuffled rounds."""
+    """`TaskSource` of all train games, in shuffled rounds."""
 
     def __init__(self, seed: int, settings: StreamSettings) -> None:
         self._seed, self._games = seed, _games("train")
@@ -67,7 +81,7 @@ class AlfworldStream:
         return _task("train", order[position])
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """The stream does not depend on what came of its tasks."""
+        """Ignore the trajectories. The stream does not depend on them."""
 
     def state(self) -> State:
         return {"drawn": self._drawn}
@@ -77,7 +91,11 @@ class AlfworldStream:
 
 
 def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """The first n games of a split, the same in every run: `known` in rooms that are trained in, `new` in others."""
+    """Return the first n games of a split, the same in every run.
+
+    The seen split (`known`) uses floor plans that are trained on, the unseen split (`new`) uses
+    others. Raise `ValueError` for any other split, or if the split has fewer than n games.
+    """
     if split not in ("known", "new"):
         raise ValueError(f"an eval split is known or new, not {split!r}")
     there = len(_games(split))
@@ -87,16 +105,20 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
 
 
 def _games(split: Split) -> Sequence[str | int]:
-    """ALFWorld's own games by path, or numbers of generated ones."""
+    """Return the paths of ALFWorld's own games, or else the numbers of generated games."""
     folder = data_folder()
     return official_games(folder, _FOLDERS[split], GAMES[split]) if folder else range(GAMES[split])
 
 
 def data() -> Data:
+    """Return the description of the data in use.
+
+    Raise `ConfigError` if the folder of ALFWorld's own games has no playable games.
+    """
     folder = data_folder()
     if folder:
         for split in _FOLDERS.values():
-            next(playable_games(folder, split))  # or a ConfigError
+            next(playable_games(folder, split))  # raises ConfigError if there are none
         return Data(f"the official games in {folder}", official=True)
     return Data(
         "generated games of the same domain",
@@ -130,11 +152,11 @@ def _sentence(words: str) -> str:
     return f"Your task is to: {words}."
 
 
-# ── small houses ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── small houses ──────────────────────────────────────────────────────────────────────────────────
 
 
 class SmallStream(PlaceStream):
-    """The train stream of small houses of a run with `seed`."""
+    """Train stream of small houses, of a run with `seed`."""
 
     def __init__(self, seed: int, settings: StreamSettings) -> None:
         super().__init__(SMALL, "{place}", seed, settings)
@@ -144,7 +166,11 @@ class SmallStream(PlaceStream):
 
 
 def small_eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
+    """Return the first n tasks of a split.
+
+    The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is the
+    same in every run. Raise `ValueError` for any other split.
+    """
     if split == "known":
         return tuple(map(_with_chore, known_tasks(SMALL, "{place}", n, seed, settings)))
     if split == "new":
@@ -153,12 +179,15 @@ def small_eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) 
 
 
 def demonstration_tasks(n: int) -> tuple[Task, ...]:
-    """n small houses for warm-start demonstrations, which no run trains or is evaluated on."""
+    """Return n small houses for warm-start demonstrations.
+
+    No run trains on them or is evaluated on them.
+    """
     return _fixed_small_tasks(DEMONSTRATION_LAYOUTS, n)
 
 
 def probe_tasks(n: int) -> tuple[Task, ...]:
-    """n small houses for the advice probe, apart from every other use."""
+    """Return n small houses for the advice probe. They have no other use."""
     return _fixed_small_tasks(PROBE_LAYOUTS, n)
 
 
@@ -167,7 +196,10 @@ def _fixed_small_tasks(layouts: range, n: int) -> tuple[Task, ...]:
 
 
 def _with_chore(task: Task) -> Task:
-    """The goal names the place and its chore: neither changes while the place is there."""
+    """Return the task with its chore in the goal, after the name of the place.
+
+    Neither of them changes while the place exists.
+    """
     chore = small.house(int(task.params["lgen"]), int(task.params["core"])).chore
     return replace(task, goal=f"{task.goal}: {phrase(chore)}.")
 
@@ -184,7 +216,8 @@ SPEC = EnvSpec(
     turns=40,
     reward_range=(-1.0, 1.0),
     actions=(),
-    action_format=f"{COMMANDS} (X a receptacle and A a thing as they are called, for example: take mug 1 from shelf 2)",
+    action_format=f"{COMMANDS} (X a receptacle and A a thing as they are called, "
+    "for example: take mug 1 from shelf 2)",
     query_with_observation=False,
     make_game=make_game,
     task_source=AlfworldStream,
@@ -192,7 +225,7 @@ SPEC = EnvSpec(
     scripted_player=AlfworldPlayer,
     extra="alfworld",
     data=data,
-    affinity=True,  # the planner's translation of a game takes most of a reset
+    affinity=True,  # most of a reset is the planner's translation of the game
 )
 SMALL_SPEC = replace(
     SPEC,

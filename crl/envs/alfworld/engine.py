@@ -1,4 +1,7 @@
-"""TextWorld's engine for one game at a time, without the work that it does twice. Not thread-safe: TextWorld shares a parser."""
+"""TextWorld's engine for one game at a time, without repeated work.
+
+Not thread-safe, because TextWorld shares a parser.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,35 @@ from typing import Any
 import fast_downward  # pyright: ignore[reportMissingImports]
 import textworld  # pyright: ignore[reportMissingImports]
 import textworld.envs  # pyright: ignore[reportMissingImports]
-from alfworld.agents.environment.alfred_tw_env import AlfredDemangler  # pyright: ignore[reportMissingImports]
+from alfworld.agents.environment.alfred_tw_env import (  # pyright: ignore[reportMissingImports]
+    AlfredDemangler,
+)
 from textworld.envs.pddl import logic, textgen  # pyright: ignore[reportMissingImports]
-from textworld.envs.pddl.textgen import ContextSensitiveGrammar  # pyright: ignore[reportMissingImports]
+from textworld.envs.pddl.textgen import (  # pyright: ignore[reportMissingImports]
+    ContextSensitiveGrammar,
+)
 from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
 
 from crl.envs.alfworld.pddl import GameData
 
 _HANDLED = 64
-"""Games whose translation is kept: members of a group play one game, evaluations play a set several times."""
+"""Number of games whose translation is cached.
+
+The members of a group play the same game. Evaluations play the same games several times.
+"""
 
 _take_arguments_and_translate = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
-"""Where games that follow one grammar differ in it."""
+"""The only part in which the games of one grammar differ."""
 
 _parsed: Any = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
 
 
 class Engine:
-    """`start` a game, then `do` commands of `admissible` until it says that the game is won."""
+    """Engine that runs one game at a time.
+
+    `start` a game, then `do` commands of `admissible` until the game is won.
+    """
 
     def __init__(self) -> None:
         _without_repetition()
@@ -40,9 +53,9 @@ class Engine:
         self._loaded: GameData | None = None
 
     def start(self, data: GameData) -> str:
-        """Starts the game from its beginning; returns TextWorld's first text."""
+        """Start the game from its beginning. Return TextWorld's first text."""
         if data != self._loaded:
-            self._loaded = None  # which a game that cannot be loaded leaves half there
+            self._loaded = None  # a failed load leaves the old game half replaced
             self._env.load(data)
             self._loaded = data
         self._state = self._env.reset()
@@ -50,11 +63,11 @@ class Engine:
 
     @property
     def admissible(self) -> tuple[str, ...]:
-        """The commands that do something, sorted."""
+        """Commands that have an effect, sorted."""
         return tuple(self._state["admissible_commands"])
 
     def do(self, command: str) -> tuple[str, bool]:
-        """What TextWorld says, and whether the game is won."""
+        """Execute a command. Return TextWorld's text, and whether the game is won."""
         self._state, _, _ = self._env.step(command)
         return self._state.feedback, bool(self._state["won"])
 
@@ -63,8 +76,15 @@ class Engine:
 
 
 def plan_length(data: GameData) -> int | None:
-    """How many actions the planner needs to win the game; None when it finds no way."""
-    _, problem = _pddl2sas(data["pddl_domain"], data["pddl_problem"], optimize=True)  # type: ignore[arg-type]
+    """Return the number of actions with which the planner wins the game.
+
+    Return None if the planner finds no solution.
+    """
+    _, problem = _pddl2sas(
+        data["pddl_domain"],  # type: ignore[arg-type]
+        data["pddl_problem"],  # type: ignore[arg-type]
+        optimize=True,
+    )
     library = _planner()
     if not library.solve_sas(problem.encode(), False):
         return None
@@ -72,7 +92,11 @@ def plan_length(data: GameData) -> int | None:
 
 
 def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> Any:
-    """Fast Downward's translation, which reads its options from the process's arguments and so sets them; here they stay as they were."""
+    """Return Fast Downward's translation of a problem.
+
+    Fast Downward sets `sys.argv`, because it reads its options from there. This function restores
+    `sys.argv`.
+    """
     arguments = sys.argv
     try:
         return _take_arguments_and_translate(domain, problem, optimize=optimize)
@@ -90,9 +114,13 @@ def _planner() -> Any:
 
 @cache
 def _without_repetition() -> None:
-    """TextWorld parses a grammar for every game and its expressions at every use, copies what they are about in depth, and translates a
-    game's problem four times: twice when it is loaded, twice when it is reset, every second time for a planner that plays no part here.
-    The texts are the same without."""
+    """Patch TextWorld so that it does not repeat work. Its texts do not change.
+
+    Without the patch, TextWorld parses a grammar for every game, and the grammar's expressions at
+    every use. It makes deep copies of their contexts. It translates a game's problem four times:
+    twice when the game is loaded, and twice when it is reset. Every second translation is for a
+    planner that is not used here.
+    """
     textgen._parse_and_convert = lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen.copy_context = _copied
     logic._parse_and_convert = _grammar
@@ -105,12 +133,18 @@ def _without_repetition() -> None:
 
 
 def _copied(context: dict[str, Any]) -> dict[str, Any]:
-    """A context of its own for a symbol; expressions read the entities that it names and change none."""
+    """Return a copy of a context for one symbol.
+
+    Expressions only read the entities of the context, so these are shared.
+    """
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 
 def _grammar(text: str, rule_name: str) -> tuple[Any, ContextSensitiveGrammar]:
-    """A game's actions and grammar; what it has in common with other games' is parsed once."""
+    """Return a game's actions and its grammar.
+
+    The part that the game shares with other games is parsed only once.
+    """
     chore = _CHORE.search(text)
     if chore is None:
         return _parsed(text, rule_name=rule_name)

@@ -1,7 +1,8 @@
-"""Generated houses that follow ALFRED's floor plans: the receptacles of a room, what lies in it, and where that may lie.
+"""Generated houses that follow ALFRED's floor plans.
 
-A house is a pure function of its number and of its use. ALFRED poses its things in a simulator; here they lie in random receptacles
-that may hold them.
+A floor plan gives receptacles and things. ALFRED's tables give the receptacles that may hold a
+thing. A house is a pure function of its use and its number. ALFRED places things in a simulator.
+Here they are in random receptacles that may hold them.
 """
 
 from __future__ import annotations
@@ -14,20 +15,33 @@ from functools import cache
 from pathlib import Path
 
 import alfworld.gen.constants as alfred  # pyright: ignore[reportMissingImports]
-from alfworld.gen.constants import VAL_ACTION_OBJECTS, VAL_RECEPTACLE_OBJECTS  # pyright: ignore[reportMissingImports]
+from alfworld.gen.constants import (  # pyright: ignore[reportMissingImports]
+    VAL_ACTION_OBJECTS,
+    VAL_RECEPTACLE_OBJECTS,
+)
 
 from crl.envs.alfworld.house import APPLIANCES, KINDS, LAMPS, Chore, House
 from crl.seeds import generator
 
 UNSEEN = (10, 219, 308, 424)
-"""Floor plans of the `new` eval, one of each kind of room: those of ALFRED's unseen validation."""
+"""Floor plans of the unseen split (`new`): a kitchen, living room, bedroom and bathroom.
+
+They are the floor plans of ALFRED's unseen validation split.
+"""
 
 _STANDING = {"CoffeeMachine": 1, "Toaster": 1, "StoveBurner": 4}
-"""Receptacles that the layouts do not list, and how many stand where a floor plan's objects name them."""
+"""Receptacles that the layouts do not list → number of them in a floor plan.
+
+They are present if the floor plan's list of objects names them.
+"""
 _MOST_ALIKE = 3
-"""Receptacles of one type, in place of up to 30: games then have about as many as ALFWorld's own, where many cannot be reached."""
+"""Maximum number of receptacles of one type, while floor plans have up to 30.
+
+With this maximum, games have about as many receptacles as ALFWorld's own, where many receptacles
+cannot be reached.
+"""
 _MOST_OTHERS = 16
-"""Types of things that lie about beside what the chore is about."""
+"""Maximum number of types of things that the chore does not need."""
 _LAMP_STANDS = ("Desk", "SideTable", "Dresser", "CoffeeTable", "DiningTable", "Shelf")
 _PROPERTY = {
     "pick_clean_then_place_in_recep": "Cleanable",
@@ -35,22 +49,28 @@ _PROPERTY = {
     "pick_cool_then_place_in_recep": "Coolable",
 }
 _NOT_CARRIED = {"Box", "Statue"}
-"""Things that ALFRED's floor plans name and its chores are not about."""
+"""Things in ALFRED's floor plans that its chores do not use."""
 
 
 @dataclass(frozen=True)
 class FloorPlan:
-    """receptacles and things: ALFRED's types; a type that occurs twice stands there twice."""
+    """One of ALFRED's floor plans. All names are ALFRED's types."""
 
     number: int
     receptacles: tuple[str, ...]
+    """Types of the receptacles. A type occurs once for each receptacle."""
     things: tuple[str, ...]
+    """Types of the things."""
     lamps: tuple[str, ...]
+    """Types of the lamps."""
 
 
 def house(use: str, number: int) -> House:
-    """The house with this number among those of a use, "train", "known" or "new": floor plans are shared by the first two, chores and
-    places of things are not. Kinds of chore take turns."""
+    """Return the house with this number of a use: "train", "known" or "new".
+
+    "train" and "known" share their floor plans, but not their chores and the places of things. The
+    kinds of chore take turns.
+    """
     rng = generator(0, f"alfworld/{use}", number)
     kind = KINDS[number % len(KINDS)]
     plans = [plan for plan in (_unseen() if use == "new" else _seen()) if chores(plan, kind)]
@@ -61,7 +81,7 @@ def house(use: str, number: int) -> House:
 
 @cache
 def floor_plans() -> tuple[FloorPlan, ...]:
-    """ALFRED's 120 floor plans, by number."""
+    """Return ALFRED's 120 floor plans, by number."""
     folder = Path(str(alfred.__file__)).parent / "layouts"
     numbers = sorted(
         int(path.name.removeprefix("FloorPlan").removesuffix("-objects.json"))
@@ -77,7 +97,10 @@ def _unseen() -> tuple[FloorPlan, ...]:
 
 @cache
 def _seen() -> tuple[FloorPlan, ...]:
-    """The others, without those that are like an unseen one but for their number (412 and 428 are like 424)."""
+    """Return the other floor plans, except those that only differ from an unseen one in number.
+
+    Floor plans 412 and 428 are like 424.
+    """
     return tuple(
         plan
         for plan in floor_plans()
@@ -101,7 +124,7 @@ def _floor_plan(folder: Path, number: int) -> FloorPlan:
 
 @cache
 def chores(plan: FloorPlan, kind: str) -> tuple[Chore, ...]:
-    """Every chore of a kind that the floor plan allows."""
+    """Return all chores of a kind that the floor plan allows."""
     if kind == "look_at_obj_in_light":
         return tuple(Chore(kind, thing, lamp) for lamp in plan.lamps for thing in plan.things)
     if kind in APPLIANCES and APPLIANCES[kind] not in plan.receptacles:
@@ -118,7 +141,10 @@ def chores(plan: FloorPlan, kind: str) -> tuple[Chore, ...]:
 
 
 def _homes(plan: FloorPlan, thing: str, but: str = "") -> list[int]:
-    """Receptacles that may hold the thing, those of one type left out."""
+    """Return the indices of the receptacles that may hold the thing.
+
+    Receptacles of the type `but` are left out.
+    """
     return [
         i
         for i, kind in enumerate(plan.receptacles)
@@ -127,7 +153,11 @@ def _homes(plan: FloorPlan, thing: str, but: str = "") -> list[int]:
 
 
 def _placed(plan: FloorPlan, chore: Chore, rng: random.Random) -> tuple[tuple[str, int], ...]:
-    """One to three of the wanted thing, none of them where the chore wants it, among one or two of others."""
+    """Return (type, index of the receptacle) of all things.
+
+    There are one to three things of the wanted type (at least two if the chore needs two), none of
+    them at the chore's destination. There are one or two things of each other type.
+    """
     placed = [
         (lamp, rng.choice([i for i, kind in enumerate(plan.receptacles) if kind in _LAMP_STANDS]))
         for lamp in plan.lamps

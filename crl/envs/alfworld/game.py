@@ -1,4 +1,4 @@
-"""ALFWorld's game: a household chore in TextWorld's engine, played in text."""
+"""Game of ALFWorld: a household chore in TextWorld's engine, played in text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from crl.envs.host import describe
 from crl.types import StepResult, Task
 
 _LEFT_OUT = frozenset({"help"})
-"""Says nothing about the game."""
+"""Commands that are not offered, because their output is not about the game."""
 
 
 class AlfworldGame:
-    """A `Game`. An episode's rewards sum to +1 where the chore was done and to -1 where it was not (CRL C.1): the first step costs 1,
-    being done pays 2. Not thread-safe (see `engine`).
+    """`Game` of ALFWorld. Not thread-safe (see `engine`).
 
-    moves: commands that the game took.
+    The rewards of an episode sum to +1 if the chore was done, and to -1 otherwise (CRL C.1): the
+    first step costs 1, and success gives 2. `moves` is the number of commands that the game has
+    accepted.
     """
 
     def __init__(self, rendering: Rendering) -> None:
@@ -28,13 +29,14 @@ class AlfworldGame:
         self._over = True
 
     def reset(self, task: Task) -> str:
-        """Starts the game that the task's params name. Raises `KeyError` when they name none, `ValueError` for a file that holds none."""
+        """Start the game that the task's params name.
+
+        Raise `KeyError` if they name none, and `ValueError` if the file holds no valid game.
+        """
         data, path = game_of(task), official_path(task)
         try:
             said = self._engine.start(data)
-        except (
-            Exception
-        ) as error:  # whatever the parsers of TextWorld and of the planner make of it
+        except Exception as error:  # the parsers of TextWorld and the planner can raise anything
             if path is None:
                 raise
             raise ValueError(f"{path} is no game of ALFWorld's: {describe(error)}") from error
@@ -42,7 +44,7 @@ class AlfworldGame:
         return self._told(said)
 
     def step(self, action: str) -> StepResult:
-        """Does one command. Raises `RuntimeError` outside an episode."""
+        """Execute one command. Raise `RuntimeError` outside an episode."""
         if self._over:
             raise RuntimeError("this episode is over: reset first")
         cost, self._owed = self._owed, 0.0
@@ -62,7 +64,7 @@ class AlfworldGame:
 
     @property
     def admissible(self) -> tuple[str, ...]:
-        """The commands that the game takes now."""
+        """Commands that the game accepts now."""
         return tuple(command for command in self._engine.admissible if command not in _LEFT_OUT)
 
     def _told(self, said: str) -> str:

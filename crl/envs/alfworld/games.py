@@ -1,8 +1,12 @@
-"""Where games come from: ALFWorld's own files where its users have them, else generated houses, each proved solvable once.
+"""Games of ALFWorld: the project's own files if the user has them, else generated houses.
 
-ALFWorld's files are found as it finds them: under $ALFWORLD_DATA, by default ~/.cache/alfworld (`alfworld-download` puts them there).
-Generated games are kept as game.tw-pddl files under $XDG_CACHE_HOME/crl/alfworld, named by their content; a game whose file is
-there has been solved by the planner. Of a small house that is the game with what its chore needs alone.
+ALFWorld's files are searched where ALFWorld searches them: in $ALFWORLD_DATA, by default
+~/.cache/alfworld (`alfworld-download` stores them there).
+
+The planner proves once that a generated game can be solved. A solved game is stored in
+$XDG_CACHE_HOME/crl/alfworld as a .tw-pddl file, which is named after a hash of its content. An
+existing file means that the game has been solved. For a small house, the proof uses the game that
+has only the things that its chore needs.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ if TYPE_CHECKING:
     from crl.envs.alfworld.pddl import GameData
 
 VARIABLE = "ALFWORLD_DATA"
-"""The environment variable that names the folder of ALFWorld's own games."""
+"""Environment variable with the folder of ALFWorld's own games."""
 _DEFAULT_DATA = Path("~/.cache/alfworld")
 _GAMES = "json_2.1.1"
 _SOLVABLE = b'"solvable": true'
 
 
 def data_folder() -> Path | None:
-    """Where ALFWorld's own games are; None where there are none. Raises `ConfigError` when $ALFWORLD_DATA names a folder without them."""
+    """Return the folder of ALFWorld's own games, or None if there are none.
+
+    Raise `ConfigError` if $ALFWORLD_DATA names a folder without games.
+    """
     default = _DEFAULT_DATA.expanduser()
     folder = Path(os.environ.get(VARIABLE) or default).expanduser()
     if (folder / _GAMES).is_dir():
@@ -49,15 +56,21 @@ def data_folder() -> Path | None:
 
 
 def playable_games(folder: Path, split: str) -> Iterator[str]:
-    """The playable games of one of ALFWorld's splits (train, valid_seen, valid_unseen), relative to `folder`: solvable ones without
-    movable receptacles and slicing, as ALFWorld chooses them. Raises `ConfigError` when there are none."""
+    """Yield the playable games of one of ALFWorld's splits, as paths relative to `folder`.
+
+    The splits are train, valid_seen and valid_unseen. As in ALFWorld, a playable game is solvable
+    and uses neither movable receptacles nor slicing. Raise `ConfigError` if there are none.
+    """
     none = True
     for path in sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl")):
         if official_chore(str(path)) and _SOLVABLE in path.read_bytes():
             none = False
             yield str(path.relative_to(folder))
     if none:
-        reason = f"holds no game in {_GAMES}/{split} that can be played (game.tw-pddl, of alfworld-download)"
+        reason = (
+            f"holds no game in {_GAMES}/{split} that can be played "
+            f"(game.tw-pddl, of alfworld-download)"
+        )
         raise ConfigError(
             VARIABLE,
             str(folder),
@@ -68,7 +81,11 @@ def playable_games(folder: Path, split: str) -> Iterator[str]:
 
 @cache
 def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
-    """The playable games of a split; at most `most`, a fixed sample. Raises `ConfigError` when there are none."""
+    """Return the playable games of a split.
+
+    If there are more than `most`, return a fixed sample of `most` games. Raise `ConfigError` if
+    there are none.
+    """
     games = list(playable_games(folder, split))
     return (
         tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
@@ -76,8 +93,11 @@ def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
 
 
 def official_chore(path: str) -> Chore | None:
-    """What ALFRED names the game's folder after: kind-Thing-MovableReceptacle-Receptacle-floor plan. None for chores that ALFWorld
-    leaves out, and for other names."""
+    """Return the chore of one of ALFWorld's own games.
+
+    ALFRED names the folder of a game kind-Thing-MovableReceptacle-Receptacle-floor plan. Return
+    None for chores that ALFWorld leaves out, and for other names.
+    """
     parts = Path(path).parts[-3].split("-")
     if len(parts) != 5 or not all(parts):
         return None
@@ -88,7 +108,7 @@ def official_chore(path: str) -> Chore | None:
 
 
 def game_of(task: Task) -> GameData:
-    """The game that a task's params name. Raises `KeyError` when they name none."""
+    """Return the game that a task's params name. Raise `KeyError` if they name none."""
     from crl.envs.alfworld import floorplans, small
     from crl.envs.alfworld.pddl import game_data
 
@@ -97,9 +117,8 @@ def game_of(task: Task) -> GameData:
         return _read(path)
     if "lgen" in params:
         layout = int(params["lgen"])
-        _prove(
-            small.house(layout, None)
-        )  # what else lies about is in nobody's way: no receptacle is ever full
+        # the other things do not matter for the proof, because no receptacle is ever full
+        _prove(small.house(layout, None))
         return game_data(small.house(layout, int(params["core"])))
     house = floorplans.house(str(params["use"]), int(params["number"]))
     _prove(house)
@@ -107,7 +126,10 @@ def game_of(task: Task) -> GameData:
 
 
 def official_path(task: Task) -> Path | None:
-    """The file of the one of ALFWorld's own games that a task's params name."""
+    """Return the file of the task's game, or None if the game is generated.
+
+    Raise `ConfigError` if the folder of ALFWorld's own games is missing.
+    """
     game = task.params.get("game")
     if game is None:
         return None
@@ -118,7 +140,7 @@ def official_path(task: Task) -> Path | None:
 
 
 def _read(path: Path) -> GameData:
-    """Raises `ValueError` for a file that is none of ALFWorld's games."""
+    """Return the content of a game's file. Raise `ValueError` if it is not a game of ALFWorld."""
     try:
         data = json.loads(path.read_text("utf-8"))
         missing = [
@@ -137,7 +159,10 @@ def _read(path: Path) -> GameData:
 
 @lru_cache(maxsize=4096)
 def _prove(house: House) -> None:
-    """Has the planner solve the house's game, now or earlier. Raises `RuntimeError` when it finds no way."""
+    """Let the planner solve the house's game, unless it has been solved before.
+
+    Raise `RuntimeError` if the planner finds no solution.
+    """
     from crl.envs.alfworld.engine import plan_length
     from crl.envs.alfworld.pddl import game_data
 
@@ -156,7 +181,10 @@ def cache_folder() -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once or not at all: several processes may write the same."""
+    """Write the file atomically, because several processes may write the same file.
+
+    Raise `ConfigError` if the folder cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=path.parent)

@@ -1,4 +1,7 @@
-"""What a household game is about: a room, the things in it, and a chore. Pure data; `pddl` makes a game of it."""
+"""Content of a household game: receptacles, the things in them, and a chore.
+
+Pure data. The module `pddl` turns it into a game.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ KINDS = (
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 )
-"""ALFWorld's six kinds of chore, by ALFRED's names."""
+"""ALFWorld's six kinds of chore, with ALFRED's names."""
 
 LAMPS = ("DeskLamp", "FloorLamp")
 APPLIANCES = {
@@ -27,20 +30,27 @@ APPLIANCES = {
 
 @dataclass(frozen=True)
 class Chore:
-    """thing and receptacle: ALFRED's types; where the chore is to look at a thing in light, `receptacle` is the lamp's type."""
+    """Chore of a game. The types are ALFRED's."""
 
     kind: str
     thing: str
+    """Type of the thing."""
     receptacle: str
+    """Type of the destination.
+
+    For the kind `look_at_obj_in_light` it is the type of the lamp.
+    """
 
 
 @dataclass(frozen=True)
 class House:
-    """receptacles: their types. things: (type, index of the receptacle that it is in)."""
+    """Receptacles and things of a house, with its chore."""
 
     chore: Chore
     receptacles: tuple[str, ...]
+    """Types of the receptacles."""
     things: tuple[tuple[str, int], ...]
+    """(type, index of the receptacle that holds it) of every thing."""
 
 
 _PHRASES = {
@@ -71,14 +81,17 @@ _READINGS = (
 
 
 def phrase(chore: Chore) -> str:
-    """The chore as ALFWorld words it, in the first of its templates."""
+    """Return the chore in ALFWorld's words, by the first of its templates."""
     return _PHRASES[chore.kind].format(
         thing=chore.thing.lower(), receptacle=chore.receptacle.lower()
     )
 
 
 def read_chore(text: str) -> Chore:
-    """The chore that a goal names, in any of ALFWorld's templates; types in lower case. Raises `ValueError` when it names none."""
+    """Return the chore that a goal names in any of ALFWorld's templates.
+
+    Its types are in lower case. Raise `ValueError` if the goal names no chore.
+    """
     for kind, pattern in _READINGS:
         if match := re.search(pattern, text.lower()):
             thing, receptacle = (group for group in match.groups() if group)
@@ -87,7 +100,10 @@ def read_chore(text: str) -> Chore:
 
 
 def numbered(types: Sequence[str]) -> list[tuple[str, int]]:
-    """(type, number from 1 among its like) of each, in order: "cabinet 2" is ("Cabinet", 2)."""
+    """Return (type, number) of each entry, in order.
+
+    The entries of one type are numbered from 1: "cabinet 2" is ("Cabinet", 2).
+    """
     seen: Counter[str] = Counter()
     names = []
     for kind in types:

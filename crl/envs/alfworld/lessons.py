@@ -1,8 +1,8 @@
-"""What can be said about a small house in one sentence, for the bundled tiny models: lessons, the episode in few words, and the truth
-that diagnostics hold them against.
+"""Lessons about a small house for the bundled tiny models, episode digests, and the ground truth.
 
-A lesson must be copyable: an agent that is told "mug is in cabinet 2." goes to cabinet 2. The other kinds are true, useless or
-misleading; which of them are worth writing is what an extractor has to learn.
+A lesson is one sentence. Diagnostics compare lessons with the ground truth. A useful lesson can be
+followed literally: an agent that reads "mug is in cabinet 2." goes to cabinet 2. The other kinds
+are true, useless or misleading. An extractor has to learn which kinds are worth writing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ LESSONS = {
     "careful": "be careful.",
     "time": "every move takes time.",
 }
-"""The kinds of lesson, and their wording: `where` is the thing that the chore is about, `aside` another."""
+"""Kinds of lesson → their wording.
+
+`where` is about the thing of the chore, `aside` is about another thing.
+"""
 
 FROM_HERE = "go to {place}."
-"""What an agent that asks on its way is told. No kind of lesson: an episode teaches nothing that begins in the middle of it."""
+"""Answer to an agent that asks in the middle of an episode.
+
+It is not a kind of lesson, because no episode can teach a way that begins in its middle.
+"""
 
 _PATTERNS = {
     kind: re.compile(
@@ -43,17 +49,24 @@ _PATTERNS = {
 
 
 def lesson(kind: str, thing: str = "", place: str = "") -> str:
-    """The lesson of this kind. thing: its type, "mug"; place: a receptacle by name, "cabinet 2"."""
+    """Return the lesson of this kind.
+
+    `thing` is a type, "mug". `place` is the name of a receptacle, "cabinet 2".
+    """
     return LESSONS[kind].format(thing=thing, place=place)
 
 
 def from_here(place: str) -> str:
-    """The answer to an agent on its way."""
+    """Return the answer to an agent that asks on its way."""
     return FROM_HERE.format(place=place)
 
 
 def read(text: str, chore: Chore) -> tuple[str, str]:
-    """(kind, place) of a lesson on this chore; kind "other" when it is none of these, no place where it names none."""
+    """Return (kind, place) of a lesson about this chore.
+
+    The kind is "other" if the text is not one of `LESSONS`. The place is empty if the lesson names
+    none.
+    """
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(text):
             named = match.groupdict()
@@ -63,16 +76,20 @@ def read(text: str, chore: Chore) -> tuple[str, str]:
     return "other", ""
 
 
-# ── the episode in few words ────────────────────────────────────────────────────────────────────────────────────────
+# ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
 _SHOWN = re.compile(r"([a-z]+ \d): (.+)")
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What an episode of the compact rendering comes to, read off its texts alone: where the thing that the chore is about was seen
-    first, where another was, and where the agent looked, in order.
+    """Summarise an episode of the compact rendering, from its texts alone.
 
-    mug in cabinet 2 / plate in countertop 1 / looked in countertop 1, cabinet 2        (or: mug not seen / nothing else)
+    The digest holds the receptacles where the thing of the chore and another thing were first seen.
+    It ends with all receptacles that the agent looked into, in order:
+
+        mug in cabinet 2                            (or: mug not seen)
+        plate in countertop 1                       (or: nothing else)
+        looked in countertop 1, cabinet 2           (or: looked in nothing)
     """
     wanted, seen = chore_of(segments).thing, sights(segments)
     aside = other_sight(segments)
@@ -86,12 +103,12 @@ def digest(segments: Sequence[Segment]) -> str:
 
 
 def chore_of(segments: Sequence[Segment]) -> Chore:
-    """The chore of an episode. Raises `ValueError` when its goal names none."""
+    """Return the chore of an episode. Raise `ValueError` if its goal names none."""
     return read_chore("\n".join(segment.text for segment in segments if segment.origin == "task"))
 
 
 def sights(segments: Sequence[Segment]) -> dict[str, str]:
-    """Type of thing → where one was seen first, in order."""
+    """Return type of thing → the receptacle where it was first seen, in order."""
     seen: dict[str, str] = {}
     for place, things in _shown(segments):
         for thing in things:
@@ -100,7 +117,10 @@ def sights(segments: Sequence[Segment]) -> dict[str, str]:
 
 
 def other_sight(segments: Sequence[Segment]) -> tuple[str, str] | None:
-    """The first thing that was seen beside the one that the chore is about, and where; None when there was none."""
+    """Return the first seen thing that the chore is not about, and its receptacle.
+
+    Return None if there is none.
+    """
     wanted = chore_of(segments).thing
     return next(
         ((thing, place) for thing, place in sights(segments).items() if thing != wanted), None
@@ -108,12 +128,12 @@ def other_sight(segments: Sequence[Segment]) -> tuple[str, str] | None:
 
 
 def visits(segments: Sequence[Segment]) -> list[str]:
-    """The receptacles that the agent looked into, in order, each once."""
+    """Return the receptacles that the agent looked into, in order, without repetition."""
     return list(dict.fromkeys(place for place, _ in _shown(segments)))
 
 
 def _shown(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:
-    """What was seen to lie where: (receptacle, types of things), in order."""
+    """Return (receptacle, types of the things in it) of every look into a receptacle, in order."""
     found = (_SHOWN.fullmatch(segment.text) for segment in segments if segment.origin == "env")
     return [
         (match[1], [name.rpartition(" ")[0] for name in match[2].split(", ") if name != "nothing"])
@@ -122,11 +142,14 @@ def _shown(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:
     ]
 
 
-# ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
+# ── ground truth, for diagnostics only ────────────────────────────────────────────────────────────
 
 
 class HouseAdvisor:
-    """`Advisor` of the small houses: right advice says where the thing is that the chore is about."""
+    """`Advisor` of the small houses.
+
+    Right advice says where the thing of the chore is.
+    """
 
     def right(self, task: Task) -> str:
         return lesson("where", read_chore(task.goal).thing, true_places(task)[0])
@@ -151,12 +174,15 @@ class HouseAdvisor:
 
 
 def places(task: Task) -> list[str]:
-    """The receptacles of the task's place."""
+    """Return the names of the receptacles of the task's house."""
     house = small.house(int(task.params["lgen"]), int(task.params["core"]))
     return [f"{kind.lower()} {number}" for kind, number in numbered(house.receptacles)]
 
 
 def true_places(task: Task) -> list[str]:
-    """Where the thing lies that the chore is about, as long as the place is there; two receptacles where it takes two things."""
+    """Return the receptacles with the thing of the chore.
+
+    They do not change while the place exists. There are two entries if the chore needs two things.
+    """
     house, names = small.house(int(task.params["lgen"]), int(task.params["core"])), places(task)
     return [names[home] for kind, home in house.things if kind == house.chore.thing]

@@ -1,4 +1,7 @@
-"""A `House` as a game of TextWorld's: ALFRED's domain, ALFWorld's grammar, and the house as a PDDL problem."""
+"""Conversion of a `House` into a game of TextWorld.
+
+The game consists of ALFRED's domain, ALFWorld's grammar, and a PDDL problem for the house.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,27 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from alfworld.gen.constants import OPENABLE_CLASS_SET, VAL_ACTION_OBJECTS, VAL_RECEPTACLE_OBJECTS  # pyright: ignore[reportMissingImports]
+from alfworld.gen.constants import (  # pyright: ignore[reportMissingImports]
+    OPENABLE_CLASS_SET,
+    VAL_ACTION_OBJECTS,
+    VAL_RECEPTACLE_OBJECTS,
+)
 from alfworld.gen.goal_library import gdict  # pyright: ignore[reportMissingImports]
-from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH  # pyright: ignore[reportMissingImports]
+from alfworld.info import (  # pyright: ignore[reportMissingImports]
+    ALFRED_PDDL_PATH,
+    ALFRED_TWL2_PATH,
+)
 
 from crl.envs.alfworld.house import LAMPS, Chore, House, numbered, phrase
 
 GameData = Mapping[str, object]
-"""A game.tw-pddl file's content."""
+"""Content of a game.tw-pddl file."""
 
 _NAMED_BY_DOMAIN = ("SinkBasin", "Microwave", "Fridge"), ("Knife", "ButterKnife")
-"""Types of receptacles and of things that the domain's actions name; every problem must declare them."""
+"""Types of receptacles and of things that the domain's actions name.
+
+Every problem must declare them.
+"""
 
 _PROPERTIES = {
     "Heatable": "heatable",
@@ -41,9 +54,8 @@ def game_data(house: House) -> GameData:
 def problem(house: House) -> str:
     receptacles = _ids(house.receptacles)
     things = _ids([kind for kind, _ in house.things])
-    places = [
-        f"loc_bar_{i}" for i in range(len(receptacles) + 1)
-    ]  # the agent starts at one of its own
+    # the agent starts at the last location, which has no receptacle
+    places = [f"loc_bar_{i}" for i in range(len(receptacles) + 1)]
     thing_types = sorted({kind for kind, _ in house.things} | set(_NAMED_BY_DOMAIN[1]))
     receptacle_types = sorted({*house.receptacles, *_NAMED_BY_DOMAIN[0]})
     objects = [
@@ -74,28 +86,34 @@ def problem(house: House) -> str:
         ]
     unique = "\n".join(dict.fromkeys(facts))
     listed = "\n".join(objects)
-    return f"(define (problem house)\n(:domain alfred)\n(:objects\n{listed}\n)\n(:init\n{unique}\n)\n{_goal(house.chore)}"
+    return (
+        f"(define (problem house)\n(:domain alfred)\n(:objects\n{listed}\n)\n"
+        f"(:init\n{unique}\n)\n{_goal(house.chore)}"
+    )
 
 
 def _goal(chore: Chore) -> str:
-    """Closes the problem's parenthesis too, as ALFWorld's templates do."""
+    """Return the goal, with the parenthesis that closes the problem, as in ALFWorld's templates."""
     names = {"obj": chore.thing, "recep": chore.receptacle, "toggle": chore.receptacle}
     return gdict[chore.kind]["pddl"].format(**names).replace("#", "-")
 
 
 def _ids(types: Sequence[str]) -> list[str]:
-    """Identifiers that ALFWorld's demangler turns into the names of `numbered`; it counts like ones downwards."""
+    """Return identifiers that ALFWorld's demangler turns into the names of `numbered`.
+
+    The demangler numbers the entries of one type in reverse order.
+    """
     counts = Counter(types)
     return [_id(kind, counts[kind] + 1 - number) for kind, number in numbered(types)]
 
 
 def _id(kind: str, number: int) -> str:
-    """A basin is named by its whole and itself, as ALFRED does."""
+    """Return an identifier. A basin's identifier has its whole and itself, as in ALFRED."""
     whole = kind.removesuffix("Basin")
     return f"{whole}_bar_{number:02d}" if whole == kind else f"{whole}_bar_{number:02d}_bar_{kind}"
 
 
 @cache
 def _texts() -> tuple[str, str]:
-    """ALFRED's domain and ALFWorld's grammar."""
+    """Return ALFRED's domain and ALFWorld's grammar."""
     return Path(ALFRED_PDDL_PATH).read_text("utf-8"), Path(ALFRED_TWL2_PATH).read_text("utf-8")

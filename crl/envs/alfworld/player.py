@@ -1,4 +1,4 @@
-"""A scripted player of ALFWorld that sees only its texts, in either rendering."""
+"""Scripted player of ALFWorld. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DONE = {
 }
 
 _SHUT = ("cabinet", "drawer", "fridge", "microwave", "safe")
-"""Receptacles that take two commands to look into."""
+"""Receptacles that need two commands before their content is seen."""
 
 
 class AlfworldPlayer:
-    """Looks for the thing from receptacle to receptacle, at random but open ones first; takes it, treats it as the chore asks, and
-    puts it where it is wanted.
+    """Player that searches for the thing, treats it as the chore asks, and puts it down.
 
-    `seen` holds what each receptacle was seen to hold.
+    It visits the receptacles in random order, open ones first. It takes the thing and brings it to
+    the destination. `seen` maps receptacles to the things that were seen in them.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -64,7 +64,7 @@ class AlfworldPlayer:
         return self._bring() if self._held else self._fetch()
 
     def _fetch(self) -> str:
-        """Towards a thing of the wanted type that was not put yet."""
+        """Return the next command towards a thing of the wanted type that is not delivered yet."""
         for place, things in self.seen.items():
             for thing in things:
                 if _is(thing, self._chore.thing) and thing not in self._put:
@@ -95,7 +95,10 @@ class AlfworldPlayer:
         return self._at(unseen[0]) or f"examine {unseen[0]}"
 
     def _at(self, place: str) -> str:
-        """The next command towards standing at an open receptacle; empty when that is so."""
+        """Return the next command towards standing at an open receptacle.
+
+        Return an empty text if the player already does.
+        """
         return self._go(place) or (f"open {place}" if place in self._closed else "")
 
     def _go(self, place: str) -> str:
@@ -106,5 +109,5 @@ class AlfworldPlayer:
 
 
 def _is(name: str, kind: str) -> bool:
-    """Whether "mug 2" is a mug."""
+    """Return whether a thing is of a kind: "mug 2" is a mug."""
     return name.rpartition(" ")[0] == kind

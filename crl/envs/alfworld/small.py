@@ -1,7 +1,9 @@
-"""Small houses for tiny models: rooms of six receptacles that persist over visits (see `crl.envs.places`).
+"""Small houses for tiny models: six receptacles each, which persist over visits.
 
-A place's layout fixes the room, the chore and where the things lie that the chore needs: that is what can be known of it. Its
-dynamics fix what else lies about. Pure Python: the train stream makes goals of it where ALFWorld is not imported.
+A place's layout fixes the receptacles, the chore, and where the things are that the chore needs. An
+agent can learn these facts, because the layout persists (see `crl.envs.places`). The dynamics fix
+the other things. The module is pure Python, because the train stream makes goals where ALFWorld is
+not imported.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from crl.seeds import generator
 
 RECEPTACLES = 6
 _OTHERS = 4
-"""Things that lie about and that no chore needs."""
+"""Number of things that the chore does not need."""
 
 HOLDS = {
     "Cabinet": "Bowl Cup Mug Plate Pot Pan",
@@ -32,7 +34,7 @@ HOLDS = {
     "Bed": "Book CellPhone Laptop",
     "Safe": "CD CellPhone KeyChain Watch",
 }
-"""What lies in which receptacle: a part of ALFRED's table."""
+"""Receptacle → things that it may hold: a part of ALFRED's table."""
 
 _ROOMS = {
     "kitchen": (
@@ -63,17 +65,22 @@ _WHERE = {
     kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS
 } | {"look_at_obj_in_light": ("bedroom",)}
 ABLE = {
-    "pick_clean_then_place_in_recep": "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato",
+    "pick_clean_then_place_in_recep": (
+        "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato"
+    ),
     "pick_heat_then_place_in_recep": "Apple Bread Cup Egg Mug Plate Potato Tomato",
     "pick_cool_then_place_in_recep": "Apple Bowl Bread Cup Egg Mug Pan Plate Pot Potato Tomato",
 }
-"""Things that can be cleaned, heated, cooled."""
+"""Kind of chore → things that can be cleaned, heated or cooled."""
 
 _LAMP_STANDS = ("Desk", "SideTable", "Dresser")
 
 
 def house(layout: int, dynamics: int | None) -> House:
-    """The room and the chore of a layout, with what lies about under these dynamics; None: with what the chore needs alone."""
+    """Return the house of a layout, with the other things under these dynamics.
+
+    None: the house holds only the things that the chore needs.
+    """
     rng = generator(layout, "alfworld_small/layout")
     chore, receptacles, needed = _fixed(rng)
     if dynamics is None:
@@ -88,7 +95,7 @@ def house(layout: int, dynamics: int | None) -> House:
 
 
 def _fixed(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, int]]]:
-    """Chore, receptacles, and the things that the chore needs with the receptacle of each."""
+    """Return the chore, the receptacles, and the needed things with their receptacles."""
     kind = rng.choice(KINDS)
     room = list(_ROOMS[rng.choice(_WHERE[kind])])
     lit = kind == "look_at_obj_in_light"

@@ -1,8 +1,13 @@
-"""What TextWorld says, for the agent, and what the agent says, for TextWorld.
+"""Translation between TextWorld's texts and the agent's.
 
-`full` is TextWorld's text and the commands that the game admits. `compact` says the same in few words, for the bundled tiny models:
+`full` is TextWorld's text with the commands that the game accepts. `compact` shortens the text for
+the bundled tiny models:
 
-    see cabinet 2, cabinet 1, fridge 1      cabinet 1 closed      shelf 1: mug 1, pen 2      took mug 1      mug 1 hot
+    see cabinet 2, cabinet 1, fridge 1
+    cabinet 1 closed
+    shelf 1: mug 1, pen 2
+    took mug 1
+    mug 1 hot
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from functools import lru_cache
 from crl.envs.actions import parse_choice
 
 COMMANDS = "\nCommands: "
-"""What comes before the admissible commands in a full text."""
+"""Separator before the accepted commands in a full text."""
 INVALID = {
     "full": "Nothing happens: that is no command that can be given here.",
     "compact": "nothing happens.",
@@ -43,11 +48,12 @@ _SHORTER = (
 
 
 def full(said: str, admissible: Sequence[str]) -> str:
+    """Return TextWorld's text with the accepted commands."""
     return f"{said.strip()}{COMMANDS}{', '.join(admissible)}"
 
 
 def compact(said: str) -> str:
-    """TextWorld's text in few words; one that is short already stays as it is."""
+    """Return TextWorld's text in few words. A text that is already short is not changed."""
     said = said.strip()
     for pattern, form in _SHORTER:
         if match := pattern.fullmatch(said):
@@ -56,13 +62,15 @@ def compact(said: str) -> str:
 
 
 def _listed(words: str) -> str:
-    """ "a mug 1, and a pen 2" → "mug 1, pen 2"."""
+    """Return a list in short form: "a mug 1, and a pen 2" → "mug 1, pen 2"."""
     return _ARTICLE.sub("", words.replace(", and ", ", "))
 
 
 def chosen(action: str, admissible: tuple[str, ...]) -> str | None:
-    """The admissible command that the agent chose, None when it chose none. ALFWorld's grammars differ in wording, so each command is
-    known by the words of the others too."""
+    """Return the command of `admissible` that the agent chose, or None if it chose none.
+
+    ALFWorld's grammars differ in wording, so the agent may use the wording of any of them.
+    """
     return parse_choice(action, admissible, _aliases(admissible))
 
 

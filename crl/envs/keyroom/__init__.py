@@ -1,7 +1,10 @@
-"""`keyroom`: take the key, unlock the door of the closet, reach the stairs down in it, all in a dark 5×5 room (MiniHack-KeyRoom-Dark-S5).
+"""`keyroom`: take the key, unlock the door of the closet, and reach the stairs down in it.
 
-This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
-The rooms of the train stream persist over visits, so that there is something to know: where the key and the door are.
+The level is a dark 5×5 room (MiniHack-KeyRoom-Dark-S5). This module declares the environment
+without importing NetHack. The module `game` imports NetHack when the first game is created.
+
+The rooms of the train stream persist over visits, so that the cells of the key and the door can be
+learnt.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ SPEC = EnvSpec(
     turns=30,
     reward_range=(0.0, 1.0),
     actions=ACTIONS,
-    action_format=f"{', '.join(COMPASS)} (one step that way), pickup (what lies here), apply (the key, to a door next to you)",
+    action_format=f"{', '.join(COMPASS)} (one step that way), pickup (what lies here), "
+    "apply (the key, to a door next to you)",
     query_with_observation=False,
     make_game=make_game,
     task_source=PLACES.stream,

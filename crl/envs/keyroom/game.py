@@ -1,4 +1,4 @@
-"""The key room's game."""
+"""Game of the key room, and the ground truth about its layouts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,29 @@ KEY = "key named The Master Key of Thievery"
 _COMMANDS = dict(zip(ACTIONS, map(int, minihack.envs.keyroom.APPLY_ACTIONS), strict=True))
 _KEYBOARD = tuple(range(128))
 _PUSHES = 20
-"""An unlocked door can stick, three times in ten; so often it is tried at the most."""
+"""Maximum number of steps into an unlocked door.
+
+The door sticks in three of ten attempts.
+"""
 
 _THINGS = {text.STAIRS: "stairs", KEY: "key", text.CLOSED_DOOR: "door", text.OPEN_DOOR: "entrance"}
 
 
 class _KeyRoom(minihack.envs.keyroom.MiniHackKeyRoom5x5Dark):
-    """MiniHack-KeyRoom-Dark-S5-v0, played key by key: its own `step` answers NetHack's questions, and waits for the door without end."""
+    """MiniHack-KeyRoom-Dark-S5-v0, played with single key presses.
+
+    MiniHack's own `step` answers NetHack's questions, and it waits for the door without a limit.
+    """
 
     step = minihack.MiniHackNavigation.step
 
 
 class KeyRoomGame(LevelGame):
-    """The key room, (0, 0) the corner of its outer wall. `apply` is MiniHack's: the key to the door next to the player, until it opens."""
+    """Game of the key room. (0, 0) is the corner of its outer wall.
+
+    `apply` has the same meaning as in MiniHack: it applies the key to the door next to the player,
+    until the door opens.
+    """
 
     def __init__(self, rendering: Rendering) -> None:
         level = Level(
@@ -68,9 +78,9 @@ class KeyRoomGame(LevelGame):
 
 
 def compact(view: View) -> str:
-    """What `text.compact` says, and whether the key lies here or is held.
+    """Return the text of `text.compact`, and whether the key lies here or is held.
 
-    at 3 4 / open east west / door north 1 / key held
+    at 3 4 / open east west / door north 1 / key held        (" / " is a line break)
     """
     words = [text.compact(view, _THINGS)]
     words += ["key here"] if "see here a key" in view.message else []
@@ -79,12 +89,12 @@ def compact(view: View) -> str:
 
 
 def _held_key(view: View) -> str | None:
-    """The inventory's letter of the key."""
+    """Return the key's letter in the inventory, or None without a key."""
     return next((letter for letter, name in view.inventory.items() if "key" in name), None)
 
 
 def _door_beside(view: View) -> str | None:
-    """The direction of a closed door next to the player."""
+    """Return the direction of a closed door next to the player, or None if there is none."""
     x, y = view.position
     cells = {name: text.cell_at(view, (x + dx, y + dy)) for name, (dx, dy) in COMPASS.items()}
     return next(
@@ -97,9 +107,10 @@ _peek_lock = threading.Lock()
 
 @cache
 def true_places(lgen: int) -> tuple[At, At]:
-    """Where the key and the door of a layout are, whatever the dynamics: played to find out, never for rollouts.
+    """Return the cells of a layout's key and door, which do not depend on the dynamics.
 
-    Raises `LookupError` when they are not found.
+    The function plays the game to find them. Never used by rollouts. Raise `LookupError` if they
+    are not found.
     """
     player, task = (
         KeyRoomPlayer(random.Random(0)),

@@ -1,7 +1,8 @@
-"""What can be said about a key room in one sentence, for the bundled tiny models: where the key and the door are; and the truth, for
-diagnostics alone.
+"""Lessons about a key room for the bundled tiny models, episode digests, and the ground truth.
 
-Cells are row and column from 1, the corner of the outer wall being 1 1, as in the compact texts.
+A lesson is one sentence that gives the cells of the key and the door. The ground truth is only for
+diagnostics. Lessons and digests give cells as row and column from 1, where 1 1 is the corner of the
+outer wall, as in the compact texts.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _LESSON = re.compile(r"key at (\d) (\d), door at (\d) (\d)\.")
 
 
 def lesson(key: At, door: At) -> str:
-    """The lesson that tells where the key and the door are, (x, y) from 0."""
+    """Return the lesson that gives the cells of the key and the door, as (x, y) from 0."""
     return f"key at {_told(key)}, door at {_told(door)}."
 
 
 def read(text: str) -> tuple[At, At] | None:
-    """The key's and the door's cell in a lesson; None when it tells none."""
+    """Return the cells of the key and the door in a lesson, or None if it gives none."""
     match = _LESSON.fullmatch(text)
     if match is None:
         return None
@@ -34,9 +35,13 @@ def read(text: str) -> tuple[At, At] | None:
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What an episode of the compact key room comes to, read off its texts alone: the moves, and where the key and the door are.
+    """Summarise an episode of the compact key room, from its texts alone.
 
-    moves east pickup / key at 2 5 / door not seen
+    The digest holds the moves, and the cells of the key and the door:
+
+        moves east pickup
+        key at 2 5
+        door not seen
     """
     seen = zip(("key", "door"), found(segments), strict=True)
     places = (f"{name} {f'at {_told(at)}' if at else 'not seen'}" for name, at in seen)
@@ -44,7 +49,10 @@ def digest(segments: Sequence[Segment]) -> str:
 
 
 def found(segments: Sequence[Segment]) -> tuple[At | None, At | None]:
-    """Where the key lay and where the door is, as far as an episode's compact texts tell."""
+    """Return the cells of the key and the door, as far as an episode's compact texts show them.
+
+    The key's cell is where the key lay before it was taken.
+    """
     player = KeyRoomPlayer(random.Random(0))
     for segment in segments:
         if segment.origin == "env":
@@ -53,7 +61,7 @@ def found(segments: Sequence[Segment]) -> tuple[At | None, At | None]:
 
 
 class KeyRoomAdvisor:
-    """`Advisor` of the key room: right advice is where the key and the door are."""
+    """`Advisor` of the key room. Right advice gives the cells of the key and the door."""
 
     def right(self, task: Task) -> str:
         return lesson(*_truth(task))

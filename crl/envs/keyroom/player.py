@@ -1,4 +1,4 @@
-"""A scripted player of the key room that sees only its texts, in either rendering."""
+"""Scripted player of the key room. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _NAMES = {
 
 
 class KeyRoomPlayer:
-    """Fetches the key, applies it to the door, and goes to the stairs; looks around for what it has not found yet.
+    """Player that takes the key, applies it to the door, and walks to the stairs.
 
-    Remembers the floor, which cells it has been next to, and where things are; `key` and `door`, as far as they have been seen, are
-    (x, y) from the corner of the outer wall.
+    It explores until it has found them. It remembers the floor, the cells that it has been next to,
+    and the cells of things. `key` and `door` are (x, y) from the corner of the outer wall, or None
+    until they are seen.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -81,7 +82,7 @@ class KeyRoomPlayer:
         )
 
     def _wishes(self) -> Iterable[set[At]]:
-        """The cells to go to, the most wanted first."""
+        """Yield sets of cells to walk to, the most wanted set first."""
         if self._stairs:
             yield {self._stairs}
         if self.key and not self._holding:
@@ -107,7 +108,7 @@ class KeyRoomPlayer:
         self._open = self._holding = False
 
     def _thresholds(self, door: At) -> set[At]:
-        """The floor from which the door is entered."""
+        """Return the floor cells from which the door can be entered."""
         return {beside(door, name) for name in ("north", "east", "south", "west")} & self._floor
 
     def _way_to(self, wanted: set[At]) -> list[str] | None:

@@ -1,7 +1,10 @@
-"""`maze`: find the stairs down in a maze of 7×7 cells (MiniHack-MazeWalk-9x9); `maze_small`: in one of 5×5, not next to them.
+"""`maze` and `maze_small`: find the stairs down in a maze.
 
-This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
-The mazes of the train stream persist over visits, so that there is something to know: the way.
+`maze` has 7×7 cells (MiniHack-MazeWalk-9x9). `maze_small` has 5×5 cells, and its stairs are not
+close to the start. This module declares the environment without importing NetHack. The module
+`game` imports NetHack when the first game is created.
+
+The mazes of the train stream persist over visits, so that the way to the stairs can be learnt.
 """
 
 from __future__ import annotations

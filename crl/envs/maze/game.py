@@ -1,4 +1,4 @@
-"""The maze's game."""
+"""Game of the maze, and the ground truth about its layouts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ from crl.envs.places import DEMONSTRATION_LAYOUTS
 from crl.types import Task
 
 NEAREST = 3
-"""Steps from the start to the stairs of a small maze, at least: beside them random play would win."""
-LATEST, TRIES = 14, 12
-"""Steps in which whoever looks for the stairs of a small maze finds them, as often as that was tried: as many as tasks/maze.toml sets."""
+"""Minimum number of steps from the start to the stairs of a small maze.
 
-# NetHack shows solid stone, which is what this maze's walls are, as it shows what was never seen
+Random play would reach stairs that are closer.
+"""
+LATEST, TRIES = 14, 12
+"""Steps in which a searching player finds the stairs of a small maze, and number of trials.
+
+The player finds the stairs in all trials. `LATEST` is the turn limit of `maze_small` in
+tasks/maze.toml.
+"""
+
+# the maze's walls are solid stone, which NetHack shows in the same way as unseen cells
 full = partial(text.full, unseen="solid stone or not seen yet")
 compact = partial(text.compact, things={text.STAIRS: "stairs"})
 
 
 class MazeGame(LevelGame):
-    """The maze, (0, 0) the top left cell of its corridors. size: SIZE or SMALL_SIZE cells."""
+    """Game of the maze. (0, 0) is the top left cell of its corridors.
+
+    `size` is `SIZE` or `SMALL_SIZE` cells.
+    """
 
     def __init__(self, rendering: Rendering, size: int = SIZE) -> None:
         super().__init__(
@@ -46,7 +56,10 @@ class MazeGame(LevelGame):
 
 
 def _level(size: int, *, mapped: bool = False) -> Level:
-    """MiniHack-MazeWalk, whose size counts the outer wall. NetHack puts it in the middle of its map."""
+    """Return the level MiniHack-MazeWalk. `mapped` shows the whole map from the start.
+
+    MiniHack's size includes the outer wall. NetHack places the maze in the middle of its map.
+    """
     from minihack.envs.mazewalk import MiniHackMazeWalk
 
     window = Window(x=36, y=7 if size == SIZE else 9, width=size, height=size)
@@ -55,7 +68,11 @@ def _level(size: int, *, mapped: bool = False) -> Level:
 
 @cache
 def _small_layout(lgen: int) -> int:
-    """The first layout of those that belong to `lgen` whose stairs are not near, and found in time. Demonstrations show late ones too."""
+    """Return the first layout seed of `lgen` whose stairs are far enough and are found in time.
+
+    Each `lgen` has its own sequence of layout seeds. Demonstrations may also show stairs that are
+    found late.
+    """
     layouts = (
         seed
         for seed in range(lgen, 1 << 62, 1 << 32)
@@ -76,7 +93,10 @@ def _found_in_time(start: At, corridors: frozenset[At], stairs: At) -> bool:
 
 
 def _found(here: At, corridors: frozenset[At], stairs: At, player: MazePlayer) -> bool:
-    """Whether a player that has just been made, and sees what is next to it, reaches the stairs in `LATEST` steps."""
+    """Return whether a new player reaches the stairs within `LATEST` steps.
+
+    The player sees only the cells next to it.
+    """
     for _ in range(LATEST):
         near = corridors & {here, *around(here)}
         player.see(here, near, near & {stairs})
@@ -90,12 +110,15 @@ Maze = tuple[At, frozenset[At], At]
 
 
 def true_maze(lgen: int, size: int = SIZE) -> Maze:
-    """Where a layout's episodes start, its corridors, and its stairs down, whatever the dynamics. Never for rollouts."""
+    """Return a layout's start cell, its corridors, and its stairs down.
+
+    They do not depend on the dynamics. Never used by rollouts.
+    """
     return _peek(_small_layout(lgen) if size == SMALL_SIZE else lgen, size)
 
 
 def true_way(lgen: int, size: int = SIZE) -> list[str]:
-    """The directions of a shortest walk from a layout's start to its stairs."""
+    """Return the directions of a shortest walk from a layout's start to its stairs."""
     return _way(*true_maze(lgen, size))
 
 

@@ -1,4 +1,8 @@
-"""What can be said about a maze in one sentence, for the bundled tiny models: the way; and the truth, for diagnostics alone."""
+"""Lessons about a maze for the bundled tiny models, episode digests, and the ground truth.
+
+A lesson is one sentence that describes the way to the stairs. The ground truth is only for
+diagnostics.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +20,34 @@ _LESSON = re.compile(r"from the start go ([a-z]+(?: [a-z]+)*)\.")
 
 
 def lesson(way: Sequence[str]) -> str:
-    """The lesson that tells a way, given step by step."""
+    """Return the lesson that describes a way, given step by step."""
     return f"from the start go {' '.join(way)}."
 
 
 def read(text: str) -> list[str] | None:
-    """The way that a lesson tells, step by step; None when it tells none."""
+    """Return the way that a lesson describes, step by step, or None if it describes none."""
     match = _LESSON.fullmatch(text)
     way = match[1].split() if match else []
     return way if way and set(way) <= set(COMPASS) else None
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What an episode of the compact maze comes to, read off its texts alone: the moves, and the way that it found.
+    """Summarise an episode of the compact maze, from its texts alone.
 
-    moves east east south north / way east south south        (or: way not found)
+    The digest holds the moves, and the way to the stairs that they show:
+
+        moves east east south north
+        way east south south        (or: way not found)
     """
     way = found_way(segments)
     return f"{moves(segments, tuple(COMPASS))}\nway {' '.join(way) if way else 'not found'}"
 
 
 def found_way(segments: Sequence[Segment]) -> list[str] | None:
-    """The shortest way from the start to the stairs in what an episode's compact texts tell; None when they do not tell it."""
+    """Return the shortest way from the start to the stairs that an episode's compact texts show.
+
+    Return None if they show none.
+    """
     player, start, action = MazePlayer(random.Random(0)), None, None
     for segment in segments:
         if segment.origin == "policy":
@@ -51,7 +61,10 @@ def found_way(segments: Sequence[Segment]) -> list[str] | None:
 
 
 class MazeAdvisor:
-    """`Advisor` of the maze of this size: right advice is a way from the start to the stairs."""
+    """`Advisor` of a maze of `size` cells.
+
+    Right advice is a way from the start to the stairs.
+    """
 
     def __init__(self, size: int = SIZE) -> None:
         self._size = size
@@ -62,7 +75,10 @@ class MazeAdvisor:
         return lesson(true_way(int(task.params["lgen"]), self._size))
 
     def wrong(self, task: Task, rng: random.Random) -> str:
-        """As many steps as the right way has, the first of them not a way of the maze."""
+        """Return a way with as many steps as the right one.
+
+        Its first step leads into a wall.
+        """
         from crl.envs.maze.game import true_maze, true_way
 
         start, corridors, _ = true_maze(int(task.params["lgen"]), self._size)

@@ -1,4 +1,4 @@
-"""A scripted player of the maze that sees only its texts, in either rendering."""
+"""Scripted player of the maze. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from crl.envs.minihack.player import (
 )
 
 SIZE, SMALL_SIZE = 7, 5
-"""Cells that a maze is wide and high."""
+"""Width and height of a maze, in cells."""
 
 
 class MazePlayer:
-    """Goes to the stairs when it knows a way, else to the nearest cell from which it may see more.
+    """Player that walks to the stairs if it knows a way, else to where it may see more.
 
-    Remembers which cells it has been next to: those that are no corridor are stone. `here`, `corridors` and `stairs` (empty until they
-    are seen) are (x, y) from the top left.
+    In the second case it walks to the nearest cell beside an unseen one. It remembers the cells
+    that it has been next to: those that are not corridors are stone. `here`, `corridors` and
+    `stairs` (empty until the stairs are seen) are (x, y) from the top left.
     """
 
     def __init__(self, rng: random.Random, size: int = SIZE) -> None:
@@ -47,7 +48,7 @@ class MazePlayer:
             self.see(here, seen, {at for _, at in read_things(observation, here)})
 
     def see(self, here: At, corridors: Set[At], stairs: Set[At]) -> None:
-        """Stands here and takes in what is seen from here."""
+        """Record the player's cell, and the corridors and stairs that are seen from it."""
         self.here = here
         self.corridors |= corridors
         self.stairs |= stairs
@@ -59,7 +60,10 @@ class MazePlayer:
         return path[0] if path else self._rng.choice(list(COMPASS))
 
     def way_to_stairs(self, start: At) -> list[str] | None:
-        """A shortest walk from a cell, as far as the maze is known."""
+        """Return a shortest walk from a cell to the stairs within the known part of the maze.
+
+        Return None if no way is known.
+        """
         return self._way(start, self.stairs)
 
     def _forget(self) -> None:
@@ -73,7 +77,10 @@ class MazePlayer:
         return walk(start, lambda at: at in wanted, lambda _, to: to in known, self._rng)
 
     def _unknown_beside(self, at: At) -> bool:
-        """Whether a corridor may go on from here. Cells of two odd coordinates are always stone."""
+        """Return whether an unseen corridor may begin beside this cell.
+
+        Cells with two odd coordinates are always stone.
+        """
         near = (beside(at, name) for name in ("north", "east", "south", "west"))
         unseen = (to for to in near if to not in self._inspected and to not in self.corridors)
         return any(

@@ -1,1 +1,1 @@
-"""What the MiniHack environments share. `level` is NetHack itself: it alone, and `game`, import nle and minihack."""
+"""Shared code of the MiniHack environments. Only `level` and `game` import nle and minihack."""

@@ -1,4 +1,7 @@
-"""The game that all MiniHack environments are: an action a turn until the stairs down are reached, or the player dies."""
+"""Game that all MiniHack environments share.
+
+One action per turn, until the stairs down are reached or the player dies.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from crl.types import StepResult, Task
 
 
 class LevelGame:
-    """A `Game`. Reward 1 and success on reaching the stairs; death ends it with 0.
+    """`Game` of a level. Reaching the stairs gives reward 1 and success. Death gives reward 0.
 
-    actions: by name, in the order of the level's own. render: what is seen, in words.
+    `actions` are the names of the actions, in the order of the level's actions. `render` turns a
+    view into a text.
 
-    For demonstrations and scripted oracles only, never for rollouts: `view`, `position`, `start` and `grid` (what has
-    been seen), with (x, y) from the window's top left and y growing to the south; `moves`, the actions that the game took.
-    After the last step they are as before it.
+    The following attributes are for demonstrations and scripted oracles, never for rollouts:
+
+    * `view`, `position`, `start` and `grid` (the seen part of the map), with (x, y) from the
+      window's top left and y growing to the south. The last step of an episode does not update
+      them.
+    * `moves`, the number of actions that the game has accepted.
     """
 
     def __init__(
@@ -40,14 +47,17 @@ class LevelGame:
         self._over = True
 
     def reset(self, task: Task) -> str:
-        """Starts the episode of the task's `lgen` and `core`. Raises `KeyError` when its params lack them."""
+        """Start the episode of the task's `lgen` and `core`.
+
+        Raise `KeyError` if the task's params lack one of them.
+        """
         view = self.level.reset(int(task.params["lgen"]), int(task.params["core"]))
         self._view = replace(view, message="")  # NetHack's greeting says nothing about the level
         self._start, self.moves, self._over = view.position, 0, False
         return self._render(self._view)
 
     def step(self, action: str) -> StepResult:
-        """Plays one of the actions. Raises `RuntimeError` outside an episode."""
+        """Play one of the actions. Raise `RuntimeError` outside an episode."""
         if self._over:
             raise RuntimeError("this episode is over: reset first")
         choice = parse_choice(action, self._actions)
@@ -86,7 +96,7 @@ class LevelGame:
 
     @property
     def grid(self) -> tuple[str, ...]:
-        """The map's rows, top first; `~` where nothing has been seen."""
+        """Rows of the map, top first. `~` marks cells that have not been seen."""
         return text.grid(self.view)
 
     def _play(self, choice: str) -> Turn:

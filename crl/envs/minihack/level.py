@@ -1,6 +1,7 @@
-"""What the MiniHack environments share: making a level, seeding it, stepping it, and copying what is seen as words.
+"""One MiniHack level: create, seed and step it, and copy the visible part of the map.
 
-Importing this module imports nle, minihack and gymnasium; the environments' own modules do so on `make_game` only.
+This module imports nle, minihack and gymnasium. The environments' own modules import it only in
+`make_game`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from crl.scratch import scratch_folder
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pkg_resources is deprecated; minihack imports it
     import gymnasium
-    import minihack.envs.keyroom  # noqa: F401  (registers the levels; the key room takes its classes from here)
+    import minihack.envs.keyroom  # noqa: F401  (registers the levels; `keyroom` uses its classes)
     import nle.nethack
     import nle.nethack.nethack
     from gymnasium.envs.registration import load_env_creator
 
-nethack: Any = nle.nethack  # half of its names come from C, unknown to type checkers
+nethack: Any = nle.nethack  # type checkers do not know the names that come from C
 
 OBSERVATIONS = ("glyphs", "chars", "blstats", "message", "screen_descriptions")
 INVENTORY = ("inv_letters", "inv_strs")
 _SETTINGS: Mapping[str, Any] = {
-    "penalty_step": 0.0,  # else −0.01 whenever game time stands still
+    "penalty_step": 0.0,  # default: −0.01 when game time does not advance
     "penalty_time": 0.0,
     "max_episode_steps": 10**9,  # the turn limit belongs to the rollout
-    "fix_moon_phase": True,  # else the real clock changes the game
+    "fix_moon_phase": True,  # otherwise the real clock changes the game
     "observation_keys": OBSERVATIONS,
 }
 _SUCCESS = 2  # minihack's StepStatus.TASK_SUCCESSFUL
@@ -42,7 +43,10 @@ _PLAIN_NAMES = {"floor of a room": "floor", "dark part of a room": "floor"}
 
 
 class _ScratchTempfile:
-    """Stands in for `tempfile` inside nle, which takes no directory for its own: this process's scratch folder."""
+    """Replacement of `tempfile` inside nle. It uses this process's scratch folder.
+
+    nle has no setting for the directory.
+    """
 
     def TemporaryDirectory(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=prefix, dir=scratch_folder())
@@ -56,29 +60,37 @@ nle.nethack.nethack.tempfile = _ScratchTempfile()  # type: ignore[assignment]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of NetHack's map that belongs to a level: its left column, top row and size, in cells."""
+    """Part of NetHack's map that belongs to a level, in cells."""
 
     x: int
+    """Left column."""
     y: int
+    """Top row."""
     width: int
     height: int
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one action did. `view` is None when the game is over: NetHack has then wiped its map."""
+    """Result of one action."""
 
     view: View | None
+    """None when the game is over, because NetHack has cleared its map."""
     success: bool
 
 
 class Level:
-    """One NetHack instance that plays one kind of MiniHack level, again and again."""
+    """One NetHack instance that plays one kind of MiniHack level repeatedly."""
 
     def __init__(self, creator: str | Callable[..., Any], window: Window, **settings: Any) -> None:
-        """`creator`: a level's id, or its class. `settings`: further arguments of it; `observation_keys` may name `INVENTORY` too."""
+        """Create the instance. `creator` is a level's id or its class.
+
+        `settings` are further arguments of the level. `observation_keys` may also include
+        `INVENTORY`. Raise `OSError` if MiniHack could not compile the level.
+        """
         if isinstance(creator, str):
-            # not gymnasium.make: it keeps max_episode_steps for a wrapper, and the level would end after its own
+            # not gymnasium.make: it passes max_episode_steps to a wrapper instead of the level,
+            # and the level would end at its own limit
             spec = gymnasium.spec(creator)
             settings = {**spec.kwargs, **settings}
             assert spec.entry_point is not None
@@ -91,21 +103,24 @@ class Level:
         if (Path(self._env.nethack._vardir) / "nhdat").is_symlink():
             self.close()
             raise OSError(
-                "MiniHack could not compile its level (it needs bash and a temporary folder that may execute)"
+                "MiniHack could not compile its level "
+                "(it needs bash and a temporary folder that may execute)"
             )
         self._window = window
         self.actions: tuple[int, ...] = tuple(int(action) for action in self._env.actions)
 
     def reset(self, lgen: int, core: int) -> View:
-        """Starts the episode with layout `lgen` and dynamics `core`: the same one whatever was played before."""
-        self._env.seed(
-            core, core, False, lgen
-        )  # before every reset; reset(seed=...) does not seed NetHack
+        """Start the episode with layout `lgen` and dynamics `core`.
+
+        The episode does not depend on earlier ones.
+        """
+        # needed before every reset, because reset(seed=...) does not seed NetHack
+        self._env.seed(core, core, False, lgen)
         observation, _ = self._env.reset()
         return self._view(observation)
 
     def step(self, action: int) -> Turn:
-        """Plays the action with this index in `actions`. Not to be called once an episode is over."""
+        """Play the action with this index in `actions`. Not allowed after the end of an episode."""
         observation, _, over, _, info = self._env.step(action)
         if over:
             return Turn(None, int(info["end_status"]) == _SUCCESS)
@@ -113,7 +128,7 @@ class Level:
 
     @property
     def temporary_folder(self) -> Path:
-        """Where this instance keeps its files while it lives."""
+        """Folder with this instance's files, until the instance is closed."""
         return Path(self._env.nethack._vardir)
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""What the scripted players of MiniHack environments share: reading a map and the words of compact texts, and walking."""
+"""Shared code of the scripted players of MiniHack environments.
+
+It reads maps and compact texts, and finds walks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ _THING = re.compile(r"^(\w+) (here|(?:east|west|north|south) \d.*)$", re.MULTILI
 
 
 def read_map(observation: str) -> dict[At, str] | None:
-    """What the cells of a full text's map are called, by (x, y) from its top left; None for a text without a map.
+    """Return the names of the cells of a full text's map, by (x, y) from its top left.
 
-    A symbol of several meanings is called by all of them ("wall or open door").
+    Return None if the text has no map. A symbol with several meanings is named by all of them
+    ("wall or open door").
     """
     match = _MAP.search(observation)
     if match is None:
@@ -34,19 +38,19 @@ def read_map(observation: str) -> dict[At, str] | None:
 
 
 def read_at(observation: str) -> At | None:
-    """Where a compact text says that the player is, as (x, y) from 0."""
+    """Return the player's cell in a compact text, as (x, y) from 0. Return None if it has none."""
     match = _AT.search(observation)
     return (int(match[2]) - 1, int(match[1]) - 1) if match else None
 
 
 def read_open(observation: str) -> list[str]:
-    """The directions that a compact text calls open."""
+    """Return the open directions in a compact text."""
     match = _OPEN.search(observation)
     return match[1].split() if match else []
 
 
 def read_things(observation: str, here: At) -> Iterator[tuple[str, At]]:
-    """(name, cell) of every line such as `key east 2 south 1`."""
+    """Yield (name, cell) of every line of the form `key east 2 south 1`."""
     for name, way in _THING.findall(observation):
         x, y = here
         words = way.split()
@@ -57,22 +61,23 @@ def read_things(observation: str, here: At) -> Iterator[tuple[str, At]]:
 
 
 def beside(at: At, name: str) -> At:
-    """The neighbour of a cell in a compass direction."""
+    """Return the neighbour of a cell in a compass direction."""
     dx, dy = COMPASS[name]
     return (at[0] + dx, at[1] + dy)
 
 
 def around(at: At) -> Iterator[At]:
-    """The eight neighbours of a cell."""
+    """Yield the eight neighbours of a cell."""
     return (beside(at, name) for name in COMPASS)
 
 
 def walk(
     here: At, wanted: Callable[[At], bool], passable: Callable[[At, At], bool], rng: random.Random
 ) -> list[str] | None:
-    """The directions of a shortest walk of one step or more to a wanted cell, ties at random; None when there is no way.
+    """Return the directions of a shortest walk to a wanted cell, or None if there is no way.
 
-    passable(from, to): whether a step may be taken.
+    The walk has at least one step. Ties are broken at random. `passable(from, to)` returns whether
+    a step is possible.
     """
     order = list(COMPASS)
     rng.shuffle(order)

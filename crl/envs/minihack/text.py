@@ -1,4 +1,7 @@
-"""A MiniHack level in words: the `full` rendering for language models, and what the `compact` ones share. Pure functions of a `View`."""
+"""Texts of a MiniHack level: the `full` rendering for LLMs, and helpers of the `compact` ones.
+
+All functions are pure functions of a `View`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ DIED = {"full": "You die.", "compact": "you died."}
 
 
 def full(view: View, unseen: str = "not seen yet") -> str:
-    """The game's message if there is one, the map with its fog of war, what its symbols mean (`unseen`: those of cells that show
-    nothing), the hit points, and the inventory where the level has one."""
+    """Return the full text of a view.
+
+    The text starts with the game's message, if there is one. The map with fog of war, a legend of
+    its symbols, and the hit points follow. The inventory is last, if the level reports one.
+    `unseen` is the legend's name for cells that show nothing.
+    """
     rows = grid(view)
     legend = "; ".join(
         f"{symbol} {' or '.join(names)}"
@@ -37,30 +44,36 @@ def full(view: View, unseen: str = "not seen yet") -> str:
 
 
 def grid(view: View) -> tuple[str, ...]:
-    """The map's rows, top first, one character a cell."""
+    """Return the map's rows, top first, with one character per cell."""
     return tuple("".join(cell.symbol for cell in row) for row in view.cells)
 
 
 def cells(view: View) -> Iterator[tuple[tuple[int, int], Cell]]:
-    """((x, y), cell) in reading order."""
+    """Yield ((x, y), cell) in reading order."""
     return (((x, y), cell) for y, row in enumerate(view.cells) for x, cell in enumerate(row))
 
 
 def cell_at(view: View, at: tuple[int, int]) -> Cell | None:
-    """The cell at (x, y), or None outside the window."""
+    """Return the cell at (x, y), or None outside the window."""
     x, y = at
     return view.cells[y][x] if 0 <= y < len(view.cells) and 0 <= x < len(view.cells[y]) else None
 
 
 def direction(start: tuple[int, int], end: tuple[int, int]) -> str:
-    """The compass direction of the first step of a straight walk, diagonals first. Raises `KeyError` when start is end."""
+    """Return the compass direction of the first step of a straight walk, diagonals first.
+
+    Raise `KeyError` if `start` equals `end`.
+    """
     return _BY_STEP[_sign(end[0] - start[0]), _sign(end[1] - start[1])]
 
 
 def compact(view: View, things: Mapping[str, str]) -> str:
-    """Where you are (row and column from 1), where you can step, and how far the known things are; `things` names them by their cells'.
+    """Return the player's cell, the open directions, and the distances of the known things.
 
-    at 2 3 / open north east / key east 2 south 1 / door here
+    The cell is given as row and column from 1. `things` maps names of cells to the names in the
+    text:
+
+        at 2 3 / open north east / key east 2 south 1 / door here        (" / " is a line break)
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}", f"open {' '.join(open_ways(view)) or 'nowhere'}"]
@@ -77,7 +90,10 @@ def compact(view: View, things: Mapping[str, str]) -> str:
 
 
 def open_ways(view: View) -> list[str]:
-    """The directions of the cells next to the player that a step leads to. Doors are not entered diagonally."""
+    """Return the directions in which the player can step.
+
+    Doors cannot be entered diagonally.
+    """
     here, ways = view.position, []
     for name, (dx, dy) in COMPASS.items():
         cell = cell_at(view, (here[0] + dx, here[1] + dy))
@@ -92,7 +108,7 @@ def open_ways(view: View) -> list[str]:
 
 
 def way(start: tuple[int, int], end: tuple[int, int]) -> str:
-    """How many columns and rows end is from start: `east 2 south 1`; `here` when they are equal."""
+    """Return the offset from `start` to `end`: `east 2 south 1`, or `here` if they are equal."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     parts = [f"{'east' if dx > 0 else 'west'} {abs(dx)}"] if dx else []
     parts += [f"{'south' if dy > 0 else 'north'} {abs(dy)}"] if dy else []
@@ -100,7 +116,10 @@ def way(start: tuple[int, int], end: tuple[int, int]) -> str:
 
 
 def _legend(view: View) -> dict[str, list[str]]:
-    """Symbol → what it stands for on this map, in reading order; you first, the unseen last."""
+    """Return a map from symbol to its meanings on this map, in reading order.
+
+    The player comes first, unseen cells come last.
+    """
     legend: dict[str, list[str]] = {"@": ["you"]}
     for _, cell in sorted(cells(view), key=lambda item: item[1].symbol == UNSEEN):
         names = legend.setdefault(cell.symbol, [])

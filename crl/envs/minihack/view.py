@@ -1,4 +1,4 @@
-"""What a player sees of a MiniHack level."""
+"""View of a MiniHack level, as its player sees it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ UNSEEN = "~"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One square as the player sees or remembers it. `name` is NetHack's own description, without an article."""
+    """One cell as the player sees or remembers it."""
 
     symbol: str
     name: str
+    """NetHack's own description, without an article."""
     kind: CellKind
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the player sees, copied. `cells[y][x]` from the window's top left; `position` is (x, y) there.
-
-    Cells never seen are of kind `unseen`; seen ones are remembered by the game itself (fog of war). Hit points in
-    NetHack's points. `message` is the game's last line, or empty. `inventory`: letter → what it is, where the level was asked for it.
-    """
+    """Copy of the visible state of a level."""
 
     cells: tuple[tuple[Cell, ...], ...]
+    """`cells[y][x]`, from the window's top left.
+
+    Cells that were never seen are of kind `unseen`. The game itself remembers seen cells (fog of
+    war).
+    """
     position: tuple[int, int]
+    """Cell of the player, as (x, y) in the window."""
     hit_points: int
+    """NetHack's hit points."""
     max_hit_points: int
     message: str
+    """Last line of the game's messages, or empty."""
     inventory: Mapping[str, str] = field(default_factory=dict)
+    """Letter → description. Empty unless the level was created with `INVENTORY`."""

@@ -1,7 +1,10 @@
-"""`river`: push a boulder into the water and cross to the stairs down (MiniHack-River-Narrow); `river_small`: from a narrower bank.
+"""`river` and `river_small`: push a boulder into the water and cross to the stairs down.
 
-This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
-The banks of the train stream persist over visits, so that there is something to know: which boulder to push.
+`river` is MiniHack-River-Narrow. `river_small` has a narrower near bank. This module declares the
+environment without importing NetHack. The module `game` imports NetHack when the first game is
+created.
+
+The banks of the train stream persist over visits, so that the best boulder can be learnt.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def make_game(rendering: Rendering, bank: int = BANK) -> Game:
 SPEC = EnvSpec(
     name=NAME,
     hosting="threads",
-    turns=40,  # in 30 too few rivers can be crossed: a boulder in ten sinks without a trace
+    turns=40,  # 30 are too few: one boulder in ten sinks without filling the water
     reward_range=(0.0, 1.0),
     actions=ACTIONS,
     action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a boulder that lies there)",

@@ -1,4 +1,4 @@
-"""The river's game."""
+"""Game of the river."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from crl.envs.minihack.view import View
 from crl.envs.river.player import BANK, BEYOND
 
 BOULDERS = 3
-"""How many boulders the compact rendering tells of, the nearest first; and how many a small river has."""
+"""Maximum number of boulders in a compact text, nearest first.
+
+Also the number of boulders in a small river.
+"""
 
 
 class RiverGame(LevelGame):
-    """Both banks and the river between them, (0, 0) the top left cell. bank: BANK or SMALL_BANK."""
+    """Game of the river: both banks and the river between them.
+
+    (0, 0) is the top left cell. `bank` is `BANK` or `SMALL_BANK`.
+    """
 
     def __init__(self, rendering: Rendering, bank: int = BANK) -> None:
         super().__init__(
@@ -31,7 +37,7 @@ class RiverGame(LevelGame):
 
 
 def _level(bank: int) -> Level:
-    """MiniHack-River-Narrow, or one like it that is narrower still."""
+    """Return MiniHack-River-Narrow, or a similar level with a narrower near bank."""
     window = Window(x=26 if bank == BANK else 32, y=7, width=bank + BEYOND, height=7)
     return Level("MiniHack-River-Narrow-v0" if bank == BANK else _small_river(bank), window)
 
@@ -49,10 +55,13 @@ def _small_river(bank: int) -> Callable[..., Any]:
 
 
 def compact(view: View, bank: int = BANK) -> str:
-    """Where you are (row and column from 1), and how far are: a ford, the nearest boulders, and the stairs. The river is always in the
-    same columns.
+    """Return the compact text of a view.
 
-    at 2 3 / boulder east 4 south 1
+    The text gives the agent's cell (row and column from 1), and the distances to fords, to the
+    nearest boulders and to the stairs. The columns of the river are always the same, so the text
+    does not give them:
+
+        at 2 3 / boulder east 4 south 1        (" / " is a line break)
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]

@@ -1,4 +1,4 @@
-"""A scripted player of the river that sees only its texts, in either rendering."""
+"""Scripted player of the river. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import At, read_at, read_map, read_things, walk
 
 BANK, SMALL_BANK = 18, 8
-"""Columns of the near bank, which is also the column of the river's first water."""
+"""Number of columns of the near bank. Also the index of the river's first column of water."""
 BEYOND = 7
-"""Columns of the river and the far bank. The river is two cells wide; who falls into the second crawls out on a bank next to it."""
+"""Number of columns of the river and the far bank.
+
+The river is two cells wide. A player that falls into the second cell crawls out on a bank next to
+it.
+"""
 _HEIGHT, _EXIT_ROW = 7, 2
 
 
 class RiverPlayer:
-    """Pushes the boulder that makes for the shortest way east into the water, walks on it, and swims the rest.
+    """Player that pushes a boulder east into the water, walks over it, and swims the rest.
 
-    Remembers boulders that are no longer told of, pushes that moved nothing, and where a boulder has filled the water.
+    It chooses the boulder with the shortest total way. It remembers boulders that the texts no
+    longer mention, pushes that moved nothing, and the cell where a boulder has filled the water.
     """
 
     def __init__(self, rng: random.Random, bank: int = BANK) -> None:
@@ -66,7 +71,10 @@ class RiverPlayer:
         )
 
     def _hear(self, here: At, words: str) -> None:
-        """A compact text tells of the nearest boulders alone."""
+        """Read a compact text.
+
+        It mentions only the nearest boulders. Boulders that are farther away are remembered.
+        """
         self._here = here
         things = list(read_things(words, here))
         told = {at for name, at in things if name == "boulder"}
@@ -75,7 +83,11 @@ class RiverPlayer:
         self._ford = next((at for name, at in things if name == "ford"), self._ford)
 
     def _push(self) -> list[str] | None:
-        """The way to the boulder that is quickest pushed into the water, in a straight line, and the push at its end."""
+        """Return the way to the best boulder, followed by one push, or None if there is no way.
+
+        The best boulder gives the shortest total way to the stairs if it is pushed into the water
+        in a straight line.
+        """
         ways = []
         for x, y in self._boulders:
             for name in ("east", "northeast", "southeast"):

@@ -1,8 +1,10 @@
-"""`room`: find the stairs down in a dark 5×5 room with a monster and a trap (MiniHack-Room-Ultimate-5x5).
+"""`room`: find the stairs down in a dark 5×5 room with a monster and a trap.
 
-This module declares the environment and imports no NetHack; `game` does, and is imported when the first game is made.
-At the paper's 30 turns knowing a layout is worth nothing here; at 4 turns it is worth much, and the rooms of the train
-stream persist over visits so that there is something to know.
+The level is MiniHack-Room-Ultimate-5x5. This module declares the environment without importing
+NetHack. The module `game` imports NetHack when the first game is created.
+
+With the paper's limit of 30 turns, knowledge of a layout has no value here. With 4 turns it has
+much value. The rooms of the train stream persist over visits, so that their layouts can be learnt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The room's game, and what only the warm start may know of it."""
+"""Game of the room, and the ground truth for warm start and diagnostics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIONS = tuple(COMPASS)
 
 
 class RoomGame(LevelGame):
-    """The room, (0, 0) its top left cell."""
+    """Game of the room. (0, 0) is the room's top left cell."""
 
     def __init__(self, rendering: Rendering) -> None:
         super().__init__(
@@ -33,10 +33,11 @@ _peek_lock = threading.Lock()
 
 @cache
 def true_exit(lgen: int) -> tuple[int, int]:
-    """Where the stairs down of a layout are: (x, y) from the room's top left. Never for rollouts.
+    """Return the cell of a layout's stairs down: (x, y) from the room's top left.
 
-    Read from the same level with the light on. Where a monster or an object hides the stairs, the game is played at random until it
-    does not. Raises `LookupError` when that never happens.
+    Never used by rollouts. The cell is read from the same level with the light on. If a monster or
+    an object hides the stairs, the function plays at random until the stairs are seen or reached.
+    Raise `LookupError` if they are not found.
     """
     rng = random.Random(lgen)
     with _peek_lock:
@@ -60,7 +61,10 @@ def true_exit(lgen: int) -> tuple[int, int]:
 
 @cache
 def true_start(lgen: int) -> tuple[int, int]:
-    """Where a layout's episodes start, whatever their dynamics: (x, y) from the room's top left. Never for rollouts."""
+    """Return the start cell of a layout's episodes: (x, y) from the room's top left.
+
+    The cell does not depend on the dynamics. Never used by rollouts.
+    """
     with _peek_lock:
         return _lit_level().reset(lgen, 0).position
 

@@ -1,8 +1,9 @@
-"""What can be said about a room in one sentence, for the bundled tiny models: lessons, the episode in few words, and the truth
-that diagnostics hold them against.
+"""Lessons about a room for the bundled tiny models, episode digests, and the ground truth.
 
-A lesson must be copyable: an agent that is told "from the start go southeast." can do it as it stands. The other kinds are true,
-useless or misleading; which of them are worth writing is what an extractor has to learn.
+A lesson is one sentence. Diagnostics compare lessons with the ground truth. A useful lesson can be
+followed literally: an agent that reads "from the start go southeast." can do exactly that. The
+other kinds are true, useless or misleading. An extractor has to learn which kinds are worth
+writing.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ LESSONS = {
     "careful": "be careful.",
     "time": "every move takes time.",
 }
-"""The kinds of lesson, and their wording."""
+"""Kinds of lesson → their wording."""
 
 FROM_HERE = "from here go {direction}."
-"""What an agent that asks on its way is told. No kind of lesson: an episode teaches nothing that begins in the middle of it."""
+"""Answer to an agent that asks in the middle of an episode.
+
+It is not a kind of lesson, because no episode can teach a way that begins in its middle.
+"""
 
 _PATTERNS = {
     kind: re.compile(re.escape(text).replace(r"\{direction\}", "([a-z]+)"))
@@ -43,23 +47,30 @@ _CLOCKWISE = ("east", "southeast", "south", "southwest", "west", "northwest", "n
 
 
 def lesson(kind: str, direction: str = "") -> str:
-    """The lesson of this kind; `direction` is a name of `COMPASS`."""
+    """Return the lesson of this kind. `direction` is a name of `COMPASS`."""
     return LESSONS[kind].format(direction=direction)
 
 
 def from_here(direction: str) -> str:
-    """The answer to an agent on its way; `direction` is a name of `COMPASS`."""
+    """Return the answer to an agent that asks on its way. `direction` is a name of `COMPASS`."""
     return FROM_HERE.format(direction=direction)
 
 
 def bearing(start: Cell, end: Cell) -> str | None:
-    """The compass direction nearest to the line from start to end, (x, y) with y growing to the south; None when they are equal."""
+    """Return the compass direction that is closest to the line from `start` to `end`.
+
+    Return None if the cells are equal. Cells are (x, y), where y grows to the south.
+    """
     dx, dy = end[0] - start[0], end[1] - start[1]
     return _CLOCKWISE[round(math.atan2(dy, dx) / (math.pi / 4)) % 8] if dx or dy else None
 
 
 def read(text: str) -> tuple[str, str | None]:
-    """(kind, direction) of a lesson; kind "other" when it is none of these."""
+    """Return (kind, direction) of a lesson. The direction is None if the lesson names none.
+
+    The kind is "other" if the text is not one of `LESSONS`, or if its direction is not in
+    `COMPASS`.
+    """
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(text):
             direction = match[1] if match.groups() else None
@@ -69,15 +80,18 @@ def read(text: str) -> tuple[str, str | None]:
     return "other", None
 
 
-# ── the episode in few words ────────────────────────────────────────────────────────────────────────────────────────
+# ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
 _AT = re.compile(r"^at (\d) (\d)$", re.MULTILINE)
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What an episode of the compact room comes to, read off its texts alone: the moves, and where the stairs are from the start.
+    """Summarise an episode of the compact room, from its texts alone.
 
-    moves east southeast / stairs southeast of the start        (or: stairs not seen)
+    The digest holds the moves, and the direction of the stairs from the start:
+
+        moves east southeast
+        stairs southeast of the start        (or: stairs not seen)
     """
     moves = [segment.text.strip() for segment in segments if segment.origin == "policy"]
     seen = stairs_direction(segments)
@@ -85,7 +99,10 @@ def digest(segments: Sequence[Segment]) -> str:
 
 
 def stairs_direction(segments: Sequence[Segment]) -> str | None:
-    """Where the stairs are from the start, as far as the episode's texts tell; None when they were not seen."""
+    """Return the direction of the stairs from the start, as far as the episode's texts show it.
+
+    Return None if the stairs were not seen.
+    """
     start = next(places(segments), None)
     if start is None:
         return None
@@ -102,16 +119,19 @@ def stairs_direction(segments: Sequence[Segment]) -> str | None:
 
 
 def places(segments: Sequence[Segment]) -> Iterator[Cell]:
-    """Where an episode's texts say that the agent is, in order: (x, y) from the room's top left."""
+    """Yield the cells where the agent was, according to an episode's texts, in order.
+
+    Cells are (x, y) from the room's top left.
+    """
     found = (_AT.search(segment.text) for segment in segments if segment.origin == "env")
     return ((int(at[2]) - 1, int(at[1]) - 1) for at in found if at)
 
 
-# ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
+# ── ground truth, for diagnostics only ────────────────────────────────────────────────────────────
 
 
 class RoomAdvisor:
-    """`Advisor` of the room: right advice is the direction of the stairs from the start."""
+    """`Advisor` of the room. Right advice is the direction of the stairs from the start."""
 
     def right(self, task: Task) -> str:
         direction = true_bearing(int(task.params["lgen"]))
@@ -136,9 +156,10 @@ class RoomAdvisor:
 
 @cache
 def true_bearing(lgen: int, here: Cell | None = None) -> str | None:
-    """The direction of a layout's stairs from its start, or from `here`; None on them, and when they were never seen.
+    """Return the direction of a layout's stairs from its start, or from `here`.
 
-    Plays the game to find out.
+    Return None if that cell holds the stairs, or if the stairs were not found. The function plays
+    the game to find them.
     """
     from crl.envs.room.game import true_exit, true_start
 

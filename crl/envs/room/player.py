@@ -1,4 +1,4 @@
-"""A scripted player of the room that sees only its texts, in either rendering."""
+"""Scripted player of the room. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _TRAP = re.compile(r"^trap (\w+)$", re.MULTILINE)
 
 
 class RoomPlayer:
-    """Goes to the stairs when it has seen them, else to the nearest cell it has not, around traps.
+    """Player that walks to the stairs if it has seen them, else to the nearest unseen cell.
 
-    Remembers what it has seen, where it has been, and where the traps are; `here` and `stairs` (the cells that may be them)
-    are (x, y) from the top left.
+    If it has seen every cell, it walks to the nearest unvisited one. It walks around traps if
+    possible. It remembers seen cells, visited cells and traps. `here` and `stairs` (the cells that
+    may hold the stairs) are (x, y) from the top left.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -75,11 +76,14 @@ class RoomPlayer:
                 for at in self._seen
                 if (_sign(at[0] - here[0]), _sign(at[1] - here[1])) == (dx, dy)
             }
-            # stairs that show for the first time are not where there were none before
+            # stairs that appear for the first time are not in a cell that was seen before
             self.stairs = (self.stairs & possible) or (fresh & possible) or possible
 
     def _first_step(self, wanted: set[At] | frozenset[At], avoid: set[At]) -> str | None:
-        """The first step of a shortest walk to the nearest of `wanted`, ties at random; None when there is no way."""
+        """Return the first step of a shortest walk to the nearest cell of `wanted`.
+
+        Ties are broken at random. Return None if there is no way.
+        """
         path = walk(
             self.here,
             lambda at: at in wanted,
@@ -90,10 +94,12 @@ class RoomPlayer:
 
 
 def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
-    """The cells that may be the stairs, as far as an episode's compact texts tell; empty when they were never seen.
+    """Return the cells that may hold the stairs, as far as an episode's compact texts show them.
 
-    turns: (whether the agent said it, text) in order; the last text may say that the stairs were reached. That alone does not tell
-    where they are: who comes to stairs that it did not see beside it stepped on a teleporter.
+    Return an empty set if the stairs were never seen. `turns` holds (whether the agent wrote the
+    text, text) in order. The last text may report that the stairs were reached. This report alone
+    does not give their cell: an agent that did not see the stairs next to it before it reached them
+    has stepped on a teleporter.
     """
     player, last_action = RoomPlayer(random.Random(0)), None
     for said, words in turns:

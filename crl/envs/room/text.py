@@ -1,4 +1,4 @@
-"""The room in words for the bundled tiny models."""
+"""Compact rendering of the room, for the bundled tiny models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from crl.envs.minihack.view import View
 
 
 def compact(view: View) -> str:
-    """Where you are (row and column from 1), where the stairs or else the dark is, and what is next to you.
+    """Return the compact text of a view.
 
-    at 2 3 / dark east south / trap north / jackal west
+    The text gives the agent's cell (row and column from 1), then the direction of the stairs, or
+    else of dark cells. The traps and creatures next to the agent are last:
+
+        at 2 3 / dark east south / trap north / jackal west        (" / " is a line break)
     """
     here = view.position
     lines = [f"at {here[1] + 1} {here[0] + 1}"]
@@ -30,7 +33,10 @@ def compact(view: View) -> str:
 
 
 def _dark(view: View) -> list[str]:
-    """Directions in which the second cell is unseen (the first always is seen); else that of the nearest unseen cell."""
+    """Return the directions in which the second cell is unseen (the first is always seen).
+
+    If there are none, return the direction of the nearest unseen cell.
+    """
     x, y = view.position
     dark = []
     for name, (dx, dy) in COMPASS.items():

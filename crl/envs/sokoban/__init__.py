@@ -1,7 +1,8 @@
-"""`sokoban`: push two boxes onto two targets in a 6×6 room.
+"""`sokoban`: push two boxes onto two targets in a grid of 6×6 cells.
 
-The rooms of the train stream persist over visits, boxes included, so that there is something to know: the pushes. What varies from
-visit to visit is the cell where the player starts, of those from which the same pushes solve the puzzle.
+The puzzles of the train stream persist over visits, including the boxes, so that the pushes can be
+learnt. Only the player's start cell varies between visits. It is one of the cells from which the
+same pushes solve the puzzle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SPEC = EnvSpec(
     turns=30,
     reward_range=(0.0, 1.0),
     actions=ACTIONS,
-    action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a box that lies there, if the cell behind it is free)",
+    action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a box that lies there, "
+    "if the cell behind it is free)",
     query_with_observation=False,
     make_game=SokobanGame,
     task_source=PLACES.stream,

@@ -1,4 +1,4 @@
-"""Sokoban as a text game."""
+"""Game of Sokoban, played in text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ LEGEND = {
 
 
 class SokobanGame:
-    """A `Game`. `lgen` fixes the room and its boxes, `core` the cell where the player starts. Reward 1 and success when it is solved.
+    """`Game` of Sokoban. Reward 1 and success when the puzzle is solved.
 
+    The task's `lgen` fixes the grid and its boxes, and `core` fixes the player's start cell.
     `position` and `puzzle` are for scripted oracles, never for rollouts.
     """
 
@@ -34,14 +35,14 @@ class SokobanGame:
         self.position: Position
 
     def reset(self, task: Task) -> str:
-        """Starts the task's puzzle. Raises `KeyError` when its params lack `lgen` or `core`."""
+        """Start the task's puzzle. Raise `KeyError` if its params lack `lgen` or `core`."""
         self.puzzle = puzzle(int(task.params["lgen"]))
         start = random.Random(int(task.params["core"])).choice(sorted(self.puzzle.moves))
         self.position, self._over = Position(start, self.puzzle.boxes), False
         return self._render()
 
     def step(self, action: str) -> StepResult:
-        """Walks or pushes. Raises `RuntimeError` outside an episode."""
+        """Walk or push. Raise `RuntimeError` outside an episode."""
         if self._over:
             raise RuntimeError("this episode is over: reset first")
         choice = parse_choice(action, ACTIONS)
@@ -58,7 +59,7 @@ class SokobanGame:
         self._over = True
 
     def _render(self) -> str:
-        if self._rendering == "compact":  # its outer wall is always there
+        if self._rendering == "compact":  # without the outer wall, which is always the same
             return "\n".join(
                 " ".join(self._symbol((x, y)) for x in range(1, SIZE - 1))
                 for y in range(1, SIZE - 1)

@@ -1,4 +1,4 @@
-"""A scripted player of Sokoban that sees only its texts, in either rendering."""
+"""Scripted player of Sokoban. It reads only the texts, in either rendering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPACT = re.compile(rf"(?:^{_SYMBOLS}(?: {_SYMBOLS})+$\n?){{{SIZE - 2}}}", re.
 
 
 class SokobanPlayer:
-    """Solves the puzzle on the first text that shows it, and plays the solution."""
+    """Player that solves the puzzle in its first text, and then plays the solution."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -32,14 +32,17 @@ class SokobanPlayer:
         )
 
     def observe(self, observation: str) -> None:
-        """Nothing that it does not foresee happens."""
+        """Ignore the text. The solution already predicts every position."""
 
     def act(self) -> str:
         return self._plan.pop(0) if self._plan else self._rng.choice(list(STEPS))
 
 
 def read_puzzle(observation: str) -> tuple[Room, Position]:
-    """What a text in either rendering shows. Raises `ValueError` for one that shows no puzzle."""
+    """Return the grid and the position that a text shows, in either rendering.
+
+    Raise `ValueError` if the text shows no puzzle.
+    """
     if match := _FULL.search(observation):
         symbols = {
             (x, y): symbol

@@ -1,7 +1,8 @@
-"""Sokoban puzzles: a generator whose puzzles can be solved by construction, and the solver that the construction is.
+"""Generator of Sokoban puzzles that can always be solved.
 
-A room is searched backwards from its solved positions (a box is pulled where the player would push it). That yields every position
-that can be solved, and how many moves it needs: the puzzle is one of them, of the wanted difficulty.
+A grid is searched backwards from its solved positions: the player pulls boxes instead of pushing
+them. The search finds every solvable position and its number of moves. The puzzle is one of these
+positions, with the wanted difficulty.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ SIZE = 6
 BOXES = 2
 INNER_WALLS = 2
 MOVES = range(6, 21)
-"""Moves that the shortest solution may take, from whichever cell the player starts."""
+"""Allowed number of moves of the shortest solution, for every start cell of the player."""
 
 STEPS = {name: COMPASS[name] for name in ("north", "east", "south", "west")}
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the player and the boxes are, as (x, y) from the room's top left."""
+    """Cells of the player and of the boxes, as (x, y) from the grid's top left."""
 
     player: At
     boxes: frozenset[At]
@@ -34,26 +35,32 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What never moves. `floor` includes the targets."""
+    """Part of a puzzle that never moves."""
 
     floor: frozenset[At]
+    """Cells without a wall, including the targets."""
     targets: frozenset[At]
 
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A room, its boxes, and the cells from which the same pushes solve it: those that the player reaches without one.
-
-    `moves` is what the shortest solution from a cell takes.
-    """
+    """Grid with its boxes and the possible start cells of the player."""
 
     room: Room
     boxes: frozenset[At]
     moves: dict[At, int]
+    """Start cell → number of moves of the shortest solution.
+
+    The player can walk between these cells without a push, so the same pushes solve the puzzle from
+    each of them.
+    """
 
 
 def move(room: Room, position: Position, direction: str) -> Position:
-    """The position after a step, or a push of one box onto free floor; the same one when the way is blocked."""
+    """Return the position after a step, or after a push of one box onto free floor.
+
+    Return the same position if the way is blocked.
+    """
     step = STEPS[direction]
     to = _plus(position.player, step)
     boxes = position.boxes
@@ -67,7 +74,7 @@ def move(room: Room, position: Position, direction: str) -> Position:
 
 @lru_cache(maxsize=256)
 def puzzle(seed: int) -> Puzzle:
-    """The puzzle of a seed."""
+    """Return the puzzle of a seed."""
     rng = random.Random(seed)
     while True:
         room = _room(rng)
@@ -84,7 +91,7 @@ def puzzle(seed: int) -> Puzzle:
 
 
 def moves_to_solve(room: Room) -> dict[Position, int]:
-    """The fewest moves from every position that can be solved."""
+    """Return a map from every solvable position to its smallest number of moves."""
     moves = {Position(at, room.targets): 0 for at in sorted(room.floor - room.targets)}
     queue = deque(moves)
     while queue:
@@ -97,7 +104,10 @@ def moves_to_solve(room: Room) -> dict[Position, int]:
 
 
 def _before(room: Room, position: Position) -> Iterator[Position]:
-    """The positions that one move leads from to this one: the player steps back, and may pull the box in front of it along."""
+    """Yield the positions from which one move leads to this position.
+
+    The player steps back, and may pull the box in front of it along.
+    """
     for dx, dy in STEPS.values():
         back, front = _plus(position.player, (-dx, -dy)), _plus(position.player, (dx, dy))
         if back in room.floor and back not in position.boxes:
@@ -107,14 +117,17 @@ def _before(room: Room, position: Position) -> Iterator[Position]:
 
 
 def _room(rng: random.Random) -> Room:
-    """A room with random inner walls and targets. Where they part it, boxes and player stay on the targets' side."""
+    """Return a grid with random inner walls and targets.
+
+    If walls divide the grid, the boxes and the player stay on the side of the targets.
+    """
     inside = [(x, y) for y in range(1, SIZE - 1) for x in range(1, SIZE - 1)]
     floor = sorted(set(inside) - set(rng.sample(inside, INNER_WALLS)))
     return Room(frozenset(floor), frozenset(rng.sample(floor, BOXES)))
 
 
 def _region(room: Room, position: Position) -> frozenset[At]:
-    """The cells that the player reaches without a push."""
+    """Return the cells that the player can reach without a push."""
     reached, queue = {position.player}, [position.player]
     while queue:
         at = queue.pop()

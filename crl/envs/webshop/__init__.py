@@ -1,8 +1,11 @@
-"""`webshop`: buy what an instruction asks for in a shop of 1,000 products (WebShop, Yao et al. 2022; CRL C.1).
+"""`webshop`: buy the product of an instruction in a shop of 1,000 products.
 
-This module declares the environment and loads no products; the shop does, when the first task is drawn. The paper draws a goal for
-every group by its weight: a stream without permanent places whose others stay for one visit. With more visits a need, a product
-wanted, persists while the options that are wanted vary: what sets the product apart is then worth knowing.
+Sources: WebShop (Yao et al. 2022), CRL C.1. This module declares the environment and loads no
+products. The shop loads them when the first task is drawn.
+
+The paper draws a goal for every group by weight. A stream with no permanent places and one visit
+per place does the same. With more visits, a need (a wanted product) persists while the wanted
+options vary. It is then worth learning how to recognise the product.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ NAME = "webshop"
 
 
 class WebShopStream(PlaceStream):
-    """The train stream of a run with `seed`. The goal of its tasks is the need's text, which names neither options nor price."""
+    """Train stream of a run with `seed`.
+
+    The goal of a task is the need's text, which names neither options nor price.
+    """
 
     def __init__(self, seed: int, settings: StreamSettings) -> None:
         super().__init__(NAME, "{place}", seed, settings)
@@ -41,7 +47,11 @@ class WebShopStream(PlaceStream):
 
 
 def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """The first n `known` tasks of the run with `seed`, or the first n `new` ones (the same in every run)."""
+    """Return the first n tasks of a split.
+
+    The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is the
+    same in every run. Raise `ValueError` for any other split.
+    """
     if split == "known":
         return tuple(map(_with_need, known_tasks(NAME, "{place}", n, seed, settings)))
     if split == "new":
@@ -50,7 +60,7 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
 
 
 def probe_tasks(n: int) -> tuple[Task, ...]:
-    """n tasks for the advice probe, apart from every other use."""
+    """Return n tasks for the advice probe. They have no other use."""
     return _fixed(PROBE_LAYOUTS, n)
 
 
@@ -59,7 +69,10 @@ def _fixed(layouts: range, n: int) -> tuple[Task, ...]:
 
 
 def _with_need(task: Task) -> Task:
-    """The task of a drawn place: the place is the need that its layout stands for, its goal and its name are the need's text."""
+    """Return the task with the need of its layout.
+
+    The text of the need becomes the task's goal and the name of its place.
+    """
     from crl.envs.webshop.shop import open_shop
 
     need = open_shop().need(int(task.params["lgen"]))
@@ -67,6 +80,10 @@ def _with_need(task: Task) -> Task:
 
 
 def data() -> Data:
+    """Return the description of the data in use.
+
+    Raise `ConfigError` if $WEBSHOP_DATA names a folder without the data files.
+    """
     folder = os.environ.get(VARIABLE)
     if not folder:
         what = "a generated catalogue of 1,000 products"
@@ -91,7 +108,8 @@ SPEC = EnvSpec(
     turns=30,
     reward_range=(0.0, 1.0),
     actions=(),
-    action_format="search[keywords], and click[what can be clicked on the page: a button, a product's code, the value of an option]",
+    action_format="search[keywords], and click[what can be clicked on the page: "
+    "a button, a product's code, the value of an option]",
     query_with_observation=False,
     make_game=make_game,
     task_source=WebShopStream,

@@ -1,4 +1,8 @@
-"""The products of the shop: the original project's data files where there are any, else a generated catalogue in the same form."""
+"""Products of the shop.
+
+They are read from the original project's data files if these exist, else from a generated catalogue
+of the same form.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from crl.errors import ConfigError
 from crl.seeds import generator
 
 VARIABLE = "WEBSHOP_DATA"
-"""The environment variable that names the folder of the original data files."""
+"""Environment variable with the folder of the original data files."""
 
 ITEMS, INSTRUCTIONS, HUMAN = (
     "items_shuffle_1000.json",
@@ -27,17 +31,17 @@ DOWNLOAD = "See the WebShop project (github.com/princeton-nlp/WebShop) for the f
 T = TypeVar("T")
 
 NO_PRICE = 100.0
-"""What a product without a price tag costs, as in the original."""
+"""Price of a product without a price tag, as in the original."""
 
 
 class _Row(BaseModel):
-    """A part of a data file, whose other fields play no part here."""
+    """Entry of a data file, or a part of one. Fields that are not declared are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
 class HumanInstruction(_Row):
-    """What a person wrote of a product that they were to describe."""
+    """Instruction for a product, written by a person."""
 
     instruction: str
     instruction_attributes: list[str]
@@ -45,11 +49,7 @@ class HumanInstruction(_Row):
 
 
 class Product(TypedDict):
-    """A product as the shop keeps it, under the original's names.
-
-    options: name → values, in lower case. pricing: one price, or the ends of a range; price: what it costs, drawn from that;
-    instruction_text: None for a product that nobody is sent for.
-    """
+    """Product in the shop, with the original's field names."""
 
     asin: str
     name: str
@@ -62,27 +62,37 @@ class Product(TypedDict):
     Rating: str
     Attributes: list[str]
     options: dict[str, list[str]]
+    """Name → values, in lower case."""
     pricing: list[float]
+    """One price, or the two ends of a price range."""
     price: float
+    """Price of a purchase, drawn from `pricing`."""
     instruction_text: str | None
+    """Instruction to buy the product. None if no goal asks for the product."""
     instruction_attributes: list[str]
     instructions: list[HumanInstruction]
 
 
 class DataFiles(TypedDict):
-    """The contents of the three files, whose entries are not checked yet: a list of items, and instructions by ASIN."""
+    """Contents of the three data files. The entries are not checked yet."""
 
     items: list[Any]
+    """List of items."""
     instructions: dict[str, Any]
+    """ASIN → generated instruction."""
     human: dict[str, Any]
+    """ASIN → instructions written by people."""
 
 
 _EmptyIsNone = BeforeValidator(lambda value: value or None)
-"""As to the original, an empty text, list or object says no more than null."""
+"""Treats an empty text, list or object like null, as the original does."""
 
 
 def _prices(tag: object) -> list[float]:
-    """The one or two prices of a tag: "$25.00 to $1,035.00" → [25.0, 1035.0]."""
+    """Return the one or two prices of a tag: "$25.00 to $1,035.00" → [25.0, 1035.0].
+
+    Return `NO_PRICE` for a missing tag. Raise `ValueError` if the tag is not a text.
+    """
     if not isinstance(tag, str | None):
         raise ValueError("a price tag is a text")
     return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [
@@ -99,7 +109,7 @@ class _Asin(_Row):
 
 
 class _Item(_Asin):
-    """An entry of `ITEMS`."""
+    """Entry of `ITEMS`."""
 
     name: str
     query: str
@@ -114,7 +124,7 @@ class _Item(_Asin):
 
 
 class _Told(_Row):
-    """An entry of `INSTRUCTIONS`."""
+    """Entry of `INSTRUCTIONS`."""
 
     attributes: Annotated[list[str] | None, _EmptyIsNone] = None
     instruction: str | None = None
@@ -122,7 +132,10 @@ class _Told(_Row):
 
 
 def read_files(folder: Path) -> DataFiles:
-    """Raises `ConfigError` for a file that is missing, unreadable or of another form. The human instructions may be missing."""
+    """Read the data files in `folder`. The file of human instructions may be missing.
+
+    Raise `ConfigError` for a file that is missing, unreadable or of another form.
+    """
     human = _read(folder / HUMAN, dict) if (folder / HUMAN).exists() else {}
     return {
         "items": _read(folder / ITEMS, list),
@@ -150,9 +163,10 @@ def _read(path: Path, form: type) -> Any:
 
 
 def products(files: DataFiles, source: str = "the generated catalogue") -> tuple[Product, ...]:
-    """The items that can be sold: the first of every ASIN, which has at most ten characters.
+    """Return the products that can be sold: the first item of every valid ASIN.
 
-    source: where the files are from, for messages. Raises `ConfigError` for an item that is not of the original's form.
+    A valid ASIN has at most ten characters. `source` is where the files are from, for messages.
+    Raise `ConfigError` for an item that does not have the original's form.
     """
     sold: dict[str, Product] = {}
     for number, entry in enumerate(files["items"]):
@@ -170,7 +184,7 @@ def products(files: DataFiles, source: str = "the generated catalogue") -> tuple
 
 
 def _checked(form: type[T], entry: object, where: str, source: str) -> T:
-    """The entry in its form; the `ConfigError` of another names the field."""
+    """Return the entry as a `form`. Raise `ConfigError` with the name of an invalid field."""
     try:
         return TypeAdapter(form).validate_python(entry)
     except ValidationError as error:
@@ -191,7 +205,7 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
         "Title": item.name,
         "Description": item.full_description or "",
         "BulletPoints": points if isinstance(points, list) else [points],
-        "Rating": "N.A.",  # the reviews are another file, which the small variant does without
+        "Rating": "N.A.",  # reviews are in a file that the small variant lacks
         "Attributes": told.attributes or [],
         "options": _options(item.customization_options or {}),
         "pricing": item.pricing,
@@ -205,7 +219,10 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
 
 
 def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[str]]:
-    """An empty value is none: nobody can click on it, though the original sends for it too."""
+    """Return option name → values, without empty values.
+
+    An empty value cannot be clicked, although the original also has goals with empty values.
+    """
     values = {
         name.lower(): [
             value
@@ -218,5 +235,5 @@ def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[
 
 
 def price_tag(product: Product) -> str:
-    """As the pages show it: $25.0, or $25.0 to $35.0."""
+    """Return the price as the pages show it: $25.0, or $25.0 to $35.0."""
     return " to ".join(f"${price}" for price in product["pricing"])

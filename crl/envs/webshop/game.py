@@ -1,4 +1,4 @@
-"""WebShop's game: a visit to the shop that ends with a purchase."""
+"""Game of WebShop: a visit to the shop that ends with a purchase."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from crl.types import StepResult, Task
 
 
 class WebShopGame:
-    """A `Game`. Buying ends it: reward 1 and success for a purchase whose score, WebShop's reward, is 1; else reward 0.
+    """`Game` of WebShop. A purchase ends it.
 
-    `moves`: the actions that the game took.
+    The score of the purchase is WebShop's reward. A score of 1 gives reward 1 and success. Any
+    other score gives reward 0. `moves` is the number of actions that the game has accepted.
     """
 
     def __init__(self, rendering: Rendering, shop: Shop | None = None) -> None:
-        """shop: None = that of the process."""
+        """Create a game in `shop`. None: the shop that all games of the process share."""
         self.moves = 0
         self._shop = shop or open_shop()
         self._renderer = RENDERERS[rendering]
@@ -27,7 +28,10 @@ class WebShopGame:
         self._goal: Goal | None = None
 
     def reset(self, task: Task) -> str:
-        """Starts the visit of the task's `lgen` and `core`. Raises `KeyError` when its params lack them."""
+        """Start the visit of the task's `lgen` and `core`.
+
+        Raise `KeyError` if the task's params lack one of them.
+        """
         self._goal = self._shop.goal(int(task.params["lgen"]), int(task.params["core"]))
         self._session = Session(
             self._shop.engine, self._renderer.name_links, self._renderer.per_page
@@ -36,7 +40,7 @@ class WebShopGame:
         return self._renderer.page(self._session, self._goal)
 
     def step(self, action: str) -> StepResult:
-        """Searches or clicks. Raises `RuntimeError` outside an episode."""
+        """Search or click. Raise `RuntimeError` outside an episode."""
         session, goal = self._session, self._goal
         if session is None or goal is None or session.bought:
             raise RuntimeError("this episode is over: reset first")
@@ -66,4 +70,4 @@ class WebShopGame:
         )
 
     def close(self) -> None:
-        """Nothing is held: the shop is the process's."""
+        """Do nothing. The shop belongs to the process."""

@@ -1,8 +1,9 @@
-"""A catalogue of 1,000 products that are hard to tell apart, in the form of the original data files.
+"""Generator of a catalogue of 1,000 similar products, in the form of the original data files.
 
-A category's products come in families. Those of a family have one title, brand apart, and the same options: what sets them apart is
-told by their features alone, which the search does not see. Each family has a twin of one of its products, which costs too much or
-offers less.
+The products of a category come in families. The products of a family have the same options, and the
+same title except for the brand and a closing phrase. Only one attribute, which the features name,
+distinguishes them. The search does not index this attribute. Each family also has a twin of one of
+its products. The twin is too expensive or has fewer options.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from crl.seeds import generator
 Item = dict[str, Any]
 
 FAMILY = 3
-"""Products of a family that somebody is sent for; the twin is one more."""
+"""Number of products per family that goals ask for. The twin is an additional product."""
 
 _CODE = "0123456789ABCDEFGHJKLMNPQRSTVWXYZ"
 
 
 def generate(seed: int = 0) -> DataFiles:
-    """The same files for the same seed, in shuffled order."""
+    """Return the data files of a seed. The items are in shuffled order."""
     rng = generator(seed, "webshop/catalogue")
     items: list[Item] = []
     instructions: dict[str, Item] = {}
@@ -44,15 +45,14 @@ def generate(seed: int = 0) -> DataFiles:
 def _family(
     kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Item, Item]]:
-    """Its items, the twin last, and what is told of each."""
+    """Yield each item of a family with its entry of the instructions. The twin is the last item."""
     prices = [rng.randrange(8, 60) for _ in range(FAMILY)]
     options = {name: rng.sample(values, 3) for name, values in kind.options.items()}
     told = rng.sample(kind.told, FAMILY)
     twin = rng.randrange(FAMILY)
     if rng.random() < 0.5:
-        prices.append(
-            prices[twin] + rng.randrange(50, 90)
-        )  # above every limit on the price of the other
+        # above every price limit of a goal for the other product
+        prices.append(prices[twin] + rng.randrange(50, 90))
         twin_options = options
     else:
         prices.append(prices[twin] - rng.randrange(1, 5))
@@ -105,5 +105,5 @@ def _told(noun: str, attributes: Sequence[str], *, wanted: bool) -> Item:
 
 
 def _asin(number: int, rng: random.Random) -> str:
-    """Ten characters that look like Amazon's; the last four make it unique."""
+    """Return ten characters that look like Amazon's. The last four make the ASIN unique."""
     return f"B0{''.join(rng.choice(_CODE) for _ in range(4))}{number:04d}"

@@ -1,4 +1,4 @@
-"""What an agent is sent to buy: goals, and the needs that they are variants of."""
+"""Goals of the shop's customers, and the needs that group the variants of a goal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from crl.envs.webshop.catalogue import Product
 from crl.seeds import generator
 
 NO_LIMIT = 1_000_000.0
+"""Value of `price_upper` in a goal without a price limit."""
 _LIMITS = [10.0 * i for i in range(1, 100)]
 
 
 class Goal(TypedDict):
-    """A goal under the original's names. goal_options: name → value, or the values alone where a person wrote the instruction."""
+    """Goal with the original's field names."""
 
     asin: str
     query: str
@@ -25,23 +26,31 @@ class Goal(TypedDict):
     instruction_text: str
     attributes: list[str]
     goal_options: dict[str, str] | list[str]
+    """Name → value, or only the values if a person wrote the instruction."""
     price_upper: float
+    """Price limit, in dollars."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """An instruction, and its goals: one for every combination of options that the product comes in.
+    """Instruction and its goals.
 
-    text: the instruction without options and price; weight: the sum of its goals'.
+    A generated instruction has one goal for every combination of the product's options.
     """
 
     text: str
+    """Instruction without options and price."""
     goals: tuple[Goal, ...]
     weight: float
+    """Sum of the weights of the goals."""
 
 
 def needs(products: Sequence[Product]) -> list[Need]:
-    """All needs. A synthetic goal weighs the mean over its attributes of 1 / (goals with that attribute), a person's goal 1 (WebShop)."""
+    """Return all needs.
+
+    The weight of a generated goal is the mean over its attributes of 1 / (number of goals with the
+    attribute). A goal from a human instruction has weight 1 (WebShop).
+    """
     synthetic = [
         (product, list(_combinations(product))) for product in products if _asked_for(product)
     ]
@@ -99,7 +108,10 @@ def _human(product: Product) -> Iterator[Need]:
 
 
 def _limit(product: Product, *key: int) -> float:
-    """The larger of two draws from the next four multiples of 10 above the price; none near the end of the scale."""
+    """Return the larger of two draws from the next four multiples of 10 above the price.
+
+    Return `NO_LIMIT` if fewer than two such multiples are below 1000.
+    """
     limits = [limit for limit in _LIMITS if limit > product["price"]][:4]
     return (
         max(generator(0, "webshop/limit", product["asin"], *key).sample(limits, 2))

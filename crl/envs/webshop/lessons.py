@@ -1,8 +1,9 @@
-"""What can be said about a need in one sentence, for the bundled tiny models: lessons, the visit in few words, and the truth that
-diagnostics hold them against.
+"""Lessons about a need for the bundled tiny models, episode digests, and the ground truth.
 
-What sets the right product of a family apart is told by its features alone, and opening it takes turns. So a lesson helps that names
-the product: by its brand, as the compact pages do. The other kinds are true, useless or misleading.
+A lesson is one sentence. Diagnostics compare lessons with the ground truth. Only its features
+distinguish the right product of a family, and opening the features takes turns. A useful lesson
+therefore names the product by its brand, as the compact pages do. The other kinds are true, useless
+or misleading.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LESSONS = {
     "first": "buy the first one.",
     "careful": "be careful.",
 }
-"""The kinds of lesson, and their wording."""
+"""Kinds of lesson → their wording."""
 
 _PATTERNS = {
     kind: re.compile(re.escape(text).replace(r"\{brand\}", "([a-z]+)"))
@@ -40,26 +41,32 @@ _SCORE = re.compile(r"bought\. score (\d+)")
 
 
 def lesson(kind: str, brand: str = "") -> str:
-    """The lesson of this kind."""
+    """Return the lesson of this kind."""
     return LESSONS[kind].format(brand=brand)
 
 
 def read(text: str) -> tuple[str, str | None]:
-    """(kind, brand) of a lesson; kind "other" when it is none of these."""
+    """Return (kind, brand) of a lesson. The brand is None if the lesson names none.
+
+    The kind is "other" if the text is not one of `LESSONS`.
+    """
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(text):
             return kind, match[1] if match.groups() else None
     return "other", None
 
 
-# ── the visit in few words ──────────────────────────────────────────────────────────────────────────────────────────
+# ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
 
 def digest(segments: Sequence[Segment]) -> str:
-    """What a visit to the compact shop comes to, read off its texts alone: which of the products that were opened is right, which are
-    not, and the purchase.
+    """Summarise a visit to the compact shop, from its texts alone.
 
-    wrong alvo velto / right norda / bought norda, score 100        (or: wrong none / right unknown / bought nothing)
+    The digest holds the opened products that are wrong, the right one, and the purchase:
+
+        wrong alvo velto                     (or: wrong none)
+        right norda                          (or: right unknown)
+        bought norda, score 100              (or: bought nothing)
     """
     visit = _visit(segments)
     bought = (
@@ -71,23 +78,25 @@ def digest(segments: Sequence[Segment]) -> str:
 
 
 def right_brand(segments: Sequence[Segment]) -> str | None:
-    """The brand to buy, as far as the visit's texts tell; None when they do not."""
+    """Return the brand to buy, or None if the visit's texts do not show it."""
     return _visit(segments).right
 
 
 def wrong_brands(segments: Sequence[Segment]) -> list[str]:
-    """The brands that were opened and are not to be bought, as far as the visit's texts tell."""
+    """Return the opened brands that the visit's texts show to be wrong."""
     return _visit(segments).wrong
 
 
 @dataclass
 class _Visit:
-    """What its texts tell. bought: the brand of the last item; score: of its purchase, of 100, None without one."""
+    """Result of a visit, according to its texts."""
 
     right: str | None = None
     wrong: list[str] = field(default_factory=list)
     bought: str = ""
+    """Brand of the item that was opened last."""
     score: int | None = None
+    """Score of the purchase, from 0 to 100. None without a purchase."""
 
     def open(self, brand: str, *, fits: bool) -> None:
         self.bought = brand
@@ -117,7 +126,10 @@ def _visit(segments: Sequence[Segment]) -> _Visit:
 
 
 def _answers(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
-    """What was clicked ("": nothing) and the page that it opened, without what was no action; the first page comes first."""
+    """Yield each page with the text of the click that opened it.
+
+    The text is empty for the first page and after a search. Invalid actions are left out.
+    """
     clicked = ""
     for segment in segments:
         if segment.origin == "policy":
@@ -127,17 +139,21 @@ def _answers(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
             yield clicked, segment.text
 
 
-# ── the truth, for diagnostics alone ────────────────────────────────────────────────────────────────────────────────
+# ── ground truth, for diagnostics only ────────────────────────────────────────────────────────────
 
 
 class WebShopAdvisor:
-    """`Advisor` of the shop: right advice names the product that somebody is sent for."""
+    """`Advisor` of the shop. Right advice names the wanted product."""
 
     def right(self, task: Task) -> str:
         return lesson("buy", _brands(task)[0])
 
     def wrong(self, task: Task, rng: random.Random) -> str:
-        """Where nothing else is like the right product, as may be in the original's catalogue, one that is not there."""
+        """Return the advice to buy a similar product.
+
+        The original's catalogue may have no similar product. The advice then names a brand that
+        does not exist.
+        """
         right, *others = _brands(task)
         return lesson(
             "buy", rng.choice([brand for brand in others if brand != right] or [f"un{right}"])
@@ -159,8 +175,11 @@ def _brands(task: Task) -> list[str]:
 
 
 def alike(shop: Shop, task: Task) -> list[str]:
-    """The brands of the products that a search for the wanted one finds first: its own, then those of what shares its query and its first
-    attribute, or its query where nothing else shares both."""
+    """Return the brands of the products that a search for the wanted product finds first.
+
+    The wanted product's brand is the first. The others have the same query and the same first
+    attribute. If no other product has both, the others only have the same query.
+    """
     from crl.envs.webshop.text import brand
 
     goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))

@@ -1,7 +1,8 @@
-"""A scripted player of WebShop that sees only its texts, in either rendering.
+"""Scripted player of WebShop. It reads only the texts, in either rendering.
 
-It is made for the generated catalogue, whose goals are "find me NOUN, ATTRIBUTE, …". The original's own synthetic goals begin in the same
-way and it does what it can; the instructions that people wrote it cannot read.
+It is made for the generated catalogue, whose goals are "find me NOUN, ATTRIBUTE, …". The original's
+generated goals begin in the same way, so it can also try these. It cannot read instructions that
+people wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Self
 from crl.errors import ConfigError
 
 _INSTRUCTION = re.compile(
-    r"Instruction: \[SEP\] (.*?)(?: with (.*?))?(?:, and price lower than ([\d.]+) dollars)? \[SEP\]"
+    r"Instruction: \[SEP\] (.*?)(?: with (.*?))?"
+    r"(?:, and price lower than ([\d.]+) dollars)? \[SEP\]"
 )
 _WANT = re.compile(r"want (.*?)(?:,? ?under ([\d.]+))?$", re.MULTILINE)
 _FULL_LINK = re.compile(r"(\w{10}) \[SEP\] ([^[]*?) \[SEP\] \$([\d.]+)")
@@ -25,25 +27,30 @@ _COMPACT_LINK = re.compile(r"(?:^found|,) ([^\s,]+) (?:([^,]*) )?([\d.]+)(?:-[\d
 
 @dataclass(frozen=True)
 class Link:
-    """name: what is clicked; price: the lowest."""
+    """Link to a product on a page of results."""
 
     name: str
+    """Text to click."""
     title: str
     price: float
+    """Lowest price of the product."""
 
 
 @dataclass(frozen=True)
 class Errand:
-    """What is to be bought. query: the noun and the first attribute, which titles name; values: of options; limit: of the price."""
+    """Requirements of a purchase."""
 
     query: str
+    """Noun and first attribute, which titles contain."""
     attributes: tuple[str, ...]
     values: tuple[str, ...]
+    """Wanted values of options."""
     limit: float
+    """Price limit, in dollars."""
 
     @classmethod
     def read(cls, goal: str, observation: str) -> Self:
-        """From the goal, "find me NOUN, ATTRIBUTE, …", and the first page."""
+        """Read the errand from a goal, "find me NOUN, ATTRIBUTE, …", and from the first page."""
         noun, *attributes = goal.removeprefix("find me ").split(", ")
         if match := _INSTRUCTION.search(observation):
             options, limit = match[2], match[3]
@@ -62,29 +69,34 @@ class Errand:
         )
 
     def promise(self, link: Link) -> int:
-        """How many of the query's words a full title has, or how few others a compact one, which does not repeat what was asked for."""
+        """Return how well a link's title fits the query. Higher is better.
+
+        For a full title this is the number of the query's words in the title. A compact title
+        leaves out the words of the search. The promise is then minus the number of its words.
+        """
         words = re.findall(r"\w+", link.title.lower())
         return sum(word in words for word in self.query.split()) or -len(words)
 
     def met_by(self, link: Link, item: str) -> bool:
-        """Whether a compact page of an item, behind this link, has everything."""
+        """Return whether a compact item page, opened by `link`, meets all requirements."""
         told = bool(self.attributes) and all(attribute in item for attribute in self.attributes)
         return told and link.price <= self.limit and set(self.values) <= _words(item)
 
 
 class WebShopPlayer:
-    """Looks at what is found in the order of its promise and buys the first product that has everything, or the last that could.
+    """Player that opens products in the order of their promise and reads their features.
 
-    It reads a product's features to tell.
+    It buys the first product that meets all requirements. It buys the last product of equal promise
+    without reading its features.
     """
 
     def __init__(self, rng: random.Random) -> None:
-        del rng  # it leaves nothing to chance
+        del rng  # no choice is random
         self._script = _shop(Errand("", (), (), math.inf))
         self._action = ""
 
     def begin(self, goal: str, observation: str) -> None:
-        """Raises `ConfigError` for a goal that a person wrote."""
+        """Start an episode. Raise `ConfigError` for a goal that a person wrote."""
         if not goal.lower().startswith("find me "):
             reason = "is in a person's words, and the scripted player reads generated goals alone"
             raise ConfigError("task", goal, reason, "Play it yourself, without --scripted")
@@ -100,7 +112,7 @@ class WebShopPlayer:
 
 
 Script = Generator[str, str, None]
-"""Yields actions and is sent the pages that they open, without the instruction above."""
+"""Generator that yields actions and receives their pages, without the instruction above them."""
 
 
 def _shop(errand: Errand) -> Script:
@@ -139,7 +151,7 @@ def _buy(errand: Errand) -> Generator[str, str, str]:
 
 
 def links(page: str) -> list[Link]:
-    """Those of a page of results."""
+    """Return the links of a page of results."""
     found = _FULL_LINK.findall(page) or _COMPACT_LINK.findall(page)
     return [Link(name, title, float(price)) for name, title, price in found]
 

@@ -1,4 +1,7 @@
-"""How well a purchase meets a goal (WebShop §2.2 and its code): type, attributes, options and price."""
+"""Reward of a purchase for a goal: type, attributes, options and price.
+
+Source: WebShop §2.2 and its code.
+"""
 
 from __future__ import annotations
 
@@ -19,42 +22,57 @@ logger = logging.getLogger(__name__)
 _TAGGER = "en_core_web_lg"
 
 ALIKE = 85
-"""Texts match above this token set ratio, of 100."""
+"""Token set ratio, out of 100, above which two texts match."""
 
 COLORS = tuple(sorted("""
-    amber apricot aqua ash azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne charcoal
-    cherry chestnut chocolate cinnamon cobalt coffee cognac copper coral cranberry cream crimson cyan denim ebony eggplant emerald
-    espresso fuchsia gold grape graphite gray green grey hazel heather indigo ivory jade khaki lavender lemon leopard lilac lime
-    magenta mahogany maroon mauve merlot midnight mint mocha mustard navy nude oatmeal olive onyx orange orchid peach pearl periwinkle
-    pewter pink platinum plum purple rainbow raspberry red rose ruby rust salmon sand sapphire scarlet sienna silver slate tan tangerine
+    amber apricot aqua ash azure banana beige black blue blush bordeaux bronze brown burgundy \
+camel camo caramel champagne charcoal
+    cherry chestnut chocolate cinnamon cobalt coffee cognac copper coral cranberry cream \
+crimson cyan denim ebony eggplant emerald
+    espresso fuchsia gold grape graphite gray green grey hazel heather indigo ivory jade khaki \
+lavender lemon leopard lilac lime
+    magenta mahogany maroon mauve merlot midnight mint mocha mustard navy nude oatmeal olive \
+onyx orange orchid peach pearl periwinkle
+    pewter pink platinum plum purple rainbow raspberry red rose ruby rust salmon sand sapphire \
+scarlet sienna silver slate tan tangerine
     taupe teal terracotta turquoise violet walnut wheat white wine yellow
 """.split()))  # fmt: skip # noqa: SIM905
 
 _NOT_NOUNS = frozenset("""
-    a about above adjustable all an and any are as at be best big black blue brown by can casual classic comfortable comfy cool cute
-    deluxe durable easy elegant everyday extra fashion fashionable fit for free fresh from gold gray great green grey heavy high in
-    into is it its large light lightweight long loose low made mini modern natural new no non of off on one or orange organic original
-    our out over perfect pink portable premium professional pure purple quick red regular short silver slim small soft solid super that
-    the their this to two ultra up vintage warm wash waterproof white wide with without yellow you your
+    a about above adjustable all an and any are as at be best big black blue brown by can \
+casual classic comfortable comfy cool cute
+    deluxe durable easy elegant everyday extra fashion fashionable fit for free fresh from gold \
+gray great green grey heavy high in
+    into is it its large light lightweight long loose low made mini modern natural new no non \
+of off on one or orange organic original
+    our out over perfect pink portable premium professional pure purple quick red regular short \
+silver slim small soft solid super that
+    the their this to two ultra up vintage warm wash waterproof white wide with without yellow \
+you your
 """.split())  # fmt: skip # noqa: SIM905
-"""Words of titles that are no nouns."""
+"""Words of titles that are not nouns."""
 
 
 class RewardInfo(TypedDict):
-    """The parts of a reward. r_att: share of the goal's attributes; r_option: share of its options; both None where it has none."""
+    """Parts of a reward."""
 
     r_type: float
     r_att: float | None
+    """Share of the goal's attributes that the product has. None if the goal has none."""
     r_option: float | None
+    """Share of the goal's options that were chosen. None if the goal has none."""
     r_price: bool
+    """Whether the price is within the goal's limit."""
 
 
 def get_reward(
     product: Product, goal: Goal, price: float, options: Mapping[str, str]
 ) -> tuple[float, RewardInfo]:
-    """R = r_type · (n_att + n_opt + [price ≤ price_upper]) / (|attributes| + |options| + 1), in [0, 1], and its parts.
+    """Return the reward R and its parts.
 
-    price: of the purchase; options: name → value as chosen.
+        R = r_type · (n_att + n_opt + [price ≤ price_upper]) / (|attributes| + |options| + 1)
+
+    R is in [0, 1]. `price` is the price of the purchase. `options` maps names to the chosen values.
     """
     attributes, wanted = goal["attributes"], goal["goal_options"]
     met = [_has(product, attribute) for attribute in attributes]
@@ -71,7 +89,10 @@ def get_reward(
 
 
 def type_reward(product: Product, goal: Goal) -> float:
-    """1, or 0.5 for another kind of product; 0.1 or 0 where the titles share few nouns or none, whatever else matches."""
+    """Return 1 for the same kind of product and 0.5 for another kind.
+
+    Return 0.1 if the titles share few nouns and 0 if they share none, whatever else matches.
+    """
     score = title_score(product["name"], goal["name"])
     if score < 0.1:
         return 0.1 if score else 0.0
@@ -81,13 +102,19 @@ def type_reward(product: Product, goal: Goal) -> float:
 
 
 def title_score(title: str, wanted: str) -> float:
-    """The share of the wanted title's nouns that the other has too; 0.2 when it has none."""
+    """Return the share of the wanted title's nouns that the other title also has.
+
+    Return 0.2 if the wanted title has no nouns.
+    """
     nouns = title_nouns(wanted)
     return len(set(nouns) & set(title_nouns(title))) / len(nouns) if nouns else 0.2
 
 
 def matched_options(wanted: Mapping[str, str] | Sequence[str], chosen: Sequence[str]) -> list[bool]:
-    """For each wanted option whether a chosen value matches it. A named one matches by the words of both: "color red" is met by "red"."""
+    """Return for each wanted option whether a chosen value matches it.
+
+    An option with a name is matched by the words of its name and value: "red" matches "color red".
+    """
     if isinstance(wanted, Mapping):
         texts = [f"{name} {normalize_color(value)}" for name, value in wanted.items()]
     else:
@@ -97,7 +124,10 @@ def matched_options(wanted: Mapping[str, str] | Sequence[str], chosen: Sequence[
 
 
 def normalize_color(value: str) -> str:
-    """The alphabetically first colour name that is part of the value; the value itself where none is."""
+    """Return the alphabetically first color name that the value contains.
+
+    Return the value itself if it contains none.
+    """
     return next((color for color in COLORS if color in value.lower()), value)
 
 
@@ -116,23 +146,26 @@ def _share(met: Sequence[bool]) -> float | None:
     return sum(met) / len(met) if met else None
 
 
-# ── nouns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── nouns ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(maxsize=4096)
 def title_nouns(title: str) -> tuple[str, ...]:
-    """The nouns of a title, in lower case and in order."""
+    """Return the nouns of a title, in lower case and in order."""
     return _noun_finder()(title)
 
 
 @cache
 def _noun_finder() -> Callable[[str], tuple[str, ...]]:
-    """spaCy's tagger, which the original uses, where it and an English model are installed; else a list of words that are no nouns."""
-    if (
-        importlib.util.find_spec(_TAGGER) is None
-    ):  # spaCy alone may be there (ALFWorld brings it) and is slow to import
+    """Return spaCy's tagger, as in the original, if it and an English model are installed.
+
+    Otherwise return a function that drops a list of words that are not nouns.
+    """
+    # ALFWorld installs spaCy without the model, and spaCy is slow to import
+    if importlib.util.find_spec(_TAGGER) is None:
         logger.info(
-            "WebShop's title nouns are told by a list of words, because spaCy's %s is not installed",
+            "WebShop's title nouns are told by a list of words, "
+            "because spaCy's %s is not installed",
             _TAGGER,
         )
         return words_but_stop_words
@@ -146,5 +179,5 @@ def _noun_finder() -> Callable[[str], tuple[str, ...]]:
 
 
 def words_but_stop_words(title: str) -> tuple[str, ...]:
-    """The words of three letters or more that are not known to be of another kind."""
+    """Return the words of three letters or more that are not in `_NOT_NOUNS`."""
     return tuple(word for word in re.findall(r"[a-z]{3,}", title.lower()) if word not in _NOT_NOUNS)

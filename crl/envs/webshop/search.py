@@ -1,4 +1,4 @@
-"""The shop's search engine: BM25 over stemmed words, as the original's Lucene index."""
+"""Search engine of the shop: BM25 over stemmed words, like the original's Lucene index."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import Stemmer
 from crl.envs.webshop.catalogue import Product
 
 FOUND = 50
-"""Products that a search finds at most."""
+"""Maximum number of products that a search returns."""
 
 
 class SearchEngine:
-    """Immutable once made: shared by all games, from any thread."""
+    """Search engine of a catalogue. Immutable, and shared by all games from any thread."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._products = tuple(products)
@@ -23,7 +23,10 @@ class SearchEngine:
         self._bm25.index(_words([_document(product) for product in products]), show_progress=False)
 
     def search(self, keywords: str) -> list[Product]:
-        """The products that hold any of the keywords, best first, at most `FOUND`; equal ones in the catalogue's order."""
+        """Return the products that contain any of the keywords, best first, at most `FOUND`.
+
+        Products with equal scores are in the catalogue's order.
+        """
         (words,) = _words([keywords])
         known = [word for word in words if word in self._bm25.vocab_dict]
         if not known:

@@ -1,4 +1,7 @@
-"""A visit to the shop: which page is open, what can be clicked there, and what that does. Knows no rendering but the names of links."""
+"""Visit to the shop: the open page, the links on it, and the effect of a click.
+
+It does not depend on the rendering, except for the names of links.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ Page = Literal["search", "results", "item", "description", "features", "reviews"
 DETAILS: tuple[Page, ...] = ("description", "features", "reviews")
 
 Namer = Callable[[Sequence[Product]], list[str]]
-"""The texts of the links to the products of a page."""
+"""Function that returns the texts of the links to the products of a page."""
 
 
 class Session:
-    """One customer's, who sees `per_page` results at a time. `chosen`: option name → value; `bought`: the product, once that is done."""
+    """Visit of one customer, who sees `per_page` results at a time.
+
+    `chosen` maps option names to values. `bought` is the product after the purchase.
+    """
 
     def __init__(self, engine: SearchEngine, name_links: Namer, per_page: int) -> None:
         self._engine, self._name_links, self._per_page = engine, name_links, per_page
@@ -32,7 +38,7 @@ class Session:
 
     @property
     def shown(self) -> list[Product]:
-        """The products of the page of results."""
+        """Products of the current page of results."""
         return self.found[(self.number - 1) * self._per_page : self.number * self._per_page]
 
     @property
@@ -41,13 +47,13 @@ class Session:
 
     @property
     def turning(self) -> list[str]:
-        """The buttons that turn the page of results."""
+        """Buttons that turn the page of results."""
         more = self.number * self._per_page < len(self.found)
         return ([PREVIOUS] if self.number > 1 else []) + ([NEXT] if more else [])
 
     @property
     def offered(self) -> dict[str, str]:
-        """Value → name of the options of the item; of two names with the same value the last."""
+        """Value → name of the item's options. If two names have the same value, the last wins."""
         return (
             {value: name for name, values in self.item["options"].items() for value in values}
             if self.item
@@ -56,7 +62,7 @@ class Session:
 
     @property
     def clickable(self) -> list[str]:
-        """What can be clicked on the page, in lower case."""
+        """Texts that can be clicked on the page, in lower case."""
         match self.page:
             case "search":
                 return []
@@ -68,12 +74,12 @@ class Session:
                 return [BACK, PREVIOUS]
 
     def search(self, keywords: str) -> None:
-        """Can be done from every page."""
+        """Search for keywords and open the first page of results. Possible on every page."""
         self.keywords, self.found = keywords, self._engine.search(keywords)
         self._open_results(1)
 
     def click(self, target: str) -> None:
-        """target: one of `clickable`."""
+        """Click on `target`, which is one of `clickable`."""
         if target == BACK:
             self.page = "search"
         elif target in (PREVIOUS, NEXT):

@@ -1,7 +1,8 @@
-"""The shop that all games of a process share: its products, its search, and who is sent for what.
+"""Shop that all games of a process share: products, search engine and goals.
 
-The goal of an episode follows from its task's `lgen` and `core`, which `crl.envs.places` draws: `lgen` fixes the need, `core` which of
-its variants. Needs are split by use before anything is drawn, and train streams draw theirs by weight.
+A task's `lgen` and `core`, drawn by `crl.envs.places`, determine the goal of an episode: `lgen`
+fixes the need, and `core` fixes the variant. Needs are divided by use before anything is drawn.
+Train streams draw their needs by weight.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ logger = logging.getLogger(__name__)
 
 SHARES = {NEW_LAYOUTS: 0.2}
 GENERATED_SHARES = {**SHARES, PROBE_LAYOUTS: 0.1}
-"""The shares of all needs that are kept for these uses; train streams have the rest. Demonstrations need none: they are made in shops of
-their own."""
+"""Shares of all needs that are reserved for these uses. Train streams use the other needs.
+
+Demonstrations need no share, because they are played in separate shops.
+"""
 
 
 class Shop:
-    """Immutable. shares: layouts → the share of the needs that is kept for them. Raises `ConfigError` when there are too few needs to
-    split; `source` is where the products are from, for its message."""
+    """Products of a shop with their needs. Immutable.
+
+    `shares` maps layouts to the share of the needs that is reserved for them. `source` is where the
+    products are from, for messages. Raise `ConfigError` if there are too few needs to divide.
+    """
 
     def __init__(
         self, products: Sequence[Product], source: str, shares: Mapping[range, float]
@@ -47,7 +53,11 @@ class Shop:
         return SearchEngine(self.products)
 
     def need(self, lgen: int) -> Need:
-        """In a range of fixed tasks each need once before any comes again; elsewhere a draw by weight."""
+        """Return the need of a layout.
+
+        In a range of reserved layouts, every need occurs once before any need occurs again. Other
+        layouts draw a need by weight.
+        """
         for layouts, kept in self._uses.items():
             if lgen in layouts:
                 return kept[(lgen - layouts.start) % len(kept)]
@@ -55,6 +65,7 @@ class Shop:
         return self._train[bisect(self._cumulative, draw, hi=len(self._train) - 1)]
 
     def goal(self, lgen: int, core: int) -> Goal:
+        """Return the goal of a layout and its dynamics."""
         goals = self.need(lgen).goals
         return goals[core % len(goals)]
 
@@ -62,7 +73,10 @@ class Shop:
 def _split(
     needs: Sequence[Need], source: str, shares: Mapping[range, float]
 ) -> tuple[dict[range, list[Need]], list[Need]]:
-    """The needs of every fixed use, in an order drawn by weight, and those of train streams."""
+    """Return the needs of every reserved use, and those of train streams.
+
+    The order of reserved needs is a random draw by weight.
+    """
     rng, left = generator(0, "webshop/split"), list(needs)
     rng.shuffle(left)
     uses: dict[range, list[Need]] = {}
@@ -82,7 +96,10 @@ _opening = threading.Lock()
 
 
 def open_shop() -> Shop:
-    """The shop of the data files that $WEBSHOP_DATA names, else of the generated catalogue. Raises `ConfigError` for bad files."""
+    """Return the shop of the data files in $WEBSHOP_DATA, else of the generated catalogue.
+
+    Raise `ConfigError` for invalid files.
+    """
     with _opening:
         return _open(os.environ.get(VARIABLE, ""))
 
@@ -91,7 +108,8 @@ def open_shop() -> Shop:
 def _open(folder: str) -> Shop:
     if not folder:
         logger.info(
-            "WebShop sells a generated catalogue, because %s is not set: its figures compare with no published ones",
+            "WebShop sells a generated catalogue, because %s is not set: "
+            "its figures compare with no published ones",
             VARIABLE,
         )
         return Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)

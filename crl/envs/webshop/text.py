@@ -1,4 +1,7 @@
-"""The pages in words. Pure functions of a session and its goal: `full` as the original's, `compact` for the bundled tiny models."""
+"""Texts of the shop's pages: `full` as in the original, `compact` for the bundled tiny models.
+
+All functions are pure functions of a session and its goal.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,30 @@ _TITLE_WORDS = 6
 
 @dataclass(frozen=True)
 class Renderer:
-    """page: the open page; invalid: why nothing happened; bought: the last page, by its score in [0, 1]; name_links: see `Namer`;
-    per_page: results on a page."""
+    """Functions that turn pages into text."""
 
     page: Callable[[Session, Goal], str]
+    """Text of the open page."""
     invalid: Callable[[Session], str]
+    """Message after an invalid action."""
     bought: Callable[[float], str]
+    """Last page, by the score in [0, 1]."""
     name_links: Namer
+    """Texts of the links on a page of results."""
     per_page: int
+    """Number of results on a page."""
 
 
-# ── full ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── full ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _full(session: Session, goal: Goal) -> str:
-    """Blocks with [SEP] between them (WebShop's text mode).
+    """Return the page as blocks, separated by [SEP] (WebShop's text mode).
 
-    Instruction: [SEP] find me … [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP] Next > [SEP] B09ABCDEF1 [SEP] Title [SEP] $25.0
+    An example of a page of results, as one line:
+
+        Instruction: [SEP] find me … [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP]
+        Next > [SEP] B09ABCDEF1 [SEP] Title [SEP] $25.0
     """
     head = ["Instruction:", goal["instruction_text"]]
     if session.page == "search":
@@ -72,21 +82,29 @@ def _detail(page: str, item: Product) -> list[str]:
 
 def _full_invalid(session: Session) -> str:
     clicks = "".join(f", click[{target}]" for target in session.clickable)
-    return f"That is no action on this page, and nothing happened. The actions are: search[keywords]{clicks}."
+    return (
+        f"That is no action on this page, and nothing happened. "
+        f"The actions are: search[keywords]{clicks}."
+    )
 
 
 def _blocks(*blocks: str) -> str:
     return " [SEP] ".join(blocks)
 
 
-# ── compact ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compact ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _compact(session: Session, goal: Goal) -> str:
-    """The same pages in few words: no instruction, products by their brand and by what of their title was not searched for. An item's page
-    tells its features too, until an option is chosen.
+    """Return the same page in few words, without the instruction.
 
-    want color red, size 9, under 60 | found norda 45, savo webcam 20-25, next > | color: red blue / size: 8 9 / has wireless, fast charging
+    Products are named by their brand and by the words of their title that were not searched for. An
+    item's page also lists its features until an option is chosen. Examples of the first page, of
+    results, and of an item:
+
+        want color red, size 9, under 60
+        found norda 45, savo webcam 20-25, next >
+        color: red blue / size: 8 9 / has wireless, fast charging        (" / " is a line break)
     """
     if session.page == "search":
         return f"want {_wanted(goal)}"
@@ -123,7 +141,10 @@ def _wanted(goal: Goal) -> str:
 
 
 def _brands(products: Sequence[Product]) -> list[str]:
-    """The products' brands, numbered where one comes again; no number makes another's brand of it."""
+    """Return the products' brands. Repeated brands get a number.
+
+    A brand with a number never equals the brand of another product.
+    """
     brands, names = [brand(product) for product in products], list[str]()
     for name in brands:
         numbered = (f"{name}{n}" for n in count(2))
@@ -133,7 +154,10 @@ def _brands(products: Sequence[Product]) -> list[str]:
 
 
 def brand(product: Product) -> str:
-    """What the compact pages call it: the first word of its title, where the generated catalogue has the brand."""
+    """Return the product's name on compact pages: the first word of its title.
+
+    In the generated catalogue this word is the brand.
+    """
     return _title(product)[0]
 
 
@@ -146,7 +170,7 @@ def _price(product: Product) -> str:
 
 
 def _title(product: Product) -> list[str]:
-    """The first words of a title, up to the first comma."""
+    """Return the first words of a title, up to the first comma."""
     return product["Title"].lower().split(",")[0].split()[:_TITLE_WORDS] or [
         product["asin"].lower()
     ]

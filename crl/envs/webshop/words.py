@@ -1,4 +1,4 @@
-"""The words of the generated catalogue: kinds of products, their attributes and options, and invented brands."""
+"""Words of the generated catalogue: kinds of products, attributes, options, and invented brands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _COLORS = ("black", "white", "red", "blue", "green", "pink", "yellow", "purple",
 
 @dataclass(frozen=True)
 class Kind:
-    """Products that share attributes and options.
-
-    nouns: one category each. shown: attributes that a title may name; told: those that only the features tell. options: name → the
-    values that a product offers some of.
-    """
+    """Products that share attributes and options."""
 
     department: str
     nouns: tuple[str, ...]
+    """Names of the categories."""
     shown: tuple[str, ...]
+    """Attributes that a title may name."""
     told: tuple[str, ...]
+    """Attributes that only the features name."""
     options: Mapping[str, tuple[str, ...]]
+    """Name → values. A product offers some of the values."""
 
 
 KINDS = (
@@ -150,13 +150,14 @@ KINDS = (
         {"color": _COLORS, "size": ("small", "medium", "large", "giant")},
     ),
 )
-"""Fifty nouns in nine departments."""
+"""Nine departments with fifty nouns in total."""
 
 BRANDS = (
-    "alvo", "bexa", "corvo", "darin", "elka", "fenno", "galdo", "hesk", "ivara", "jorva", "kymo", "lumi", "mirel", "norda", "oxley",
-    "pello", "quilo", "rivo", "savo", "tarn", "ursa", "velto", "wend", "xero", "yarrow", "zenda",
+    "alvo", "bexa", "corvo", "darin", "elka", "fenno", "galdo", "hesk", "ivara", "jorva", "kymo",
+    "lumi", "mirel", "norda", "oxley", "pello", "quilo", "rivo", "savo", "tarn", "ursa", "velto",
+    "wend", "xero", "yarrow", "zenda",
 )  # fmt: skip
-"""Within a category no two products share a brand."""
+"""Invented brands. All products of a category have different brands."""
 
 TITLE_WORDS = (
     "Everyday Use",
@@ -170,8 +171,10 @@ TITLE_WORDS = (
 
 DESCRIPTIONS = (
     "A {noun} for every day by {brand}, made with care and checked by hand before it is shipped.",
-    "{brand} has made the {noun} better year after year, and this is the one that customers ask for.",
-    "With this {noun} {brand} keeps things simple. It arrives ready to use and looks good for years.",
+    "{brand} has made the {noun} better year after year, "
+    "and this is the one that customers ask for.",
+    "With this {noun} {brand} keeps things simple. "
+    "It arrives ready to use and looks good for years.",
 )
 
 PRAISE = (

@@ -1,1 +1,1 @@
-"""The standard parts that methods are assembled from; each fills one extension point of `crl.protocols`."""
+"""Standard parts of methods. Each part implements one extension point of `crl.protocols`."""

@@ -1,4 +1,4 @@
-"""Parts of search_and_ask: how the agent asks, and what the extractor is told of its question."""
+"""Parts of search_and_ask: the agent's tool, and the extractor's prompt for a question."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from crl.tokens import ChatRenderer
 from crl.types import Segment
 
 COMPACT_OFFER, COMPACT_CALL, COMPACT_NOTHING = "you may ask.", "ask", "nothing is known."
-"""What a tiny agent is told of the tool, how it calls it (with or without more words), and the reply when nothing is found."""
+"""Texts of the tool for a tiny agent: its description, its call, and the reply without a result.
+
+The call may be followed by the words of a question.
+"""
 
 _CALL = re.compile(
     r"<search_and_ask>((?:(?!<search_and_ask>).)*?)</search_and_ask>", re.IGNORECASE | re.DOTALL
@@ -21,23 +24,27 @@ _CALL = re.compile(
 
 @dataclass(frozen=True)
 class AskTool:
-    """The tool as a task's agents know it. offer: tells of it, with a slot `{limit}` or without; query: what is asked in what follows the
-    thinking, None where that is no call; nothing: the reply when nothing is found."""
+    """Description and syntax of the tool for the agents of a task."""
 
     offer: str
+    """Description of the tool in the agent's prompt, optionally with a slot `{limit}`."""
     query: Callable[[str], str | None]
+    """Function from the completion's text after the thinking to the question, None if no call."""
     nothing: str
+    """Reply when no experience is found."""
 
 
 def compact_query(answer: str) -> str | None:
-    """The words behind the call."""
+    """Return the words after the call, or None if `answer` is no call."""
     call, *query = answer.split(maxsplit=1) or [""]
     return "".join(query).strip() if call.casefold() == COMPACT_CALL else None
 
 
 def tagged_query(answer: str) -> str | None:
-    """What the last `<search_and_ask>` tag holds, in any case, unless the agent answers after it: the last thing that it decides
-    counts."""
+    """Return the content of the last `<search_and_ask>` tag (case-insensitive), or None.
+
+    The agent's last decision counts: the result is None if an `<answer>` tag follows the call.
+    """
     calls = list(_CALL.finditer(answer))
     return (
         calls[-1][1].strip()
@@ -50,17 +57,23 @@ COMPACT_TOOL = AskTool(COMPACT_OFFER, compact_query, COMPACT_NOTHING)
 
 
 def full_tool(offer: str) -> AskTool:
-    """The tool of language models. offer: the prompt `ask`."""
+    """Return the tool for language models. `offer`: the text of the prompt `ask`."""
     return AskTool(offer, tagged_query, "Nothing is known about that.")
 
 
 @dataclass(frozen=True)
 class FullRefinePrompt:
-    """`RefinePromptWriter` for language models: the prompt `refine`, made as `FullDistilPrompt` makes its own."""
+    """`RefinePromptWriter` for language models: it fills the prompt `refine`.
+
+    Quoting and shortening are those of `FullDistilPrompt`.
+    """
 
     template: str
+    """Text of the prompt `refine`."""
     renderer: ChatRenderer
+    """Renderer of the extractor's model."""
     max_tokens: int
+    """Maximal tokens of the rendered prompt."""
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
         known = {
@@ -75,9 +88,14 @@ class FullRefinePrompt:
 
 @dataclass(frozen=True)
 class CompactRefinePrompt:
-    """`RefinePromptWriter` for tiny extractors: goal, what was found, the question, the episode so far. digests: by task name."""
+    """`RefinePromptWriter` for tiny extractors.
+
+    The prompt holds the goal, the retrieved experience, the digest of the episode so far and the
+    question.
+    """
 
     digests: Mapping[str, Digest]
+    """Digest function by task name."""
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
         asked = f"{COMPACT_CALL} {question.query}".rstrip()

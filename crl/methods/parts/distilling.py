@@ -1,4 +1,4 @@
-"""Parts of distillation: which episodes are distilled, and what the extractor is told of them."""
+"""Parts of distillation: the selection of episodes, and the prompts for the extractor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crl.tokens import ChatRenderer
 from crl.types import Origin, Segment, Trajectory
 
 Digest = Callable[[Sequence[Segment]], str]
-"""An episode in few words, from its texts alone."""
+"""Function that describes an episode in few words, using only the texts of its segments."""
 
 SPEAKERS: Mapping[Origin, str] = {
     "env": "environment",
@@ -20,22 +20,32 @@ SPEAKERS: Mapping[Origin, str] = {
     "tool_call": "agent asks",
     "tool_result": "answer",
 }
-"""Whose turns a transcript holds. Instructions, goal, tools and advice are said elsewhere, or not at all."""
+"""Labels of the turns that a transcript contains, by origin.
+
+Instructions, goal, tools and advice are not part of the transcript.
+"""
 
 INDENT = "  "
+"""Prefix of every quoted line."""
 
 REWORDED = " (reworded)"
-"""What the prompt `vote` tells advice by that the agent did not read in the words of the experience."""
+"""Mark of advice that the agent did not read in the experience's words; see the prompt `vote`."""
 
 
 def whole_text(segments: Sequence[Segment]) -> str:
-    """The `Digest` of an environment that has none of its own: everything that was said."""
+    """Return the text of all environment and agent turns.
+
+    This is the `Digest` of environments that do not define one.
+    """
     return "\n".join(segment.text for segment in segments if segment.origin in ("env", "policy"))
 
 
 @dataclass(frozen=True)
 class EveryEpisode:
-    """`Distiller`: guided and free, won and lost (CRL §3.2.1); only what could not be played is left out."""
+    """`Distiller` that selects all episodes: guided and free, won and lost (CRL §3.2.1).
+
+    Only episodes with an error are excluded.
+    """
 
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         return [t for t in trajectories if t.error is None]
@@ -43,7 +53,7 @@ class EveryEpisode:
 
 @dataclass(frozen=True)
 class NoEpisode:
-    """`Distiller`: the bank stays as it is."""
+    """`Distiller` that selects no episode, so that distillation does not change the bank."""
 
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         return ()
@@ -51,9 +61,13 @@ class NoEpisode:
 
 @dataclass(frozen=True)
 class CompactDistilPrompt:
-    """`PromptWriter` for tiny extractors: goal, what guided the episode, its digest, its outcome. digests: by task name."""
+    """`PromptWriter` for tiny extractors.
+
+    The prompt holds the goal, the experience that guided the episode, its digest and its outcome.
+    """
 
     digests: Mapping[str, Digest]
+    """Digest function by task name."""
 
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         hints = [f"hint {number} {hit.text}" for number, hit in enumerate(request.shown, start=1)]
@@ -69,18 +83,27 @@ class CompactDistilPrompt:
 
 @dataclass(frozen=True)
 class FullDistilPrompt:
-    """`PromptWriter` for language models: the prompt `distil`, one user message, since some chat templates know no system.
+    """`PromptWriter` for language models: it fills the prompt `distil`.
 
-    template: its text; renderer: the extractor's; max_tokens: of the rendered prompt, the extractor's context less what it may
-    answer; vote: what asks for votes on what guided the episode as it stands, None = nothing does. A longer prompt loses the middle of its
-    transcript; one without room for any raises `RolloutError`. What comes from the episode is indented and so cannot pass for a line
-    of the prompt. The agent's thinking stays in: it says why it acted so.
+    The prompt is one user message, because some chat templates support no system message. If it is
+    too long, the middle of the transcript is left out. Text from the episode is indented, so that
+    it cannot be mistaken for a line of the prompt. The agent's thinking is included, because it
+    explains the actions.
+
+    Raise `RolloutError` if no part of the transcript fits.
     """
 
     template: str
+    """Text of the prompt `distil`."""
     renderer: ChatRenderer
+    """Renderer of the extractor's model."""
     max_tokens: int
+    """Maximal tokens of the rendered prompt: the extractor's context less its response limit."""
     vote: str | None = None
+    """Text that asks for votes on the experience that guided the episode; None for no votes.
+
+    It is used if the agent read at least one experience in its original words.
+    """
 
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         votes = bool(self.vote) and not all(hit.use.reworded for hit in request.shown)
@@ -104,7 +127,10 @@ def _outcome(request: DistilRequest) -> str:
 
 
 def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
-    """Label and quoted text of every segment, by turns: turn 0 is what the agent saw first, turn n begins with its n-th reply."""
+    """Yield label and quoted text of every segment that belongs to a transcript.
+
+    Turn 0 is everything before the agent's first reply. Turn n begins with the n-th reply.
+    """
     turn = 0
     for segment in segments:
         turn += segment.origin == "policy"
@@ -119,9 +145,12 @@ def with_transcript(
     renderer: ChatRenderer,
     max_tokens: int,
 ) -> list[Segment]:
-    """The prompt with the transcript of `segments` in its slot, the middle left out where it would be longer than `max_tokens`.
+    """Return the prompt with the transcript of `segments` in its slot.
 
-    known: the other slots. Raises `RolloutError` where there is no room for any transcript.
+    If the prompt would be longer than `max_tokens`, the middle of the transcript is left out.
+    `known`: texts of the other slots.
+
+    Raise `RolloutError` if no part of the transcript fits.
     """
 
     def written(transcript: str) -> list[Segment]:
@@ -133,7 +162,8 @@ def with_transcript(
     transcript = "\n".join(_transcript(segments))
     prompt = written(transcript)
     if len(renderer.text(prompt).encode()) < max_tokens:
-        return prompt  # it has no more tokens than bytes, and to count them takes milliseconds
+        # A prompt has no more tokens than bytes. Counting the tokens takes milliseconds.
+        return prompt
     tokens, kept = length(prompt), len(transcript)
     rest = length(written("")) if tokens > max_tokens else 0
     while tokens > max_tokens:
@@ -149,12 +179,12 @@ def with_transcript(
 
 
 def quoted(text: str) -> str:
-    """The text as a prompt quotes it: every line indented."""
+    """Return the text as prompts quote it: every line is indented."""
     return "\n".join(INDENT + line for line in text.splitlines()) or f"{INDENT}(nothing)"
 
 
 def _without_middle(text: str, size: int) -> str:
-    """The first and the last characters of a transcript, `size` together, and how many are missing between them."""
+    """Return the first and the last `size` // 2 characters, and a note on the omitted ones."""
     head, tail = text[: size // 2], text[len(text) - size // 2 :]
     return (
         f"{head}\n[… {len(text) - len(head) - len(tail)} characters are left out …]\n{INDENT}{tail}"

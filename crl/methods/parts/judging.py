@@ -1,4 +1,4 @@
-"""Parts of the actor-critic exchange: what the agent is told of an experience that it is to judge."""
+"""Parts of the actor-critic exchange: the actor's prompts for the judgement of an experience."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from crl.types import Segment, Task
 
 @dataclass(frozen=True)
 class CompactCriticPrompt:
-    """`CriticPromptWriter` for tiny agents: goal, experience, and how often in ten the agent succeeds without one. Where that is not known
-    the line is left out, a form that the bundled actor was not taught."""
+    """`CriticPromptWriter` for tiny agents.
+
+    The prompt holds the goal, the experience, and how many of ten episodes the agent wins without
+    experience. The last line is omitted if the rate is unknown; the bundled actor was not trained
+    on this form.
+    """
 
     def __call__(self, task: Task, hit: Hit, rate: float | None) -> Sequence[Segment]:
         won = [] if rate is None else [f"won {round(10 * rate)} of 10"]
@@ -24,10 +28,13 @@ class CompactCriticPrompt:
 
 @dataclass(frozen=True)
 class FullCriticPrompt:
-    """`CriticPromptWriter` for language models: the prompt `critic`. template: its text. Goal and advice are indented and so cannot pass
-    for a line of the prompt."""
+    """`CriticPromptWriter` for language models: it fills the prompt `critic`.
+
+    Goal and advice are indented, so that they cannot be mistaken for a line of the prompt.
+    """
 
     template: str
+    """Text of the prompt `critic`."""
 
     def __call__(self, task: Task, hit: Hit, rate: float | None) -> Sequence[Segment]:
         known = "not known yet" if rate is None else f"{rate:.0%} of the last episodes"

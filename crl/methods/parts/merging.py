@@ -1,4 +1,4 @@
-"""Parts of the periodic merge: what the extractor is told of a chunk of the bank."""
+"""Parts of the periodic merge: the extractor's prompts for a chunk of the bank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from crl.types import Segment
 
 @dataclass(frozen=True)
 class FullMergePrompt:
-    """`MergePromptWriter` for language models: the prompt `merge`. template: its text. Advice is indented and so cannot pass for a
-    line of the prompt."""
+    """`MergePromptWriter` for language models: it fills the prompt `merge`.
+
+    Advice is indented, so that it cannot be mistaken for a line of the prompt.
+    """
 
     template: str
+    """Text of the prompt `merge`."""
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
         pieces = [
@@ -28,7 +31,7 @@ class FullMergePrompt:
 
 
 def _record(entry: Entry) -> str:
-    """How the episodes ended that the entry guided."""
+    """Return a note on the outcomes of the episodes that the entry guided, empty without any."""
     if not entry.credited:
         return ""
     return f" (guided {entry.credited} episodes, of which {entry.record.won} succeeded)"
@@ -36,7 +39,10 @@ def _record(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class CompactMergePrompt:
-    """`MergePromptWriter` for tiny extractors: every entry on a line, with how the episodes ended that it guided."""
+    """`MergePromptWriter` for tiny extractors.
+
+    Every line holds one entry and the outcomes of the episodes that it guided.
+    """
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
         lines = [

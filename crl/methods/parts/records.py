@@ -1,4 +1,4 @@
-"""How prompts show an experience's record: how the episodes that it guided ended."""
+"""Text of an experience's record in a prompt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from crl.types import Record
 
 RecordWriter = Callable[[str, Record], str]
-"""Adds a record to an experience's text. Returns the text alone where the record has no episodes."""
+"""Function that adds a record to an experience's text. Without episodes it returns the text."""
 
 
 def compact_record(text: str, record: Record) -> str:
-    """Write a record for tiny models, before the text: `won 3 of 4`; that of more than ten episodes as a share of ten."""
+    """Prefix `text` with its record for tiny models, such as `won 3 of 4`.
+
+    A record of more than ten episodes is scaled to ten.
+    """
     if not record.credited:
         return text
     shown = min(record.credited, 10)
@@ -19,12 +22,14 @@ def compact_record(text: str, record: Record) -> str:
 
 
 def full_record(text: str, record: Record) -> str:
-    """Write a record for language models, on a line of its own below the text: episodes, successes, and the lift if it is known."""
+    """Add a line with the record below `text` for language models: episodes, successes, lift."""
     if not record.credited:
         return text
-    lift = (
-        ""
-        if record.lift is None
-        else f"; success with it minus success without it: {100 * record.lift:+.0f} percentage points"
+    lift = ""
+    if record.lift is not None:
+        points = 100 * record.lift
+        lift = f"; success with it minus success without it: {points:+.0f} percentage points"
+    return (
+        f"{text}\n(It guided {record.credited} earlier episodes,"
+        f" of which {record.won} succeeded{lift}.)"
     )
-    return f"{text}\n(It guided {record.credited} earlier episodes, of which {record.won} succeeded{lift}.)"

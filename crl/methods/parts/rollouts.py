@@ -1,4 +1,4 @@
-"""Parts that shape rollouts: who sees what, how prompts are written and read, what is rewarded."""
+"""Parts that shape rollouts: group plans, prompts, parsing of completions, rewards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Traje
 
 @dataclass(frozen=True)
 class GuidedShare:
-    """`RolloutPlanner`: the first members of every group, `share` of them, are guided by experience, the others free.
+    """`RolloutPlanner` that guides the first members of every group; the others are free.
 
-    0 is plain RL, 1/2 CRL's K/2 and K/2 (eq. 5).
+    A share of 0 is plain RL. A share of 1/2 gives the halves K/2 and K/2 of CRL eq. 5.
     """
 
     share: float
+    """Share of guided members in [0, 1]; the number of members is rounded."""
 
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
         guided = round(members * self.share)
@@ -28,21 +29,27 @@ class GuidedShare:
 
 @dataclass(frozen=True)
 class ChatContext:
-    """`ContextProvider` of a plain conversation: instructions and goal, then one observation a turn.
+    """`ContextProvider` of a plain conversation: instructions, goal, then one observation per turn.
 
-    By task name: `instructions` come first, as the system's message, empty ones are left out; `introductions` are templates
-    with an `{experience}`, without one an experience's text stands alone. It is a segment of its own: guided and free prompts
-    differ by that one, and by that of the tool where they may ask: `tools`. observed: the tasks whose first observation belongs to the
-    retrieval query; goal_keys: experiences are found by their goal, so a question is too; records: what adds an experience's record to
-    its text, for tasks whose agents are told it. Words that are not the experience's own have no record.
+    The experience is a separate segment. Guided and free prompts differ only by this segment, and
+    by the tool's segment if the agent may ask.
     """
 
     instructions: Mapping[str, str]
+    """System message at the start of the prompt, by task name; omitted if empty."""
     introductions: Mapping[str, str] = field(default_factory=dict)
+    """Template with an `{experience}` slot, by task name; without one the text is used alone."""
     tools: Mapping[str, AskTool] = field(default_factory=dict)
+    """Tool search_and_ask, by task name."""
     observed: frozenset[str] = frozenset()
+    """Tasks whose retrieval query includes the first observation."""
     goal_keys: bool = False
+    """Whether experience is retrieved by goal; the goal then also replaces a question's text."""
     records: Mapping[str, RecordWriter] = field(default_factory=dict)
+    """Writer of an experience's record, by task name; without one the record is not shown.
+
+    Reworded experiences have no record.
+    """
 
     def query_observes(self, task: Task) -> bool:
         return task.name in self.observed
@@ -98,10 +105,14 @@ class ChatContext:
         return [Segment("user", result.text, "env")]
 
     def parse(self, task: Task, completion: str) -> Response:
-        """The action, or the question, is in what follows the thinking, if there was any."""
+        """Return the action or the question of a completion.
+
+        Only the text after the thinking is read, if the completion contains thinking.
+        """
         thinking, closed, answer = completion.rpartition("</think>")
         if not closed and "<think>" in completion:
-            return Response("", {"thinking": completion})  # cut off in thought: nothing was decided
+            # The completion ended during the thinking, so it contains no decision.
+            return Response("", {"thinking": completion})
         tool = self.tools.get(task.name)
         return Response(
             answer.strip(),
@@ -112,7 +123,7 @@ class ChatContext:
 
 @dataclass(frozen=True)
 class OutcomeReward:
-    """`RewardShaper`: the environment's own reward is the only channel."""
+    """`RewardShaper` with the environment's reward as the only channel."""
 
     def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
         return dict(trajectory.rewards)

@@ -1,4 +1,4 @@
-"""Parts that shape training: advantages, what the trainer sees, losses."""
+"""Parts that shape training: advantages, training views, losses."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class GroupAdvantage:
     """`AdvantageTerm`: GRPO's advantage within each group (CRL eq. 4)."""
 
     scale: Literal["std", "none"]
+    """Scale of `crl.algo.group_advantages`."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
@@ -33,15 +34,17 @@ class GroupAdvantage:
 
 @dataclass(frozen=True)
 class SplitAdvantage:
-    """`AdvantageTerm`: the advantage within the guided and the free members of each group apart (CRL eq. 5).
+    """`AdvantageTerm`: advantage within each group half, guided and free (CRL eq. 5).
 
-    **Ours**: the guided members are compared whichever experiences guided them. Eq. 4 is written per
-    group and experience, but with `retrieval.per=rollout` mostly a single member has each experience,
-    and its advantage would always be 0. So who followed the better lesson is reinforced, which
-    teaches the actor to tell lessons apart as well as to follow them.
+    **Ours**: guided members are compared with each other even if different experiences guided them.
+    Eq. 4 is defined per group and experience. With `retrieval.per=rollout`, however, most
+    experiences guide only one member of a group, and its advantage would always be 0. Our form
+    reinforces the members that followed the better lesson. The actor thus learns to distinguish
+    lessons as well as to follow them.
     """
 
     scale: Literal["std", "none"]
+    """Scale of `crl.algo.split_group_advantages`."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
@@ -56,15 +59,18 @@ class SplitAdvantage:
 
 @dataclass(frozen=True)
 class ListeningAdvantage:
-    """`AdvantageTerm`: what an experience was worth to its group, to those that it guided. **Ours**.
+    """`AdvantageTerm` for guided members: the benefit of an experience for its group. **Ours**.
 
-    coef · (mean success of the members that the same experience guided − mean success of the free
-    members); 0 for free members, for guided ones that nothing guided, and without a free member.
-    Eq. 5 compares guided members with each other alone: when all of them follow a right experience
-    and win, its advantages are 0, and nothing reinforces following.
+    The value is coef · (mean success of the members that the same experience guided − mean success
+    of the free members). It is 0 for free members, for guided members without an experience, and in
+    groups without a free member. If several experiences guided a member, only the first one counts.
+
+    Eq. 5 compares guided members only with each other. If all of them follow a right experience and
+    win, their advantages are 0, and nothing reinforces following.
     """
 
     coef: float
+    """Factor of the advantage."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         won: defaultdict[tuple[int, ExperienceUse | None], list[bool]] = defaultdict(list)
@@ -82,13 +88,15 @@ class ListeningAdvantage:
 
 @dataclass(frozen=True)
 class SelfDistillation:
-    """`AdvantageTerm` of a role's distillation: guided episodes that did better than free ones (CRL §4.3).
+    """`AdvantageTerm` of a role's self-distillation: guided episodes that beat the free ones.
 
-    coef for guided trajectories with an experience whose reward exceeds the mean reward of their
-    group's free members; 0 for all others, and without a free member.
+    This is the self-distillation of CRL §4.3. The value is coef for guided trajectories with an
+    experience whose reward exceeds the mean reward of their group's free members. It is 0 for all
+    others, and in groups without a free member.
     """
 
     coef: float
+    """Weight of a distilled trajectory."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         free: defaultdict[int, list[float]] = defaultdict(list)
@@ -104,9 +112,10 @@ class SelfDistillation:
 
 @dataclass(frozen=True)
 class FullView:
-    """`TrainView`: every sampled token, as it was sampled. `mask_truncated` leaves truncated trajectories out."""
+    """`TrainView` of every sampled token, with unchanged token ids."""
 
     mask_truncated: bool
+    """Whether truncated trajectories are excluded."""
 
     def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
         return () if self.mask_truncated and trajectory.truncated else trajectory.traces
@@ -114,15 +123,24 @@ class FullView:
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    """`Loss`: the clipped surrogate (CRL eq. 4, 5), weighted over the whole minibatch."""
+    """`Loss`: the clipped surrogate (CRL eq. 4, 5), weighted over the whole minibatch.
+
+    The fields are those of `crl.algo.clipped_surrogate`.
+    """
 
     clip_low: float
     clip_high: float
     ratio: Literal["token", "sequence"]
 
     def __call__(
-        self, logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor,
-        *, weights: torch.Tensor, total_tokens: int,
+        self,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        advantage: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        weights: torch.Tensor,
+        total_tokens: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         return clipped_surrogate(
             logp, old_logp, advantage, mask,
@@ -133,21 +151,30 @@ class SurrogateLoss:
 def actor_role(
     actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None
 ) -> Role:
-    """The actor of a method that trains it with the clipped surrogate on every token it sampled. terms: of its advantage."""
+    """Return the actor's role: the clipped surrogate on every token that the actor sampled.
+
+    `terms`: terms of the actor's advantage, which are summed.
+    """
     loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio)
     return Role("actor", terms, FullView(actor.mask_truncated), loss, distillation)
 
 
 @dataclass(frozen=True)
 class CispoLoss:
-    """`Loss`: CISPO (CRL eq. 3), every token of the minibatch alike."""
+    """`Loss`: CISPO (CRL eq. 3). All tokens of the minibatch have the same weight."""
 
     clip_low: float
     clip_high: float
 
     def __call__(
-        self, logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor,
-        *, weights: torch.Tensor, total_tokens: int,
+        self,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        advantage: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        weights: torch.Tensor,
+        total_tokens: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         return cispo(
             logp,

@@ -1,6 +1,6 @@
-"""What the bundled models are taught before RL: an extensible list of drills for each, a drill being a kind of demonstration.
+"""Drills of the bundled models: kinds of demonstrations that the models learn before RL.
 
-One module a task holds what is particular to it.
+Each task has a module with its drills. New drills can be added to the lists.
 """
 
 from __future__ import annotations

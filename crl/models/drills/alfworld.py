@@ -1,6 +1,9 @@
-"""The small houses' drills. The actor sees scripted chores, most of them under advice, in some of which it may ask; and it judges lessons.
-The extractor sees what such chores come to, and answers with one lesson of a kind drawn at random: which kinds help is left to RL, but
-what a lesson says of its episode is true. It also adapts lessons to an agent on its way, and tidies up what is known of a place.
+"""Drills of the small houses.
+
+The actor imitates scripted chores. Most of them are played under advice; in some the agent may ask.
+The actor also judges lessons. The extractor answers digests of chores with one lesson of a randomly
+drawn kind. A lesson is always true of its episode; RL must teach which kinds help. The extractor
+also adapts lessons to an agent in the middle of a chore, and merges the lessons of a place.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
 SOON = 6
-"""Turns within which an agent asks."""
+"""Number of first turns in which an agent may ask."""
 
 
-# ── the extractor: lessons of an episode ────────────────────────────────────────────────────────────────────────────
+# ── the extractor: lessons of an episode ──────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ChoreLessons:
-    """Answers of an extractor to finished chores: one op, of a kind drawn uniformly."""
+    """Extractor's answers to finished chores: one op each, of a uniformly drawn kind."""
 
     chores: Chores
 
@@ -55,8 +58,11 @@ class ChoreLessons:
 
 
 def answer(kind: str, episode: Episode) -> str:
-    """The lesson of this kind that the episode teaches, as an op in its one spelling: where it shows none, nothing is learnt; where the
-    thing was seen corrects a hint that said another place."""
+    """Return the lesson of this kind that the episode teaches, as an op in its canonical spelling.
+
+    If the episode shows none, nothing is learnt. A "where" lesson corrects a hint with another
+    place.
+    """
     chore = chore_of(episode.segments)
     return learnt(
         taught(kind, episode.segments), episode.hint, lambda text: read(text, chore)[0] == "where"
@@ -64,6 +70,7 @@ def answer(kind: str, episode: Episode) -> str:
 
 
 def taught(kind: str, segments: Sequence[Segment]) -> str | None:
+    """Return the text of the lesson of this kind, or None if the episode does not show one."""
     wanted, seen, visited = chore_of(segments).thing, sights(segments), visits(segments)
     match kind:
         case "where":
@@ -76,12 +83,12 @@ def taught(kind: str, segments: Sequence[Segment]) -> str | None:
     return lesson(kind)
 
 
-# ── the extractor: a lesson for an agent on its way ─────────────────────────────────────────────────────────────────
+# ── the extractor: a lesson for an agent in the middle of an episode ──────────────────────────────
 
 
 @dataclass(frozen=True)
 class ChoreRefinements:
-    """Answers of an extractor to agents that ask within the first moves of a chore."""
+    """Extractor's answers to agents that ask within the first moves of a chore."""
 
     chores: Chores
 
@@ -98,8 +105,11 @@ class ChoreRefinements:
 
 
 def refinement(segments: Sequence[Segment], text: str) -> str:
-    """What a lesson says where the agent is by now, as an op in its one spelling: to go where the thing is, unless it has seen it, or
-    has looked there."""
+    """Return a lesson adapted to the agent's position, as an op in its canonical spelling.
+
+    A "where" lesson becomes the instruction to go to the place, unless the agent has already seen
+    the thing or visited the place. Other lessons are not adapted.
+    """
     chore = chore_of(segments)
     kind, place = read(text, chore)
     if kind != "where" or chore.thing in sights(segments) or place in visits(segments):
@@ -107,23 +117,31 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
     return op("refine", text=from_here(place))
 
 
-# ── the extractor: what is known of a place, tidied up ──────────────────────────────────────────────────────────────
+# ── the extractor: merges of a place's lessons ────────────────────────────────────────────────────
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    """Which thing a chore is about is not told here: whatever says where something is may contradict the others."""
+    """Yield merges of chunks.
+
+    The prompt does not name the chore's thing. Therefore all lessons on the location of a thing may
+    contradict each other.
+    """
     for task in demonstration_tasks(n):
         yield from drill.merges(
-            rng, 1, SMALL, lambda rng: known(task, rng), lambda text: " is in " in text
-        )  # noqa: B023
+            rng,
+            1,
+            SMALL,
+            lambda rng: known(task, rng),  # noqa: B023
+            lambda text: " is in " in text,
+        )
 
 
 def known(task: Task, rng: random.Random) -> str:
-    """Most of what a bank holds of a place is about where the thing is."""
+    """Return a random lesson. Most lessons of a bank say where the thing is."""
     return some_lesson("where" if rng.random() < 0.65 else rng.choice(OTHER_KINDS), task, rng)
 
 
-# ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
+# ── the actor: verdicts on lessons ────────────────────────────────────────────────────────────────
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:

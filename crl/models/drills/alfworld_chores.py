@@ -1,4 +1,4 @@
-"""Scripted chores in small houses: what an actor is shown of good and bad play, and what an extractor is asked about."""
+"""Scripted chores in small houses: good and bad play for the actor, episodes for the extractor."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 TURNS = 14
-"""As in tasks/alfworld.toml."""
+"""Turn limit, as in tasks/alfworld.toml."""
 
 CONTEXT = ChatContext({SMALL: ""})
 OTHER_KINDS = [kind for kind in LESSONS if kind != "where"]
 THINGS = sorted({thing.lower() for things in HOLDS.values() for thing in things.split()})
 REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
+"""Shares of the replies to a question."""
 
 Persona = Callable[[random.Random, str], Searcher]
+"""Maker of a demonstrator, from a random generator and the receptacle in the advice."""
 
 
 @dataclass(frozen=True)
 class Chores:
-    """Episodes of small houses.
-
-    personas: shares of those who were not told how to go about it; advice: shares of what is said at the start: nothing ("none"), where
-    the thing is ("right"), any receptacle ("random") or a lesson of another kind ("other"). A receptacle is always followed, another
-    lesson with chance `fidelity`. slip: chance of a command that leads nowhere; offer: the agent may ask (see `asking_turn`, `replied`).
-    """
+    """Episodes of small houses."""
 
     personas: tuple[tuple[Persona, float], ...]
+    """Shares of the personas that play without advice, or ignore it."""
     advice: tuple[tuple[str, float], ...] = (("none", 1.0),)
+    """Shares of the advice at the start.
+
+    The kinds are no advice ("none"), the receptacle of the thing ("right"), any receptacle
+    ("random"), or a lesson of another kind ("other").
+    """
     fidelity: float = 0.85
+    """Probability that advice of kind "other" is followed; the other kinds always are."""
     slip: float = 0.03
+    """Probability of a useless command."""
     offer: bool = False
+    """Whether the agent may ask; see `asking_turn` and `replied`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))
@@ -75,7 +81,7 @@ class Chores:
         return Episode(task, hint, tuple(segments), success=False)
 
     def _told(self, task: Task, rng: random.Random) -> str | None:
-        """The lesson at the start."""
+        """Return the lesson at the start, or None."""
         said, wanted = draw(self.advice, rng), read_chore(task.goal).thing
         if said == "none":
             return None
@@ -97,11 +103,11 @@ class Chores:
 
 
 _ADHERENTS: Mapping[str, Persona] = {"open": Opener, "look": Dawdler}
-"""Who does what a lesson says, where it says how to go about it."""
+"""Personas that follow lessons on the way of playing, by kind of lesson."""
 
 
 def some_lesson(kind: str, task: Task, rng: random.Random) -> str:
-    """A lesson of this kind on the task's place, true or not."""
+    """Return a lesson of this kind on the task's place. The lesson may be false."""
     wanted = read_chore(task.goal).thing
     thing = (
         wanted if kind == "where" else rng.choice([thing for thing in THINGS if thing != wanted])
@@ -110,13 +116,16 @@ def some_lesson(kind: str, task: Task, rng: random.Random) -> str:
 
 
 def heard(text: str, task: Task) -> str:
-    """The receptacle that a lesson sends an agent to; "" is none."""
+    """Return the receptacle to which a lesson sends an agent, or "" if there is none."""
     kind, place = read(text, read_chore(task.goal))
     return place if kind in ("where", "first") else ""
 
 
 def replied(task: Task, rng: random.Random) -> tuple[str, str]:
-    """What an agent is told when it asks, and where it goes then; "" where it goes on as before."""
+    """Return the reply to a question and the receptacle to which it sends the agent.
+
+    The receptacle is "" if the agent continues as before.
+    """
     said = draw(REPLIES, rng)
     if said == "nothing":
         return COMPACT_NOTHING, ""

@@ -1,6 +1,8 @@
-"""Small houses without TextWorld: the bundled models are made where ALFWorld is not installed, and a thousand houses in a second.
+"""Simulation of small houses without TextWorld.
 
-They say what `AlfworldGame` says in the compact rendering, word for word; a test plays both side by side.
+The bundled models can therefore be made without ALFWorld, and a thousand houses take a second. The
+texts are identical to those of `AlfworldGame` in the compact rendering; a test plays both games and
+compares them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ _TREATMENTS = {
     "pick_heat_then_place_in_recep": ("heat", "hot"),
     "pick_cool_then_place_in_recep": ("cool", "cool"),
 }
-"""By chore: the command, and what the thing is then."""
+"""Command and resulting state of the thing, by kind of chore."""
 
 
 class SmallHouse:
-    """A `Game` of alfworld_small without the commands that no demonstrator gives: examining and slicing things, putting them where
-    `small` puts none."""
+    """`Game` of alfworld_small, with only the commands that demonstrators use.
+
+    Things cannot be examined or sliced, and cannot be moved to receptacles where `small` does not
+    place them.
+    """
 
     def reset(self, task: Task) -> str:
         house = small.house(int(task.params["lgen"]), int(task.params["core"]))
@@ -48,11 +53,11 @@ class SmallHouse:
         return StepResult(WON["compact"] if won else said, done=won, success=won)
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there are no resources to release."""
 
     @property
     def admissible(self) -> tuple[str, ...]:
-        """The commands that it takes now, sorted."""
+        """Currently admissible commands, sorted."""
         here, held = self._here, self._held
         may = [
             "look",
@@ -154,6 +159,6 @@ def _names(kinds: Sequence[str]) -> list[str]:
 
 
 def _as_engine(name: str) -> tuple[str, int]:
-    """The engine lists what it has by kind, the last first of its like."""
+    """Return the sort key of the engine's lists: by kind, then by descending number."""
     kind, _, number = name.partition(" ")
     return kind, -int(number)

@@ -1,6 +1,7 @@
-"""The small houses' demonstrators: *personas*, each one way of doing chores for a whole episode. They see texts alone.
+"""Demonstrators of the small houses.
 
-All do what they are told of where to look; that is where they differ least, and what makes advice worth having.
+A *persona* is one way of doing chores for a whole episode. Personas see only texts. They differ in
+many respects, but all of them follow advice on where to look. This makes advice worth having.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from crl.envs.alfworld.player import AlfworldPlayer
 
 
 class Searcher(AlfworldPlayer):
-    """Looks into every receptacle once, open ones first.
+    """Persona that looks into every receptacle once, open ones first.
 
-    told: the receptacle that it was told to look into; "" is none.
+    `told` is the receptacle that the advice names, "" if there is none.
     """
 
     def __init__(self, rng: random.Random, told: str = "") -> None:
@@ -24,7 +25,7 @@ class Searcher(AlfworldPlayer):
         return short(super().act())
 
     def slip(self) -> str:
-        """It does something else instead of what it would have done."""
+        """Return a random command instead of the intended one."""
         self._last = self._rng.choice(["look", "inventory", f"go to {self._elsewhere()}"])
         return self._last
 
@@ -43,7 +44,7 @@ class Searcher(AlfworldPlayer):
 
 
 class Opener(Searcher):
-    """Looks into every receptacle once, closed ones first."""
+    """Persona that looks into every receptacle once, closed ones first."""
 
     def _search(self) -> str:
         unseen = [place for place in reversed(self._places) if place not in self.seen]
@@ -51,7 +52,7 @@ class Opener(Searcher):
 
 
 class Forgetful(Searcher):
-    """Looks anywhere, whether or not it was there before."""
+    """Persona that looks into random receptacles, including those that it has visited."""
 
     _bound_for = ""
 
@@ -63,14 +64,14 @@ class Forgetful(Searcher):
 
 
 class Passer(Searcher):
-    """Goes anywhere, whether or not it was there before, and opens nothing to look into it."""
+    """Persona that goes to random receptacles, visited ones included, and opens none to look."""
 
     def _search(self) -> str:
         return self._go(self._elsewhere())
 
 
 class Hasty(Searcher):
-    """Puts things where they are wanted as they are: neither clean nor hot nor cool."""
+    """Persona that places things without cleaning, heating or cooling them."""
 
     def begin(self, goal: str, observation: str) -> None:
         super().begin(goal, observation)
@@ -78,7 +79,7 @@ class Hasty(Searcher):
 
 
 class Dawdler(Searcher):
-    """Looks about before everything that it does."""
+    """Persona that looks around before every action."""
 
     _looked = True
 
@@ -88,5 +89,5 @@ class Dawdler(Searcher):
 
 
 def short(command: str) -> str:
-    """A command as an agent may shorten it: a thing is taken from where it is."""
+    """Return a command in the short form: without "from …" and "with …"."""
     return command.partition(" from ")[0].partition(" with ")[0]

@@ -1,6 +1,6 @@
-"""What the drills of all tasks are made of: episodes, and what is said of them, of lessons and of a bank's chunks.
+"""Common parts of all drills: episodes, and prompts and answers about episodes, lessons and chunks.
 
-What is particular to a task comes in as its digest and as functions of its lessons' texts.
+A task supplies its digest and functions of its lessons' texts.
 """
 
 from __future__ import annotations
@@ -25,67 +25,78 @@ from crl.types import ExperienceUse, Segment, Task
 T = TypeVar("T")
 
 MASTERED = 0.85
-"""Success rate, shown as 9 of 10, from which advice is of no use."""
+"""Success rate from which advice is useless. Prompts show it as 9 of 10."""
 
 OFFER = Segment("user", COMPACT_OFFER, "tool_spec")
 MERGE_PROMPT, CRITIC_PROMPT = CompactMergePrompt(), CompactCriticPrompt()
 
 SomeLesson = Callable[[random.Random], str]
-"""Draws a lesson as a bank may hold it."""
+"""Function that draws a lesson that a bank may contain."""
 Claims = Callable[[str], bool]
-"""Whether a lesson's text tells what a place's others may contradict, such as where the exit is."""
+"""Function that returns whether a lesson's text makes a claim about its place.
+
+Other lessons of the place may contradict a claim, for example on the position of the exit.
+"""
 
 
 @dataclass(frozen=True)
 class Drill:
-    """A kind of demonstration: `make(rng, n)` yields n of them; the recipe takes `count`."""
+    """Kind of demonstration."""
 
     name: str
     count: int
+    """Demonstrations that a recipe uses."""
     make: Callable[[random.Random, int], Iterator[Demonstration]]
+    """Function that yields n demonstrations: make(rng, n)."""
 
 
 def said(text: str) -> Segment:
-    """What the demonstrator says."""
+    """Return a segment of the demonstrator."""
     return Segment("assistant", text, "policy")
 
 
 def op(kind: str, **fields: int | str | Sequence[int]) -> str:
-    """An extractor's answer of one op, in its one spelling."""
+    """Return an extractor's answer with one op, in its canonical spelling."""
     return json.dumps([{"op": kind, **fields}], separators=(",", ":"))
 
 
 def hit(text: str, task: Task) -> Hit:
-    """A lesson as if a bank had it of the task's goal."""
+    """Return a lesson in the form in which a bank returns it for the task's goal."""
     return Hit(text, ExperienceUse("drill", 1, "drill", "start"), task.goal)
 
 
 def draw(shares: Sequence[tuple[T, float]], rng: random.Random) -> T:
-    """One of the values, by their shares."""
+    """Return one of the values, drawn according to their shares."""
     values, weights = zip(*shares, strict=True)
     return rng.choices(values, weights)[0]
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A demonstrator's, as the actor's conversation would record it. success: within the scored turns."""
+    """Demonstrator's episode, in the form in which the actor's conversation records it."""
 
     task: Task
     hint: Hit | None
+    """Lesson at the start of the episode."""
     segments: tuple[Segment, ...]
     success: bool
+    """Whether the episode succeeded within the scored turns."""
 
 
 def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
-    """When an agent that may ask does so, unless it sees by then what it would ask for: soon, and mostly when it was told nothing."""
+    """Return the turn at which a demonstrator asks, or None.
+
+    Questions come early, and mostly without advice. The caller omits the question if the answer is
+    already visible at that turn.
+    """
     return rng.choice((0, 0, 1, 2)) if rng.random() < (0.25 if advised else 0.6) else None
 
 
-# ── the extractor: lessons of an episode ────────────────────────────────────────────────────────────────────────────
+# ── the extractor: lessons of an episode ──────────────────────────────────────────────────────────
 
 
 def distil_prompt(digest: Digest, episode: Episode, number: int = 0) -> Sequence[Segment]:
-    """What an extractor is told of the episode in a run."""
+    """Return the extractor's prompt for the episode, as in a run."""
     shown = (episode.hint,) if episode.hint else ()
     request = DistilRequest(
         "drill", 0, 0, number, episode.task, episode.segments, episode.success, False, shown
@@ -96,7 +107,7 @@ def distil_prompt(digest: Digest, episode: Episode, number: int = 0) -> Sequence
 def lessons(
     digest: Digest, episodes: Iterable[Episode], answer: Callable[[Episode], str]
 ) -> Iterator[Demonstration]:
-    """Answers of an extractor to finished episodes."""
+    """Yield an extractor's answers to finished episodes."""
     return (
         [*distil_prompt(digest, episode, number), said(answer(episode))]
         for number, episode in enumerate(episodes)
@@ -104,7 +115,10 @@ def lessons(
 
 
 def learnt(text: str | None, hint: Hit | None, claims: Claims) -> str:
-    """The lesson as an op in its one spelling: what claims something corrects a hint that claimed another; None teaches nothing."""
+    """Return the op with which an extractor stores the lesson `text`, in its canonical spelling.
+
+    A claim that differs from the hint's claim updates the hint. None as text teaches nothing.
+    """
     if text is None:
         return op("return")
     if hint and hint.text != text and claims(text) and claims(hint.text):
@@ -112,11 +126,11 @@ def learnt(text: str | None, hint: Hit | None, claims: Claims) -> str:
     return op("add", text=text)
 
 
-# ── the extractor: a lesson for an agent on its way ─────────────────────────────────────────────────────────────────
+# ── the extractor: a lesson for an agent in the middle of an episode ──────────────────────────────
 
 
 def until_asked(episode: Episode, rng: random.Random, turns: int) -> tuple[Segment, ...]:
-    """The episode up to one of its first `turns` moves, the question included."""
+    """Return the episode up to one of its first `turns` moves, followed by the question."""
     spoken = [
         number for number, segment in enumerate(episode.segments) if segment.origin == "policy"
     ]
@@ -129,13 +143,13 @@ def until_asked(episode: Episode, rng: random.Random, turns: int) -> tuple[Segme
 def refine_prompt(
     digest: Digest, task: Task, segments: Sequence[Segment], text: str
 ) -> Sequence[Segment]:
-    """What an extractor is told of the question in a run."""
+    """Return the extractor's prompt for the question, as in a run."""
     return CompactRefinePrompt({task.name: digest})(
         Question("drill", task, "", tuple(segments)), hit(text, task)
     )
 
 
-# ── the extractor: what is known of a place, tidied up ──────────────────────────────────────────────────────────────
+# ── the extractor: merges of a place's lessons ────────────────────────────────────────────────────
 
 
 def merges(
@@ -147,7 +161,10 @@ def merges(
 
 
 def chunk(rng: random.Random, env: str, some_lesson: SomeLesson) -> list[Entry]:
-    """What a bank may hold of a place: 2 to 6 entries; in half of the chunks most say what another says."""
+    """Return the entries of a place that a bank may contain.
+
+    A chunk has 2 to 6 entries. In half of the chunks, most entries repeat another one.
+    """
     size, texts = draw(((2, 0.45), (3, 0.30), (4, 0.20), (5, 0.03), (6, 0.02)), rng), list[str]()
     repeats = rng.random() < 0.5
     for _ in range(size):
@@ -165,11 +182,12 @@ def _entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
 
 
 def tidied(entries: Sequence[Entry], claims: Claims) -> str:
-    """What becomes of a chunk, as at most one op in its one spelling.
+    """Return the merge answer for a chunk: at most one op, in its canonical spelling.
 
-    What is said first of all that is said more than once is said once; the text comes before the targets, which are easier to find
-    then. Where nothing is, and entries contradict each other in what they claim, the first goes that guided and never won, beside one
-    that did.
+    The first text that occurs more than once is merged into one entry. The text precedes the
+    targets, which makes the targets easier to find. Without repeated texts, contradicting claims
+    are considered: if at least one claim has won an episode, the first claim that guided episodes
+    and never won is discarded.
     """
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for number, entry in enumerate(entries, start=1):
@@ -177,7 +195,7 @@ def tidied(entries: Sequence[Entry], claims: Claims) -> str:
     for text, same in numbers.items():
         if len(same) > 1:
             return op("merge", text=text, targets=same)
-    # a credit of -credited: every episode that it guided was lost
+    # A credit of -credited means that every episode that the entry guided was lost.
     won = {
         number: e.credit > -e.credited
         for number, e in enumerate(entries, start=1)
@@ -187,22 +205,25 @@ def tidied(entries: Sequence[Entry], claims: Claims) -> str:
     return op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
 
 
-# ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
+# ── the actor: verdicts on lessons ────────────────────────────────────────────────────────────────
 
 
 def verdicts(rng: random.Random, judged: Iterable[tuple[Task, str]]) -> Iterator[Demonstration]:
-    """Yield verdicts on lessons, given as task and text; a third of the places is mastered."""
+    """Yield verdicts on lessons, which are given as task and text.
+
+    In about a third of the prompts the place is mastered.
+    """
     for task, text in judged:
         rate = (rng.choice((9, 10)) if rng.random() < 1 / 3 else rng.randint(0, 8)) / 10
         yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate, rng))]
 
 
 def verdict(text: str, rate: float, rng: random.Random) -> str:
-    """Return what an actor says of a lesson, at its success rate without one.
+    """Return an actor's verdict on a lesson. `rate`: success rate without experience.
 
-    The rate alone decides: advice is rejected where the place is mastered, and elsewhere accepted or
-    refined at random. Which lessons help is left to RL, and so is what to write in their place: a
-    refined lesson repeats the one that it stands for.
+    Only the rate matters. Advice is rejected if the place is mastered; otherwise it is accepted or
+    refined at random. A refinement repeats the lesson. RL must teach which lessons help and how to
+    improve them.
     """
     if rate >= MASTERED:
         return "reject"

@@ -1,4 +1,4 @@
-"""The grids' demonstrators: scripted players, weaker ones made of them, and those that do what they are told."""
+"""Demonstrators of the grids: scripted players, weaker versions, and followers of advice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack.player import At, around, walk
 
 LATE = range(1, 7)
+"""Turns after which a late player becomes skilled."""
 MEMORY = range(2, 6)
-"""Turns."""
+"""Turns after which a forgetful player forgets."""
 
 
 class Drifter:
-    """Keeps a direction until it leads no further, then takes another."""
+    """Player that keeps a direction until it no longer leads anywhere, then chooses another one."""
 
     def __init__(self, rng: random.Random, actions: Sequence[str]) -> None:
         self._rng, self._actions = rng, actions
@@ -34,7 +35,10 @@ class Drifter:
 
 
 class Changing:
-    """Plays as `first` for some turns, then as `then`, which knows nothing of what was before."""
+    """Player that plays as `first` for some turns, then as `then`.
+
+    `then` does not know the observations before the change.
+    """
 
     def __init__(self, first: ScriptedPlayer, then: ScriptedPlayer, turns: int) -> None:
         self._player, self._then, self._turns = first, then, turns
@@ -57,7 +61,7 @@ class Changing:
 
 
 class Forgetful:
-    """Plays as another, and forgets all that it has seen every `memory` turns."""
+    """Player that plays as another one, and forgets its observations every `memory` turns."""
 
     def __init__(self, player: ScriptedPlayer, memory: int) -> None:
         self._player, self._memory = player, memory
@@ -79,7 +83,7 @@ class Forgetful:
 
 
 class WayFollower:
-    """Goes the way that it is told as far as that leads, then plays as another."""
+    """Player that follows the advised way until its end or a wall, then plays as `then`."""
 
     def __init__(self, way: Sequence[str], then: ScriptedPlayer) -> None:
         self._told, self._player = way, then
@@ -95,13 +99,16 @@ class WayFollower:
 
     def observe(self, observation: str) -> None:
         if observation == self._seen:
-            self._way = []  # it led against a wall
+            self._way = []  # the way led against a wall
         self._seen = observation
         self._player.observe(observation)
 
 
 class PlaceFollower(KeyRoomPlayer):
-    """Goes where the key and then the door are said to be, as long as it finds nothing else there."""
+    """Player that goes to the advised positions of the key and then of the door.
+
+    It ignores the advice once it has seen the real object, the stairs or the advised cell.
+    """
 
     def __init__(self, key: At, door: At, rng: random.Random) -> None:
         super().__init__(rng)
@@ -130,7 +137,7 @@ class PlaceFollower(KeyRoomPlayer):
 def players(
     skilled: Callable[[random.Random], ScriptedPlayer], actions: Sequence[str]
 ) -> tuple[Callable[[random.Random], ScriptedPlayer], ...]:
-    """The skilled, the late, the forgetful and the idle."""
+    """Return makers of the skilled, late, forgetful and drifting player."""
 
     def late(rng: random.Random) -> ScriptedPlayer:
         return Changing(Drifter(rng, actions), skilled(rng), rng.choice(LATE))

@@ -1,5 +1,8 @@
-"""The drills of maze, key room, river and Sokoban. The actor sees their scripted players and weaker ones, those of maze and key room
-mostly under advice. The extractor sees what came of it: in maze and key room one lesson in four is worth something.
+"""Drills of maze, key room, river and Sokoban.
+
+The actor imitates the scripted players and weaker versions of them. In maze and key room most
+episodes are played under advice. The extractor answers the episodes; in maze and key room one
+answer in four is a useful lesson.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 SAYINGS = tuple(room_lesson(kind) for kind in ("lead", "careful", "time"))
-"""What is true everywhere and helps nowhere."""
+"""Lessons that are true everywhere and help nowhere."""
 PERSONAS = (0.55, 0.25, 0.10, 0.10)
-"""Shares of the skilled, the late, the forgetful and the idle (`grid_players.players`)."""
+"""Shares of the skilled, late, forgetful and drifting player (`grid_players.players`)."""
 ACTOR_ADVICE = (("none", 0.30), ("right", 0.40), ("wrong", 0.15), ("saying", 0.15))
 EXTRACTOR_ADVICE = (("none", 0.50), ("right", 0.15), ("wrong", 0.20), ("saying", 0.15))
 IRRELEVANT = (("none", 0.85), ("saying", 0.15))
@@ -33,23 +36,28 @@ IRRELEVANT = (("none", 0.85), ("saying", 0.15))
 
 @dataclass(frozen=True)
 class Lessons:
-    """A task's. some(rng): one as a bank may hold it; shown(segments): the one that an episode's texts teach, None where they do not;
-    follow(text, rng, otherwise): who does what one says."""
+    """Functions on the lessons of a task."""
 
     some: drill.SomeLesson
+    """Function that draws a lesson that a bank may contain: some(rng)."""
     shown: Callable[[Sequence[Segment]], str | None]
+    """Function that returns the lesson that an episode's texts teach, or None: shown(segments)."""
     follow: Callable[[str, random.Random, ScriptedPlayer], ScriptedPlayer]
+    """Function that returns the player that follows a lesson: follow(text, rng, otherwise)."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A task: what it declares, its places, its turns as in tasks/*.toml, those that are scored and those of an episode."""
+    """Task with its places and turn limits, as in tasks/*.toml."""
 
     spec: EnvSpec
     places: Places
     scored: int
+    """Turns within which an episode must succeed."""
     turns: int
+    """Maximal turns of an episode."""
     lessons: Lessons | None = None
+    """Functions on the task's lessons, None if the task has no lessons."""
 
     @property
     def actor(self) -> GridWalks:
@@ -62,11 +70,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridWalks:
-    """Episodes of a grid. advice: shares of what is said at the start: nothing, the advisor's right or wrong advice, or a saying. Advice is
-    followed, a saying is not."""
+    """Episodes of a grid."""
 
     grid: Grid
     advice: tuple[tuple[str, float], ...]
+    """Shares of the advice at the start.
+
+    The kinds are no advice ("none"), the advisor's advice ("right", "wrong"), or a saying
+    ("saying"). The advisor's advice is followed, a saying is not.
+    """
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (
@@ -115,7 +127,7 @@ class GridWalks:
         )
 
 
-# ── the tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the tasks ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def way_shown(segments: Sequence[Segment]) -> str | None:
@@ -154,13 +166,16 @@ KEYROOM = Grid(
 RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 20, 20)
 SOKOBAN = Grid(sokoban.SPEC, sokoban.PLACES, 20, 20)
 
-# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class GridLessons:
-    """Answers of an extractor to finished episodes: a saying, or the lesson of the task, each as often as the others; where the episode
-    does not show that, or the task has none, nothing."""
+    """Extractor's answers to finished episodes.
+
+    An answer is one of the sayings or the task's lesson, drawn uniformly. If the lesson is drawn
+    and the episode does not show it, or the task has none, nothing is learnt.
+    """
 
     walks: GridWalks
 
@@ -185,7 +200,7 @@ def claims(text: str) -> bool:
 
 @dataclass(frozen=True)
 class GridBank:
-    """What is asked of a task's lessons alone: the actor's verdicts, the extractor's merges."""
+    """Demonstrations that need only a task's lessons: verdicts of actors, merges of extractors."""
 
     grid: Grid
 

@@ -1,6 +1,10 @@
-"""The room's drills. The actor sees scripted walks through rooms, most of them under advice, in some of which it may ask; and it judges
-lessons. The extractor sees what such walks come to, and answers with one lesson of a kind drawn at random: which kinds help is left
-to RL, but what a lesson says of its episode is true. It also adapts lessons to an agent on its way, and tidies up what is known of a place.
+"""Drills of the room.
+
+The actor imitates scripted walks through rooms. Most of them are played under advice; in some the
+agent may ask. The actor also judges lessons. The extractor answers digests of walks with one lesson
+of a randomly drawn kind. A lesson is always true of its episode; RL must teach which kinds help.
+The extractor also adapts lessons to an agent in the middle of a walk, and merges the lessons of a
+place.
 """
 
 from __future__ import annotations
@@ -35,16 +39,20 @@ from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
 STAIRS_AWAY = 3
-"""Steps. Of stairs that an agent does not see, the guess that is right most often after one to three moves: in 69 %, with 2 steps in 65 %;
-the lesson's own direction still is in 60 %."""
+"""Assumed distance between start and stairs, in steps.
+
+Refinements use it for stairs that the agent has not seen. After one to three moves, the direction
+that follows from 3 steps is the most accurate (69 %). With 2 steps it is right in 65 % of cases;
+the lesson's unchanged direction is right in 60 %.
+"""
 
 
-# ── the extractor: lessons of an episode ────────────────────────────────────────────────────────────────────────────
+# ── the extractor: lessons of an episode ──────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class RoomLessons:
-    """Answers of an extractor to finished walks: one op, of a kind drawn uniformly."""
+    """Extractor's answers to finished walks: one op each, of a uniformly drawn kind."""
 
     walks: RoomWalks
 
@@ -56,14 +64,15 @@ class RoomLessons:
 
 
 def distil_prompt(episode: Episode, number: int = 0) -> Sequence[Segment]:
-    """What an extractor is told of the episode in a run."""
+    """Return the extractor's prompt for the episode, as in a run."""
     return drill.distil_prompt(digest, episode, number)
 
 
 def answer(kind: str, episode: Episode) -> str:
-    """The lesson of this kind that the episode teaches, as an op in its one spelling.
+    """Return the lesson of this kind that the episode teaches, as an op in its canonical spelling.
 
-    The exit's direction is what the episode shows, and corrects a hint that said another; where it shows none, nothing is learnt.
+    "exit" names the direction that the episode shows, and corrects a hint with another direction.
+    If the episode does not show it, nothing is learnt.
     """
     if kind == "exit":
         seen = stairs_direction(episode.segments)
@@ -74,12 +83,12 @@ def answer(kind: str, episode: Episode) -> str:
     return learnt(lesson(kind, last_move), episode.hint, claims)
 
 
-# ── the extractor: a lesson for an agent on its way ─────────────────────────────────────────────────────────────────
+# ── the extractor: a lesson for an agent in the middle of an episode ──────────────────────────────
 
 
 @dataclass(frozen=True)
 class Refinements:
-    """Answers of an extractor to agents that ask within the first moves of a walk."""
+    """Extractor's answers to agents that ask within the first moves of a walk."""
 
     walks: RoomWalks
 
@@ -91,12 +100,16 @@ class Refinements:
 
 
 def until_asked(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
-    """The episode up to one of its scored moves, the question included."""
+    """Return the episode up to one of its scored moves, followed by the question."""
     return drill.until_asked(episode, rng, SCORED_TURNS)
 
 
 def found(segments: Sequence[Segment], rng: random.Random) -> str:
-    """A lesson that a bank may hold of the place: 3 of 4 tell the direction of the stairs, which is what was seen of them, if they were."""
+    """Return a lesson that a bank may contain for the place.
+
+    Three of four lessons tell the direction of the stairs. If the agent has seen the stairs, the
+    lesson names their direction.
+    """
     kind, direction = (
         "exit" if rng.random() < 0.75 else rng.choice(OTHER_KINDS),
         rng.choice(list(COMPASS)),
@@ -105,14 +118,16 @@ def found(segments: Sequence[Segment], rng: random.Random) -> str:
 
 
 def refine_prompt(task: Task, segments: Sequence[Segment], text: str) -> Sequence[Segment]:
-    """What an extractor is told of the question in a run."""
+    """Return the extractor's prompt for the question, as in a run."""
     return drill.refine_prompt(digest, task, segments, text)
 
 
 def refinement(segments: Sequence[Segment], text: str) -> str:
-    """What a lesson says where the agent is by now, as an op in its one spelling: of the stairs their direction, else nothing.
+    """Return a lesson adapted to the agent's position, as an op in its canonical spelling.
 
-    They are taken to be STAIRS_AWAY steps from the start: a lesson does not say how far.
+    An "exit" lesson becomes the direction of the stairs from the current position. Other lessons
+    are not adapted. A lesson does not contain the distance, so the stairs are assumed to be
+    STAIRS_AWAY steps from the start.
     """
     kind, direction = read(text)
     if kind != "exit" or direction is None:
@@ -123,7 +138,7 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
     return op("refine", text=from_here(bearing(visited[-1], stairs) or direction))
 
 
-# ── the extractor: what is known of a place, tidied up ──────────────────────────────────────────────────────────────
+# ── the extractor: merges of a place's lessons ────────────────────────────────────────────────────
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
@@ -131,7 +146,7 @@ def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 def some_lesson(rng: random.Random) -> str:
-    """Most of what a bank holds of a place is about its stairs."""
+    """Return a random lesson. Most lessons of a bank are about the stairs."""
     kind = "exit" if rng.random() < 0.65 else rng.choice(OTHER_KINDS)
     return lesson(kind, rng.choice(list(COMPASS)))
 
@@ -140,7 +155,7 @@ def claims(text: str) -> bool:
     return read(text)[0] == "exit"
 
 
-# ── the actor: verdicts on lessons ──────────────────────────────────────────────────────────────────────────────────
+# ── the actor: verdicts on lessons ────────────────────────────────────────────────────────────────
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:

@@ -1,7 +1,8 @@
-"""The room's demonstrators: *personas*, each one way of walking for a whole episode.
+"""Demonstrators of the room.
 
-An expert with random noise on every action teaches nothing (the loss stays at the value of a uniform guess); a mix of personas
-leaves as much to learn, and can be learnt.
+A *persona* is one way of walking for a whole episode. A single expert with random noise on every
+action teaches nothing: the loss stays at the value of a uniform guess. A mixture of personas is
+equally diverse, and can be learnt.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ OPPOSITE = {
 
 
 class Persona(Protocol):
-    """A demonstrator for one episode."""
+    """Interface of a demonstrator for one episode."""
 
     def act(self, game: RoomGame, rng: random.Random) -> str: ...
 
 
 class Explorer:
-    """Goes to the stairs when it sees them, else to the nearest cell that it has not seen; around traps."""
+    """Persona that walks to the stairs if it sees them, else to the nearest unseen cell.
+
+    It avoids traps.
+    """
 
     def act(self, game: RoomGame, rng: random.Random) -> str:
         targets = showing(game, STAIRS) or showing(game, UNSEEN)
@@ -37,7 +41,7 @@ class Explorer:
 
 
 class Walker:
-    """Keeps one direction until the wall, then takes another."""
+    """Persona that walks in one direction until the wall, then chooses another direction."""
 
     def __init__(self, direction: str | None = None) -> None:
         self._direction = direction
@@ -49,7 +53,7 @@ class Walker:
 
 
 class Pacer:
-    """Goes one step and back again."""
+    """Persona that walks one step forth and one step back."""
 
     def __init__(self) -> None:
         self._direction: str | None = None
@@ -65,7 +69,10 @@ class Pacer:
 
 
 class Follower:
-    """Goes the way that it was told, and to the stairs when it sees them. It does not make up for bad advice: at the wall it paces."""
+    """Persona that walks in the advised direction, and to the stairs if it sees them.
+
+    It does not compensate for bad advice: at the wall it paces.
+    """
 
     def __init__(self, direction: str) -> None:
         self._direction: str | None = direction
@@ -80,7 +87,7 @@ class Follower:
 
 
 class Lingerer:
-    """Moves about the start, never more than one step away from it."""
+    """Persona that walks around the start, at most one step away from it."""
 
     def act(self, game: RoomGame, rng: random.Random) -> str:
         x, y = game.start
@@ -89,7 +96,10 @@ class Lingerer:
 
 
 def adherent(kind: str, direction: str) -> Persona | None:
-    """Who does what a lesson says (see `crl.envs.room.lessons`); None when it says nothing that could be done."""
+    """Return the persona that follows a lesson, or None if the lesson cannot be followed.
+
+    `crl.envs.room.lessons` lists the kinds.
+    """
     match kind:
         case "exit":
             return Follower(direction)
@@ -122,7 +132,7 @@ def symbol(game: RoomGame, at: Cell) -> str:
 
 
 def showing(game: RoomGame, wanted: str) -> set[Cell]:
-    """The cells that show this symbol."""
+    """Return the cells that show this symbol."""
     return {
         (x, y) for y, row in enumerate(game.grid) for x, shown in enumerate(row) if shown == wanted
     }
@@ -133,7 +143,10 @@ def open_directions(game: RoomGame) -> list[str]:
 
 
 def first_step(game: RoomGame, targets: set[Cell], rng: random.Random) -> str | None:
-    """First direction of a shortest path to the nearest target, around traps; ties at random; None without a path."""
+    """Return the first direction of a shortest path to the nearest target, or None without a path.
+
+    The path avoids traps. Ties are broken at random.
+    """
     order = list(COMPASS)
     rng.shuffle(order)
     queue: deque[tuple[Cell, str | None]] = deque([(game.position, None)])

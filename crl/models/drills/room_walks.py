@@ -1,4 +1,4 @@
-"""Scripted walks through the compact room: what an actor is shown of good and bad play, and what an extractor is asked about."""
+"""Scripted walks through the compact room: good and bad play, and episodes for the extractor."""
 
 from __future__ import annotations
 
@@ -31,24 +31,29 @@ SCORED_TURNS = 4
 CONTEXT = ChatContext({NAME: ""})
 OTHER_KINDS = [kind for kind in LESSONS if kind != "exit"]
 REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
+"""Shares of the replies to a question."""
 
 
 @dataclass(frozen=True)
 class RoomWalks:
-    """Episodes of the compact room.
-
-    personas: shares of those who were not told what to do; advice: shares of what is said at the start: nothing ("none"), the
-    direction of the stairs ("right"), any direction ("random") or a lesson of another kind ("other"). A direction is always
-    followed, another lesson with chance `fidelity`. slip: chance of a random action; turns: at most so many; offer: the agent
-    may ask (see `asking_turn`, `replied`).
-    """
+    """Episodes of the compact room."""
 
     personas: tuple[tuple[Callable[[], Persona], float], ...]
+    """Shares of the personas that play without advice, or ignore it."""
     advice: tuple[tuple[str, float], ...] = (("none", 1.0),)
+    """Shares of the advice at the start.
+
+    The kinds are no advice ("none"), the direction of the stairs ("right"), any direction
+    ("random"), or a lesson of another kind ("other").
+    """
     fidelity: float = 0.85
+    """Probability that advice of kind "other" is followed; a direction always is."""
     slip: float = 0.03
+    """Probability of a random action."""
     turns: int = 8
+    """Maximal turns of an episode."""
     offer: bool = False
+    """Whether the agent may ask; see `asking_turn` and `replied`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))
@@ -88,7 +93,7 @@ class RoomWalks:
         return Episode(task, hint, tuple(segments), success)
 
     def _told(self, task: Task, rng: random.Random) -> tuple[str, str] | None:
-        """Kind and direction of the lesson at the start."""
+        """Return kind and direction of the lesson at the start, or None."""
         said, any_direction = draw(self.advice, rng), rng.choice(list(COMPASS))
         if said == "none":
             return None
@@ -105,9 +110,11 @@ class RoomWalks:
 
 
 def replied(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Persona | None]:
-    """What an agent is told when it asks, and who does that; None where it goes on as before.
+    """Return the reply to a question and the persona that follows it.
 
-    The direction of the stairs from where it stands, or any; a lesson as it is, from where it stands too; or nothing.
+    The reply is the direction of the stairs from the current position, any direction, an unchanged
+    lesson (followed from the current position), or nothing. The persona is None if the agent
+    continues as before.
     """
     said, direction = draw(REPLIES, rng), rng.choice(list(COMPASS))
     if said == "nothing":

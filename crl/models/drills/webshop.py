@@ -1,6 +1,9 @@
-"""The shop's drills. The actor sees scripted visits, most of them under advice, in some of which it may ask; and it judges lessons. The
-extractor sees what such visits come to, and answers with one lesson of a kind drawn at random, which is true of its episode where it
-names a product. It also looks at lessons for agents that ask, and tidies up what is known of a need.
+"""Drills of the shop.
+
+The actor imitates scripted visits. Most of them are played under advice; in some the agent may
+ask. The actor also judges lessons. The extractor answers digests of visits with one lesson of a
+randomly drawn kind. A lesson that names a product is true of its episode. The extractor also
+answers questions of agents and merges the lessons of a need.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from crl.models.drills.webshop_visits import (
 from crl.models.warm_start import Demonstration
 from crl.types import Task
 
-# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
 def lessons(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    """Answers to finished visits: one op, of a kind drawn uniformly."""
+    """Yield answers to finished visits: one op each, of a uniformly drawn kind."""
     return drill.lessons(
         digest,
         EXTRACTOR_VISITS.episodes(rng, n),
@@ -38,10 +41,11 @@ def lessons(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 def answer(kind: str, episode: Episode) -> str:
-    """The lesson of this kind that the episode teaches, as an op in its one spelling.
+    """Return the lesson of this kind that the episode teaches, as an op in its canonical spelling.
 
-    What to buy is what the episode shows, and corrects a hint that said another; what not to buy is what it opened first of what is
-    wrong. Where it shows none, nothing is learnt.
+    "buy" names the right product that the episode shows, and corrects a hint with another product.
+    "skip" names the first wrong product that was opened. If the episode shows no such product,
+    nothing is learnt.
     """
     names = {
         "buy": [right] if (right := right_brand(episode.segments)) else [],
@@ -51,7 +55,7 @@ def answer(kind: str, episode: Episode) -> str:
 
 
 def refinements(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    """A lesson on a need says the same at every moment of a visit: nothing is to be fitted."""
+    """Yield answers to questions. No lesson is adapted: a lesson on a need holds in every turn."""
     for episode in EXTRACTOR_VISITS.episodes(rng, n):
         segments = drill.until_asked(episode, rng, 3)
         yield [
@@ -65,7 +69,7 @@ def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 def some_lesson(rng: random.Random) -> str:
-    """Most of what a bank holds of a need is what to buy."""
+    """Return a random lesson. Most lessons of a bank say which product to buy."""
     return lesson("buy" if rng.random() < 0.65 else rng.choice(OTHER_KINDS), rng.choice(BRANDS))
 
 
@@ -73,7 +77,7 @@ def claims(text: str) -> bool:
     return read(text)[0] == "buy"
 
 
-# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the actor ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
@@ -91,7 +95,7 @@ COPYING = (
     Drill("shop visits", 6_500, ACTOR_VISITS.make),
     Drill("shop choices", 9_000, CHOICES.make),
 )
-"""Where what is said is on the page, word for word."""
+"""Drills in which advice and page contain the same words."""
 ACTOR_DRILLS = (
     *COPYING,
     Drill("shop visits with questions", 1_000, ASKING_VISITS.make),

@@ -1,6 +1,7 @@
-"""Scripted visits to the compact shop: what an actor is shown of good and bad shopping, and what an extractor is asked about.
+"""Scripted visits to the compact shop: good and bad play, and episodes for the extractor.
 
-They are made in generated shops of their own: the words are those of any other, but which product is right is to be seen, not known.
+The visits use separately generated shops. Their vocabulary is the same as in other shops. The right
+product can be found only by looking, not from memory.
 """
 
 from __future__ import annotations
@@ -24,26 +25,33 @@ from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 TURNS = 11
-"""As in tasks/webshop.toml."""
+"""Turn limit, as in tasks/webshop.toml."""
 
 SHOPS = 8
-"""Generated shops, of 750 needs each."""
+"""Number of generated shops; each has 750 needs."""
 
 CONTEXT = ChatContext({NAME: ""})
 OTHER_KINDS = [kind for kind in LESSONS if kind != "buy"]
 REPLIES = (("right", 0.60), ("random", 0.10), ("other", 0.10), ("nothing", 0.20))
+"""Shares of the replies to a question."""
 
 Visit = Generator[str, str, None]
-"""Yields actions and is sent the pages that they open; begins on the page of results."""
+"""Generator that yields actions and receives the resulting pages.
+
+It starts on the page of results.
+"""
 Persona = Callable[[Errand, str, random.Random], Visit]
-"""Goes shopping: for the errand, from this page of results."""
+"""Function that starts a visit, from an errand and a page of results."""
 
 
-# ── personas ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── personas ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def careful(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Opens what can be paid, in the order of the page, until something has everything; buys that with all options."""
+    """Open affordable products in page order, and buy the first one that meets the errand.
+
+    All options are chosen.
+    """
     for link in candidates(errand, page):
         item = yield f"click[{link.name}]"
         if errand.met_by(link, item):
@@ -53,38 +61,41 @@ def careful(errand: Errand, page: str, rng: random.Random) -> Visit:
 
 
 def hasty(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Buys any that can be paid, with all options."""
+    """Buy a random affordable product with all options."""
     item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
     yield from bought(errand.values, item)
 
 
 def first(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Buys the first of the page, whatever it costs."""
+    """Buy the first product of the page, whatever the price."""
     item = yield f"click[{links(page)[0].name}]"
     yield from bought(errand.values, item)
 
 
 def thrifty(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Buys the cheapest."""
+    """Buy the cheapest product."""
     item = yield f"click[{min(candidates(errand, page), key=lambda link: link.price).name}]"
     yield from bought(errand.values, item)
 
 
 def forgetful(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Buys any that can be paid, without one of the options."""
+    """Buy a random affordable product, with one option missing."""
     item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
     yield from bought(rng.sample(errand.values, len(errand.values) - 1), item)
 
 
 def idle(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Opens one product after another and buys nothing."""
+    """Open one product after another and buy nothing."""
     while True:
         yield f"click[{rng.choice(links(page)).name}]"
         yield "click[< prev]"
 
 
 def follower(name: str, own: Persona) -> Persona:
-    """Buys what it was told to, with all options, whatever it costs; where that is not to be seen, it shops in its own way."""
+    """Return a persona that buys the advised product with all options, whatever the price.
+
+    If the product is not on the page, the persona `own` shops instead.
+    """
 
     def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
         if name not in (link.name for link in links(page)):
@@ -96,7 +107,7 @@ def follower(name: str, own: Persona) -> Persona:
 
 
 def avoider(name: str) -> Persona:
-    """Buys any but what it was told not to."""
+    """Return a persona that buys any product except the one that the advice excludes."""
 
     def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
         others = [link for link in candidates(errand, page) if link.name != name]
@@ -107,7 +118,10 @@ def avoider(name: str) -> Persona:
 
 
 def adherent(kind: str, name: str, own: Persona) -> Persona:
-    """Who does what a lesson says (see `crl.envs.webshop.lessons`); `own` when it says nothing that could be done."""
+    """Return the persona that follows a lesson, or `own` if the lesson cannot be followed.
+
+    `crl.envs.webshop.lessons` lists the kinds.
+    """
     match kind:
         case "buy":
             return follower(name, own)
@@ -123,14 +137,17 @@ def adherent(kind: str, name: str, own: Persona) -> Persona:
 
 
 def candidates(errand: Errand, page: str) -> list[Link]:
-    """What is of the kind that was searched for and can be paid; what can be paid, or anything, where nothing is."""
+    """Return the affordable products of the searched kind.
+
+    If there are none, return all affordable products; if there are none either, all products.
+    """
     shown = links(page)
     affordable = [link for link in shown if link.price <= errand.limit]
     return [link for link in affordable if not link.title] or affordable or shown
 
 
 def bought(values: Sequence[str], item: str) -> Visit:
-    """With those of the options that the item's page offers."""
+    """Buy the item with those of the options `values` that its page offers."""
     for value in values:
         if value in item.split():
             yield f"click[{value}]"
@@ -138,27 +155,34 @@ def bought(values: Sequence[str], item: str) -> Visit:
 
 
 def typed(action: str) -> str:
-    """The action as an agent says it: with a space, so that a word is the same token there as on the page that it is from."""
+    """Return the action in the agent's spelling.
+
+    A space precedes the argument, so that a word has the same tokens as on the page.
+    """
     return action.replace("[", "[ ")
 
 
-# ── visits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── visits ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ShopVisits:
-    """Episodes of the compact shop.
-
-    personas: shares of those who were not told what to do; advice: shares of what is said at the start: nothing ("none"), to buy the
-    right product ("right"), to buy any of those that are like it ("random") or a lesson of another kind ("other"). The first two are
-    always followed, another lesson with chance `fidelity`. offer: the agent may ask, and some do. turns: at most so many.
-    """
+    """Episodes of the compact shop."""
 
     personas: tuple[tuple[Persona, float], ...]
+    """Shares of the personas that play without advice, or ignore it."""
     advice: tuple[tuple[str, float], ...]
+    """Shares of the advice at the start.
+
+    The kinds are no advice ("none"), to buy the right product ("right"), to buy any of the similar
+    products ("random"), or a lesson of another kind ("other").
+    """
     fidelity: float = 0.85
+    """Probability that advice of kind "other" is followed; "right" and "random" always are."""
     offer: bool = False
+    """Whether the agent may ask; some agents do so."""
     turns: int = TURNS
+    """Maximal turns of an episode."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, n))
@@ -201,7 +225,7 @@ class ShopVisits:
         return Episode(task, hint, tuple(segments), success)
 
     def _told(self, shop: Shop, task: Task, rng: random.Random) -> tuple[str, str] | None:
-        """Kind and brand of the lesson at the start."""
+        """Return kind and brand of the lesson at the start, or None."""
         told = draw(self.advice, rng)
         if told == "none":
             return None
@@ -211,7 +235,10 @@ class ShopVisits:
 
 
 def replied(shop: Shop, task: Task, own: Persona, rng: random.Random) -> tuple[str, Persona]:
-    """What an agent is told when it asks, and who does that: to buy the right product, or any; another lesson; or nothing."""
+    """Return the reply to a question and the persona that follows it.
+
+    The reply is to buy the right product, to buy any similar product, another lesson, or nothing.
+    """
     told, brands = draw(REPLIES, rng), alike(shop, task)
     if told == "nothing":
         return COMPACT_NOTHING, own
@@ -230,7 +257,7 @@ def demonstration_shops() -> tuple[Shop, ...]:
 
 
 def demonstration_task(shop: Shop, rng: random.Random) -> Task:
-    """An errand to this shop."""
+    """Return a task in this shop."""
     lgen, core = rng.randrange(1 << 30), rng.randrange(1 << 30)
     need = shop.need(lgen)
     return Task(NAME, core, "new", need.text, {"lgen": lgen, "core": core, "place": need.text})
@@ -247,7 +274,10 @@ ACTOR_VISITS = ShopVisits(
     PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22))
 )
 CHOICES = replace(ACTOR_VISITS, advice=(("none", 0.20), ("right", 0.40), ("random", 0.40)), turns=3)
-"""Beginnings of visits, up to the first option: whole ones are long, and a word must be copied where it is wanted before anything else."""
+"""Visits of three turns, up to the first option.
+
+Whole visits are long, and the actor must first learn to copy a lesson's word into an action.
+"""
 ASKING_VISITS = replace(
     ACTOR_VISITS,
     advice=(("none", 0.55), ("right", 0.20), ("random", 0.10), ("other", 0.15)),
