@@ -141,10 +141,12 @@ def show(
 ) -> None:
     """Show one experience with its history.
 
-    The output contains its text and lineage, its lift and credit over time, the episodes that it
-    guided, the questions that it answered, and the extractor's answer that wrote it. For an answer
-    to a question, the output contains the text that the agent read, the experience that it was made
-    from, and the reward of the episode.
+    The output contains its text and lineage, and its lift and credit over time. It lists the
+    episodes that the experience guided and the questions that it answered. It ends with the
+    extractor's answer that wrote the experience.
+
+    For an answer to a question, the output contains the text that the agent read, the source
+    experience, and the reward of the episode.
     """
     from crl.manager.reading import reading, short_uids
 
@@ -215,7 +217,10 @@ def stats(run: Run, as_json: AsJson = False) -> None:
 @app.command()
 @command
 def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
-    """List episodes that wait for distillation or are being distilled, in queue order."""
+    """List the episodes in the distillation queue.
+
+    They wait for distillation or are being distilled. They are listed in queue order.
+    """
     _print_requests(run, ("leased", "pending"), limit, as_json)
 
 

@@ -21,9 +21,10 @@ def doctor(
         bool, typer.Option("--report", help="Print what a bug report needs; no secrets.")
     ] = False,
 ) -> int:
-    """Check whether this machine can train: versions, GPUs, models, disk space and limits.
+    """Check whether this machine can train.
 
-    The exit code is 1 if it cannot.
+    The checks cover versions, GPUs, models, disk space and limits. The exit code is 1 if the
+    machine cannot train.
     """
     from crl.run import doctor as checks
 

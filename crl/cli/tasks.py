@@ -37,7 +37,10 @@ class SplitName(StrEnum):
 def list_tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """List the tasks that can be played, and what the others need."""
+    """List the tasks that can be played.
+
+    For all other tasks, the missing requirements are printed.
+    """
     from crl.run.installed import gem_problem, mixtures, task_offers
 
     offers, mixed, gem = task_offers(), mixtures(), gem_problem()

@@ -1,6 +1,6 @@
 """Loading of a checked `RunConfig` from the command line; saving and loading of RUN/config.json.
 
-Order of layers, later ones override earlier ones: defaults of the schema, the preset, the files of
+Later layers override earlier ones. Their order: defaults of the schema, the preset, the files of
 the tasks, options, `--set`. Functions raise `ConfigError` for every fault of the user's input.
 """
 
@@ -115,7 +115,7 @@ def _text(tree: Tree, section: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """Model of a role, as far as it is known before validation."""
+    """Model of a role, before validation."""
 
     path: Path | None
     """Directory of the model.

@@ -41,7 +41,7 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     """Return the directory of a model like `resolve_model`, but None for a model of a preset that
     is not downloaded.
 
-    A run can be planned with such a model, but not started.
+    A run can be planned with this model, but not started.
 
     Raise `ConfigError` under `key` if there is no such model.
     """

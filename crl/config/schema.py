@@ -2,8 +2,8 @@
 
 The defaults are the values of the paper (CRL C.2). A preset overrides them.
 
-Each fact is stored in one place. The docstring under a field is its description: what the value is,
-its unit, and what special values mean. Error messages quote the description. Constraints on a
+Each fact is stored in one place. The docstring under a field is its description: the meaning of the
+value, its unit, and its special values. Error messages quote the description. Constraints on a
 single field are part of its annotation. Checks that involve several sections are at the end of this
 module. They are called by `RunConfig` and raise `ConfigError` themselves.
 """
@@ -231,7 +231,7 @@ class ActorSection(Section):
     def _clip_follows_ratio(cls, data: Any) -> Any:
         """Set the default clip of a sequence ratio.
 
-        A clip that was given is kept; `RunConfig` checks it.
+        A clip that was given is not changed; `RunConfig` checks it.
         """
         if isinstance(data, Mapping) and data.get("ratio") == "sequence":
             return {"clip_low": SEQUENCE_CLIP, "clip_high": SEQUENCE_CLIP, **data}
@@ -351,9 +351,10 @@ class BankSection(Section):
     """Eviction order when cap or size is exceeded.
 
     fifo = the oldest first. lru = the least recently retrieved first, counted in actor steps.
-    credit = the half with the best records is kept, ranked as by retrieval.choice = "credit"; of
-    the other half, experiences with credit are evicted first, from the worst to the best, then
-    those without credit, from the oldest to the newest. Evicted experiences remain in the history.
+    credit = the half with the best records stays, ranked as by retrieval.choice = "credit". In the
+    other half, experiences with credit are evicted first, from the worst to the best. Then those
+    without credit are evicted, from the oldest to the newest. Evicted experiences remain in the
+    history.
     """
     vote_out: Count | None = None
     """Number of net down votes (down minus up) of the extractor at which an experience is evicted.
@@ -474,9 +475,10 @@ class EmbedderSection(Section):
     model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
     """Embedder of experiences and queries.
 
-    hash = hashed character n-grams, which compare wording only; otherwise a directory with a
-    sentence-transformers or Hugging Face encoder, its name in the Hugging Face cache, or the URL of
-    an OpenAI-compatible endpoint without /embeddings (http://localhost:8000/v1).
+    hash = hashed character n-grams, which compare wording only. Any other value names an encoder: a
+    directory with a sentence-transformers or Hugging Face encoder, or its name in the Hugging Face
+    cache. The URL of an OpenAI-compatible endpoint is given without /embeddings
+    (http://localhost:8000/v1).
     """
     kind: Literal["local", "vllm"] = "local"
     """Runtime of an encoder. local = this process; vllm = a vLLM pooling engine."""

@@ -304,7 +304,8 @@ def test_unknown_keys_name_what_was_meant(model: Path, tmp_path: Path):
 def test_bad_values_say_why_and_what_to_do(model: Path):
     assert refusal(model, "rollout.group_size=1") == (
         "rollout.group_size = 1: should be greater than or equal to 2. Correct it in --set rollout.group_size "
-        "(K: rollouts of one identical task in a group; at least 2, since advantages compare them)."
+        "(Number K of rollouts of one identical task in a group.\n\n"
+        "At least 2, because advantages compare the members of a group.)."
     )
     assert "run.steps = -1: should be greater than or equal to 0. Correct it in --steps" in refusal(
         model, options={"run.steps": -1}

@@ -1,4 +1,7 @@
-"""What the extractor is trained on, on worked numbers. Through a real bank: test_credit_corners.py."""
+"""Training samples of the extractor, checked with numbers worked by hand.
+
+test_credit_corners.py checks the same rules through a real bank.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def samples(*batch: Ready, head: int = 2, step: int = 10):
     return batch_samples(batch, generations, step, SETTINGS)
 
 
-# ── which units ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choice of the units ───────────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_that_became_ready_make_the_batch():
@@ -65,10 +68,11 @@ def test_units_in_cooldown_wait_and_do_not_fill_the_batch():
         ready("trained at 7", 1, t_last=7),
         ready("never", 1),
     ]
+    # 10 − 8 < 3 = δ ≤ 10 − 7
     assert names(choose_batch(units, 2, 10, SETTINGS)) == [
         "trained at 7@1",
         "never@1",
-    ]  # 10 − 8 < 3 = δ ≤ 10 − 7
+    ]
     assert choose_batch(units, 3, 10, SETTINGS) is None
     assert names(choose_batch(units, 3, 11, SETTINGS)) == [
         "trained at 8@1",
@@ -93,11 +97,13 @@ def test_generations_without_an_op_are_at_most_a_quarter():
     assert choose_batch(units[:8], 8, 0, SETTINGS) is None
 
 
-# ── what they earn ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rewards and advantages ────────────────────────────────────────────────────────────────────────
 
 
 def test_pooled_rewards_weights_and_advantages_on_worked_numbers():
-    # r̄: a 3 of 4 successes = +0.5, b −1, c +1, trained on 3 times: w = 4^−½ = 0.5; baseline = (0.5 − 1 + 0.5 · 1) / 2.5 = 0
+    # Mean rewards r̄: a = +0.5 (3 successes of 4), b = −1, c = +1.
+    # c was used for training 3 times, so its weight is w = 4^−½ = 0.5.
+    # baseline = (0.5 − 1 + 0.5 · 1) / 2.5 = 0
     found = samples(
         ready("a", 2.0, 4), ready("b", -1.0), ready("c", 1.0, c_train=3, t_last=2), head=0
     )
@@ -138,7 +144,11 @@ def test_a_batch_of_equal_rewards_teaches_nothing():
 
 
 def test_rewards_that_are_relative_already_are_advantages_as_they_are():
-    """Centred, the right lesson "a" of a place that is won without it, 0, would be pushed down by "b", which helps elsewhere."""
+    """Relative rewards are not centred.
+
+    Lesson "a" is right, but its place is also won without it, so its reward is 0. Centring would
+    give "a" a negative advantage because of the reward of "b", which helps at another place.
+    """
     units = (ready("a", 0.0), ready("b", 1.0), ready("c", -0.5, c_train=3, t_last=2))
     found = batch_samples(
         units,

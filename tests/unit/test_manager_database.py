@@ -1,4 +1,4 @@
-"""Works that share a commit: one transaction on disk, as if each had one of its own."""
+"""Transactions that share one commit. Each behaves as if it had a commit for itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fact(name: str, order: list[str] | None = None) -> Work:
 
 
 def bad(name: str, error: Exception) -> Work:
-    """Writes, and fails."""
+    """Return a work that writes a row and then raises `error`."""
 
     def work(db: sqlite3.Connection) -> None:
         fact(name)(db)
@@ -45,7 +45,7 @@ def names(path: Path) -> list[str]:
 
 
 class Statements:
-    """A connection that counts its statements by their first word, and can let some of them fail."""
+    """Connection that counts statements by their first word and makes chosen statements fail."""
 
     def __init__(self, database: Database) -> None:
         self.counts: dict[str, int] = {}
@@ -156,7 +156,7 @@ async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: D
 
 
 async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> None:
-    """Its work is done with those of its neighbours, whether it had begun or not."""
+    """The work of a cancelled caller is committed with its group, whether it had begun or not."""
     callers = [
         asyncio.create_task(database.transaction(work))
         for work in (fact("a"), fact("b"), bad("c", ValueError("no")), fact("d"))
@@ -189,14 +189,17 @@ async def test_a_copy_holds_whole_groups(database: Database, tmp_path: Path) -> 
     assert len(names(database.path)) == 3 * GROUP
 
 
-# ── cancelled ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cancellation ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
 async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
     turns: int, database: Database, tmp_path: Path
 ) -> None:
-    """Whenever that happens: its thread would call into a loop that may be closed by then."""
+    """This holds at every moment of cancellation.
+
+    The thread of a connection that is still open would call into a loop that may be closed.
+    """
     threads = set(threading.enumerate())
     for work in (
         Database.open(tmp_path / "other.sqlite"),
@@ -208,8 +211,8 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
         caller.cancel()
         await asyncio.wait({caller})
         if not caller.cancelled():
-            continue  # it was faster
-        for thread in set(threading.enumerate()) - threads:  # one that was told to end, ends
+            continue  # the work ended before the cancellation
+        for thread in set(threading.enumerate()) - threads:  # each new thread was asked to end
             thread.join(60)
             assert not thread.is_alive()
         assert not (tmp_path / f"copy-{turns}.sqlite").exists()
@@ -223,7 +226,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
     ],
 )
 def test_ctrl_c_while_it_connects_is_just_that(work: str, tmp_path: Path) -> None:
-    """Ctrl-C during something that blocks lands on the next await."""
+    """Ctrl-C during a blocking call cancels the next await."""
     code = f"""
 import asyncio, os, signal, time
 from pathlib import Path

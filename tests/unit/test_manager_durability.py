@@ -1,4 +1,8 @@
-"""What the bank on disk withstands: going back to a snapshot, older and newer files, full disks, other writers, and being killed."""
+"""Durability of the bank on disk.
+
+Covered are the rollback to a snapshot, files of older and newer versions, full disks, other writers
+and killed processes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1])
 
 
 def contents(path: Path) -> dict[str, list[Any]]:
-    """Every table; who holds a lease is no part of it."""
+    """Return the rows of every table. A leased request is shown as a pending one."""
     with closing(sqlite3.connect(path)) as db:
         tables = [
             name
@@ -60,10 +64,13 @@ def contents(path: Path) -> dict[str, list[Any]]:
     return found | {"requests": [row.replace("'leased'", "'pending'") for row in found["requests"]]}
 
 
-# ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rollback ──────────────────────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
-KINDS = "submit lease release return bad fail bury revive credit judge lift refine search train prune embed merge vote"
+KINDS = (
+    "submit lease release return bad fail bury revive credit judge lift refine search train "
+    "prune embed merge vote"
+)
 HISTORIES = st.lists(
     st.tuples(st.sampled_from((KINDS + 3 * " add update snapshot").split()), st.integers(0, 2)),
     min_size=5,
@@ -93,7 +100,11 @@ def distilled(of: DistilRequest, kind: str) -> Distilled:
 
 
 def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
-    """The first two of the chunk become one and what is left goes; with n = 1 nothing is said; with n = 2 a target is stale."""
+    """Return the outcome of a merge: the first two entries of the chunk become one.
+
+    The third entry is discarded. With n = 1 the answer has no operations. With n = 2 one more
+    target is stale.
+    """
     generation = Generation(
         name, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
     )
@@ -108,7 +119,11 @@ def merged(name: str, chunk: Sequence[UnitKey], n: int) -> Merged:
 
 
 def refined(n: int) -> Refined:
-    """With n = 1 what was found is to stay as it is; with n = 2 nothing usable is said."""
+    """Return a refinement.
+
+    With n = 0 it has a new text. With n = 1 the retrieved text stays unchanged. With n = 2 the
+    answer is malformed.
+    """
     generation = Generation(
         f"question {n}", 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
     )
@@ -124,7 +139,7 @@ def refined(n: int) -> Refined:
 
 
 async def take(store: Store, step: Step) -> None:
-    """One step of a history: what it does depends on it and on the bank alone."""
+    """Apply one step of a history. The effect depends only on the step and on the bank."""
     kind, n = step
     name, unit = request(member=n), UnitKey(f"run/0/0/{n}#0", 1)
     if kind in ("add", "update", "return", "bad", "fail", "bury"):
@@ -193,7 +208,10 @@ async def votes(store: Store) -> int:
 async def live(
     store: Store, path: Path, history: Sequence[Step]
 ) -> dict[int, dict[str, list[Any]]]:
-    """What the bank was at each of the history's snapshots, and at one at its end."""
+    """Apply the history and return the bank's contents at each snapshot, by sequence number.
+
+    One more snapshot is taken at the end.
+    """
     states = {}
     for step in [*history, ("release", 0), ("snapshot", 0)]:
         if step[0] == "snapshot":
@@ -205,9 +223,9 @@ async def live(
 
 
 def ranked(state: dict[str, list[Any]]) -> list[Any]:
-    """What does not depend on the sequence numbers that were given out."""
+    """Return the parts of the contents that do not depend on the assigned sequence numbers."""
     log = [eval(row)[1:] for row in state["log"]]
-    units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # but `ready`
+    units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # without `ready`
     entries = [row[1:] for row in sorted(map(eval, state["entries"]))]
     return [
         sorted(log),
@@ -225,7 +243,9 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
     async def both(folder: Path) -> None:
         path = folder / "bank.sqlite"
         store = await Store.open(path)
-        store._database.connection.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
+        store._database.connection.execute(
+            "PRAGMA synchronous = OFF"
+        )  # no power failure in this test
         states = await live(store, path, before)
         end = max(states)
         states |= await live(store, path, after)
@@ -263,12 +283,17 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
 def test_snapshots_that_are_forgotten_take_nothing_from_the_others(
     parts: list[list[Step]], kept: set[int], chosen: int
 ) -> None:
-    """After every part, all are forgotten but those whose places among all so far are in `kept`, and the new one."""
+    """After each part one new snapshot is taken, and older snapshots are deleted.
+
+    An older snapshot is kept only if its position among all snapshots so far is in `kept`.
+    """
 
     async def play(folder: Path) -> None:
         path = folder / "bank.sqlite"
         store = await Store.open(path)
-        store._database.connection.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
+        store._database.connection.execute(
+            "PRAGMA synchronous = OFF"
+        )  # no power failure in this test
         states: dict[int, dict[str, list[Any]]] = {}
         all_of_them: list[int] = []
         for part in parts:
@@ -301,7 +326,7 @@ def without_images(state: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 async def recounted(store: Store) -> dict[str, int]:
-    """Counts by one who has never counted before."""
+    """Return the counts of a new `Store` on the same database, which has no cached counts."""
     return await Store(store._database).counts()
 
 
@@ -373,7 +398,8 @@ async def test_a_bank_that_is_read_is_not_made_one_file(tmp_path: Path) -> None:
         reader.execute("SELECT * FROM log").fetchall()
         with pytest.raises(
             StoreError,
-            match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. End that reader first\.",
+            match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. "
+            r"End that reader first\.",
         ):
             await store.compact()
     await store.compact()
@@ -390,7 +416,7 @@ async def test_going_back_over_nothing_makes_no_copy(tmp_path: Path) -> None:
     await store.aclose()
 
 
-# ── dead requests ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dead requests ─────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path: Path) -> None:
@@ -403,14 +429,16 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
             await store.bury(one, "too often busy", AT)
     with pytest.raises(
         StoreError,
-        match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; crl bank dead lists them\.",
+        match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; "
+        r"crl bank dead lists them\.",
     ):
         await store.retry_dead(["run/0/0/1", "run/0/0/0", "nobody"])
     assert (await store.counts())["queue/dead"] == 3
     assert await store.retry_dead(["run/0/0/2"]) == ["run/0/0/2"]
     rows = await store._database.rows("SELECT state, attempts, reason FROM requests ORDER BY id")
     assert list(map(tuple, rows)) == [
-        ("pending", 2, "busy"), ("dead", 2, "too often busy"), ("pending", 0, None), ("dead", 2, "too often busy"),
+        ("pending", 2, "busy"), ("dead", 2, "too often busy"),
+        ("pending", 0, None), ("dead", 2, "too often busy"),
     ]  # fmt: skip
     assert await store.retry_dead() == ["run/0/0/1", "run/0/0/3"]
     assert await store.lease() == requests
@@ -423,7 +451,7 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
     await store.aclose()
 
 
-# ── banks of older versions ─────────────────────────────────────────────────────────────────────────────────────────
+# ── banks of older versions ───────────────────────────────────────────────────────────────────────
 
 
 def schema(path: Path) -> dict[str, Any]:
@@ -449,7 +477,9 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
         log = db.execute("SELECT * FROM log").fetchall()
     store = await Store.open(path)
     assert [(entry.uid, entry.version, entry.text) for entry, _ in await store.entries()] == [
-        ("run/0/0/0#2", 1, "Mind the trap."), ("run/0/0/0#0", 2, "Go southwest."), ("run/0/0/2#0", 1, "Go southeast."),
+        ("run/0/0/0#2", 1, "Mind the trap."),
+        ("run/0/0/0#0", 2, "Go southwest."),
+        ("run/0/0/2#0", 1, "Go southeast."),
     ]  # fmt: skip
     figures = {
         "queue/pending": 2,
@@ -496,7 +526,7 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     await store.rollback(seq)
     assert contents(path) == before
 
-    await store.rollback(13)  # made by the version before
+    await store.rollback(13)  # made by the previous version
     assert [(entry.uid, entry.retrieved, entry.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#1", 0, 0), ("run/0/0/0#2", 0, 0), ("run/0/0/0#0", 0, 0),
     ]  # fmt: skip
@@ -534,7 +564,7 @@ async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lif
     await store.rollback(seq)
     assert contents(path) == before
 
-    await store.rollback(22)  # made by the version before
+    await store.rollback(22)  # made by the previous version
     assert await records() == {**others, "run/0/0/0#0@2": (0, 1, None)}
     await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)]}, AT)
     assert await records() == {**others, "run/0/0/0#0@2": (0, 1, Lift(1, 0.5))}
@@ -583,7 +613,7 @@ async def test_an_upgrade_that_fails_changes_nothing(tmp_path: Path) -> None:
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
 
 
-# ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path: Path) -> None:
@@ -598,7 +628,8 @@ async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path:
         outcomes += await asyncio.gather(*gathered, return_exceptions=True)
     said = {str(outcome) for outcome in outcomes if outcome is not True}
     assert said == {
-        f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space; what was acknowledged before is safe."
+        f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space; "
+        "what was acknowledged before is safe."
     }  # fmt: skip
     acknowledged = [
         f"run/0/{i // 8}/{i % 8}" for i, outcome in enumerate(outcomes) if outcome is True
@@ -708,7 +739,8 @@ async def test_a_second_writer_is_told_who_the_first_one_is(tmp_path: Path) -> N
         for _ in range(2):
             with pytest.raises(
                 StoreError,
-                match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. End that one first",
+                match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. "
+                r"End that one first",
             ):
                 await Store.open(path)
         assert contents(path)["log"], "reading is possible all the time"
@@ -748,14 +780,17 @@ async def test_a_bank_that_nobody_closed_keeps_no_process_alive(tmp_path: Path) 
     await store.aclose()
 
 
-# ── killed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── killed processes ──────────────────────────────────────────────────────────────────────────────
 
 
 MEMORY = Path("/dev/shm")
 
 
 def killed(how: str, *numbers: int) -> dict[str, Any]:
-    """What `manager_victim.py` reports. Its banks are in memory where that can be: SIGKILL takes nothing back that was written."""
+    """Run `manager_victim.py` and return its report.
+
+    The banks are in memory where /dev/shm exists, because SIGKILL does not undo any write.
+    """
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         command = [sys.executable, str(HERE / "manager_victim.py"), folder, how, *map(str, numbers)]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -773,11 +808,11 @@ EVICTED = {
     "lru": {"run/0/0/0#2": BY_CAP, "run/0/0/0#0": BY_SIZE, "run/1/0/0#1": BY_VOTES},
     "credit": {"run/0/0/0#0": BY_CAP, "run/0/0/0#1": BY_SIZE, "run/1/0/0#1": BY_VOTES},
 }
-"""Of what was there before the checkpoint, what went by each rule, and why."""
+"""Entries from before the checkpoint that each eviction rule evicts, with the reason."""
 
 DONE = {
-    "submit", "dead", "drop", "malformed", "add", "update", "up", "down", "evict", "refine", "credit", "lift", "retrieve", "train",
-    "chunk", "merge", "discard",
+    "submit", "dead", "drop", "malformed", "add", "update", "up", "down", "evict", "refine",
+    "credit", "lift", "retrieve", "train", "chunk", "merge", "discard",
 }  # fmt: skip
 STATES = ["done"] * 2 + ["dead"] * 2 + ["done"] * 8 + ["dead"] + ["done"] * 2
 
@@ -817,5 +852,5 @@ def test_a_process_killed_thousands_of_times_loses_nothing_and_repeats_nothing(s
 
 @pytest.mark.soak
 def test_a_process_killed_before_each_statement_loses_nothing_and_repeats_nothing() -> None:
-    """Before each under one of the three rules of eviction."""
+    """Each statement is reached under one of the three eviction rules."""
     expect_nothing_lost(killed("statements", len(EVICTED)))

@@ -1,4 +1,4 @@
-"""Answers of extractors that say anything: whatever they are, the bank takes what stands and goes on."""
+"""Fuzz test of extractor answers. The bank applies the valid operations and keeps working."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from crl.manager import CreditSettings, DistilRequest, ManagerSettings, Retrieva
 from crl.manager.store import Store
 
 SETTINGS = ManagerSettings(
-    cap=3, size=12, evict="credit", vote_out=1, duplicate=0.8, credit=CreditSettings(malformed_reward=-1.0),
+    cap=3, size=12, evict="credit", vote_out=1, duplicate=0.8,
+    credit=CreditSettings(malformed_reward=-1.0),
     retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
 )  # fmt: skip
 
 WORDS = [
-    "go", "west", "east", "wall", "door", "trap", "\ud800", "中", "🙂", "\x00", "\u202e", "}", "{", "]", "[", '"', "'", "\\", "</think>",
+    "go", "west", "east", "wall", "door", "trap", "\ud800", "中", "🙂", "\x00", "\u202e",
+    "}", "{", "]", "[", '"', "'", "\\", "</think>",
 ]  # fmt: skip
 JUNK = [
-    "", "[", "]", "{", "}", ",", ":", "\\", "```json\n", "<think>", "</think>", "NaN", "1e999", '{"op":', '{"a": ' * 9, "\ud800", "\x00",
+    "", "[", "]", "{", "}", ",", ":", "\\", "```json\n", "<think>", "</think>", "NaN", "1e999",
+    '{"op":', '{"a": ' * 9, "\ud800", "\x00",
 ]  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def op(rng: random.Random) -> object:
 
 
 def answer(rng: random.Random) -> str:
-    """Operations, with something wrong in half of them."""
+    """Return an answer with random operations. About half of the answers are damaged."""
     said = json.dumps(
         [op(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 5]))], ensure_ascii=rng.random() < 0.5
     )
@@ -99,9 +102,8 @@ def answer(rng: random.Random) -> str:
     if rng.random() < 0.2:
         at = rng.randrange(len(said) + 1)
         said = said[:at] + rng.choice(["", *JUNK]) + said[at + rng.randrange(9) :]
-    return said.encode(
-        "utf-8", "ignore"
-    ).decode()  # a tokenizer spells no lone surrogates; JSON's escapes do
+    # A tokenizer never produces lone surrogates. The escapes of JSON can.
+    return said.encode("utf-8", "ignore").decode()
 
 
 @pytest.mark.parametrize("answers", [400, pytest.param(10_000, marks=pytest.mark.soak)])

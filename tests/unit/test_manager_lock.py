@@ -1,4 +1,7 @@
-"""The lock under random schedules, with holders that are cancelled, run out of time or fail: its promises hold in every one."""
+"""Guarantees of the read-write lock under random schedules.
+
+The holders may fail, be cancelled or time out.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,22 @@ from hypothesis import strategies as st
 
 from crl.manager.lock import ReadWriteLock
 
-# ── random schedules ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── random schedules ──────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One that wants the lock: when it comes, how long it holds it, and what goes wrong. All times in turns of the event loop."""
+    """Schedule of one task that wants the lock. All times are in turns of the event loop."""
 
     kind: Literal["read", "write"]
     comes: int
+    """Time at which the task asks for the lock."""
     holds: int
+    """Time for which the task holds the lock."""
     fails: bool
+    """Whether the task raises `Failed` while it holds the lock."""
     cancelled_after: int | None
+    """Time from `comes` to the cancellation, or None if the task is not cancelled."""
 
 
 PLANS = st.lists(
@@ -43,11 +50,14 @@ PLANS = st.lists(
 
 @dataclass
 class History:
-    """inside: the kinds that hold the lock; came, entered: plans in order."""
+    """Record of the tasks that asked for the lock and of those that received the lock."""
 
     inside: list[str] = field(default_factory=list)
+    """Kinds of the tasks that hold the lock now."""
     came: list[int] = field(default_factory=list)
+    """Numbers of the plans in the order of their requests."""
     entered: list[int] = field(default_factory=list)
+    """Numbers of the plans in the order in which they received the lock."""
 
 
 class Failed(Exception):
@@ -76,7 +86,11 @@ async def live(number: int, plan: Plan, lock: ReadWriteLock, history: History) -
 
 
 async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
-    """Lives all plans to their ends; more turns than they could need, and it is a lost wake-up."""
+    """Run all plans to their ends and return the history.
+
+    The number of turns is larger than any schedule needs. A task that is still waiting after these
+    turns has lost a wake-up.
+    """
     history, tasks = History(), {}
     for now in range(24):
         for number, plan in enumerate(plans):
@@ -101,7 +115,7 @@ async def expect_its_promises_kept(plans: Sequence[Plan]) -> None:
     for first, second in itertools.combinations(history.entered, 2):
         in_order = history.came.index(first) < history.came.index(second)
         assert in_order or plans[first].kind == plans[second].kind == "read", "somebody was passed"
-    async with asyncio.timeout(60), lock.write():  # free again
+    async with asyncio.timeout(60), lock.write():  # the lock is free again
         pass
 
 

@@ -91,7 +91,7 @@ def trained_text(trace: TokenTrace) -> str:
     )
 
 
-# ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── distillation ──────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trains(tmp_path):
@@ -500,7 +500,7 @@ async def test_at_step_boundaries_the_bank_does_not_depend_on_timing(tmp_path):
     assert len(banks[0]) == 11
 
 
-# ── in the background ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the background ─────────────────────────────────────────────────────────────────────────────
 
 
 class Gated(ScriptedEngine):
@@ -634,7 +634,7 @@ async def test_submitting_a_distilled_episode_again_changes_nothing(tmp_path):
     await made.aclose()
 
 
-# ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retrieval ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_search_never_returns_an_entry_of_another_task(tmp_path):
@@ -924,7 +924,7 @@ async def test_time_does_not_run_backwards(tmp_path):
     await made.aclose()
 
 
-# ── credit ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── credit ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, tuple[float, float]]:
@@ -1041,7 +1041,7 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
     assert len(entries) > 12
 
 
-# ── going back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── going back ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):
@@ -1141,7 +1141,7 @@ async def test_a_bank_is_not_rolled_back_under_a_distillation(tmp_path):
     await made.aclose()
 
 
-# ── requests from trajectories ──────────────────────────────────────────────────────────────────────────────────────
+# ── requests from trajectories ────────────────────────────────────────────────────────────────────
 
 
 def test_a_request_is_made_of_a_trajectory_and_what_it_was_shown():

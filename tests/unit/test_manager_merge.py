@@ -36,7 +36,7 @@ def entry(name: str) -> Entry:
     return Entry(name, 1, name, "room", GOAL, "g", (0, 1))
 
 
-# ── chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chunks ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def chunks(
@@ -72,7 +72,7 @@ def test_every_entry_is_seen_once_as_new_and_no_chunk_is_too_long(costs, budget)
     assert seen == [str(number) for number in range(len(costs))]
 
 
-# ── what becomes of an answer ───────────────────────────────────────────────────────────────────────────────────────
+# ── what becomes of an answer ─────────────────────────────────────────────────────────────────────
 
 
 def merge(text: str, *targets: int) -> dict[str, Any]:
@@ -345,7 +345,7 @@ async def test_a_place_of_one_entry_costs_nothing(tmp_path):
     await made.aclose()
 
 
-# ── meanwhile ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── meanwhile ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Slow(Tidier):

@@ -142,7 +142,7 @@ def test_any_text_is_parsed(completion, shown, thinking, votes):
     assert parsed.ops or parsed.dropped
 
 
-# ── where a malformed answer departs from those that could be used ──────────────────────────────────────────────────
+# ── where a malformed answer departs from those that could be used ────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_what_follows_the_last_op_closes_the_answer_unless_it_was_refused() -> N
     assert not parse_ops(f'[{ADD}, {{"op": "add", "text": "cut', 0).closed
 
 
-# ── of a chunk of the bank ──────────────────────────────────────────────────────────────────────────────────────────
+# ── of a chunk of the bank ────────────────────────────────────────────────────────────────────────
 
 
 MERGE = '{"op": "merge", "targets": [1, 3], "text": "Go west."}'
@@ -316,7 +316,7 @@ def test_no_answer_takes_long_or_too_deep(bomb):
     assert len(parse_ops(bomb, 0).ops) <= 1
 
 
-# ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(

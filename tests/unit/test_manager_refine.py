@@ -84,7 +84,7 @@ def span(trace: Any) -> str:
     )
 
 
-# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_any_text_is_parsed(completion: str, thinking: bool) -> None:
     assert bool(parsed.dropped) or not parsed.malformed
 
 
-# ── what becomes of a question ──────────────────────────────────────────────────────────────────────────────────────
+# ── what becomes of a question ────────────────────────────────────────────────────────────────────
 
 
 async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ async def test_the_same_question_draws_the_same_and_is_kept_once(tmp_path: Path)
     await made.aclose()
 
 
-# ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retrieval ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_question_is_answered_to_its_member_alone(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ async def test_a_question_is_answered_to_its_member_alone(tmp_path: Path) -> Non
     await made.aclose()
 
 
-# ── evaluations ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluations ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_uncounted_question_leaves_no_trace(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_an_uncounted_question_leaves_no_trace(tmp_path: Path) -> None:
     await made.aclose()
 
 
-# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Troubled(Answering):
@@ -433,7 +433,7 @@ async def test_a_question_does_not_wait_behind_distillations(tmp_path: Path) -> 
     await made.aclose()
 
 
-# ── how long it is kept ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── how long it is kept ───────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_refinement_is_kept_as_long_as_it_can_earn(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def picked(
     return chosen.uid if chosen else None
 
 
-# ── eq. 6 in context ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── eq. 6 in context ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_equation_6_on_worked_numbers():
@@ -162,7 +162,7 @@ def test_below_the_least_similarity_nothing_is_returned():
     assert picked(found, min_similarity=0.3, margin=0.1) == "m0"
 
 
-# ── choice = credit ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choice = credit ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_score_of_a_record_on_worked_numbers():
@@ -283,7 +283,7 @@ def test_bad_settings_are_refused(bad):
         RetrievalSettings(**bad)
 
 
-# ── the index ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the index ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def unit(rng: np.random.Generator, n: int, dim: int = 8) -> np.ndarray:
@@ -399,7 +399,7 @@ def test_a_vector_that_does_not_fit_is_refused():
         Index(2).put("m", np.zeros(3, np.float32))
 
 
-# ── the hashing embedder ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hashing embedder ──────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_hash_embedder_is_unit_norm_and_tells_places_apart():
@@ -476,7 +476,7 @@ async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
         Keys(HashEmbedder(), -0.1)
 
 
-# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the cache ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_cache_embeds_what_it_does_not_know_and_forgets_what_was_not_asked_for_longest():
@@ -498,7 +498,7 @@ async def test_what_a_caller_does_with_a_cached_vector_stays_its_own():
     assert np.array_equal(await cached.embed(["a"]), await WordEmbedder().embed(["a"]))
 
 
-# ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bank ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def bank(*entries: Entry, scope: Scope = "task", **settings) -> Bank:

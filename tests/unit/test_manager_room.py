@@ -67,7 +67,7 @@ async def distil(made: ExperienceManager, *requests: Any) -> None:
     await made.drain()
 
 
-# ── bounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
@@ -276,7 +276,7 @@ async def test_looking_for_the_surplus_reads_an_index(tmp_path: Path) -> None:
     await store.aclose()
 
 
-# ── votes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── votes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def voting(**numbers: int) -> str:
@@ -417,7 +417,7 @@ async def test_where_nobody_asks_for_votes_they_are_no_ops(tmp_path: Path) -> No
     await made.aclose()
 
 
-# ── near duplicates ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── near duplicates ───────────────────────────────────────────────────────────────────────────────
 
 SAME, ALIKE, OTHER = (
     "go west along the wall",

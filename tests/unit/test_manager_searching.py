@@ -68,7 +68,7 @@ def ask(
     return asyncio.create_task(made.search([search(query, group=group)], 0, counted=counted))
 
 
-# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_together():
@@ -313,7 +313,7 @@ async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
     await made.aclose()
 
 
-# ── large banks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── large banks ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def sql(path: Path, statement: str) -> list[tuple]:
         return list(db.execute(statement))
 
 
-# ── opening ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── opening ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_new_bank_is_a_write_ahead_log_of_this_schema(tmp_path):
@@ -119,7 +119,7 @@ async def test_a_bank_that_cannot_be_written_any_more_is_an_error_and_loses_noth
     await store.aclose()
 
 
-# ── transactions ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── transactions ──────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
@@ -155,7 +155,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
     assert sql(database.path, "SELECT name FROM facts") == [("a",), ("c",)]
 
 
-# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────
 
 
 SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=Record(4, 3, 0.25))
@@ -235,7 +235,7 @@ async def test_a_hit_without_a_goal_and_a_record_is_still_read():
     assert DistilRequest.from_json(written) == submitted
 
 
-# ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):

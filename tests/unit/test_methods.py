@@ -30,7 +30,7 @@ from crl.protocols import Hit, Method
 from crl.run.context import chat_context
 from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Task, Trajectory
 
-# ── who is guided ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── who is guided ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_first_members_of_a_group_are_guided(share: float, members: int, gui
     assert conditions == ["guided"] * guided + ["free"] * (members - guided)
 
 
-# ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
 def played(group: int, condition: Condition, reward: float) -> Trajectory:
@@ -125,7 +125,7 @@ def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
     assert GroupAdvantage("none")(batch).tolist() == [0.5, 0.5, -0.5, -0.5]
 
 
-# ── the extractor's loss ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor's loss ──────────────────────────────────────────────────────────────────────────
 
 
 def cispo_of(
@@ -159,7 +159,7 @@ def test_cispo_divides_by_the_tokens_of_the_whole_batch() -> None:
     assert few == pytest.approx(0.14)
 
 
-# ── what is distilled ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is distilled ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_episode_is_distilled_but_those_that_could_not_be_played() -> None:
@@ -187,13 +187,13 @@ def test_a_compact_prompt_by_hand() -> None:
     assert write(free) == [Segment("user", "Open it.\nA door.\nopen\nIt opens.\nfailure", "task")]
 
 
-# ── an experience's record ──────────────────────────────────────────────────────────────────────────────────────────
+# ── an experience's record ────────────────────────────────────────────────────────────────────────
 
 RECORDS = (Record(), Record(4, 3), Record(20, 11, lift=-0.254))
 
 
 def test_records_as_models_are_shown_them() -> None:
-    """A long one is shown to tiny models in ten: 11 of 20 is 5.5 of 10, to the even number."""
+    """Tiny models see a long record scaled to ten: 11 of 20 is 5.5 of 10, rounded to even."""
     assert [compact_record("Go west.", record) for record in RECORDS] == [
         "Go west.",
         "won 3 of 4 Go west.",
@@ -236,7 +236,7 @@ def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) ->
         )
 
 
-# ── complementary and its switches ──────────────────────────────────────────────────────────────────────────────────
+# ── complementary and its switches ────────────────────────────────────────────────────────────────
 
 
 def config(tmp_path: Path, **sections: dict) -> RunConfig:

@@ -58,7 +58,7 @@ def copied(tiny_actor: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_actor, tmp_path / "model"))
 
 
-# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────
 
 
 def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -201,7 +201,7 @@ def test_cuda_is_an_error_where_there_is_none() -> None:
             resolve_device(device)
 
 
-# ── stop tokens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── stop tokens ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_bundled_model_embeds_every_id_of_its_tokenizer(tiny_actor: Path) ->
     assert len(load_tokenizer(tiny_actor)) <= load_model(tiny_actor, CPU).config.vocab_size
 
 
-# ── log-probs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── log-probs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def qwen2(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
@@ -287,7 +287,7 @@ def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: f
     assert not bool(token_logprobs(model, ids, mask, temperature, reference=model).kl.any())
 
 
-# ── weights and checksums ───────────────────────────────────────────────────────────────────────────────────────────
+# ── weights and checksums ─────────────────────────────────────────────────────────────────────────
 
 
 def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:

@@ -93,7 +93,7 @@ def episode(*texts: str, hint: str = "") -> Episode:
     )
 
 
-# ── the shipped models ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the shipped models ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", recipe.MODELS)
@@ -281,7 +281,7 @@ def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
         assert max(len(chat.encode(answer(kind, shown))) for kind in LESSONS) + 1 <= 32
 
 
-# ── from demonstrations to models ───────────────────────────────────────────────────────────────────────────────────
+# ── from demonstrations to models ─────────────────────────────────────────────────────────────────
 
 
 def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> None:
@@ -367,7 +367,7 @@ def test_make_models_looks_at_every_directory_first(
     assert capsys.readouterr().out == ""
 
 
-# ── personas ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── personas ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_personas_differ_as_they_should() -> None:
@@ -446,7 +446,7 @@ def test_first_step_goes_around_a_trap() -> None:
     assert step in ("southeast", "south")  # not east, onto the trap
 
 
-# ── the actor's drills ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the actor's drills ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +498,7 @@ def test_directions_are_followed(walks: list[Episode]) -> None:
     )
 
 
-# ── the extractor's drills ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor's drills ────────────────────────────────────────────────────────────────────────
 
 SEEN = (
     "at 3 3\ndark north",

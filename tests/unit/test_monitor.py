@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs" / "one")
 
 
-# ── the run directory ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the run directory ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_run_never_overwrites_another(tmp_path: Path):
@@ -64,7 +64,7 @@ def test_who_lives_where(run: RunDir):
     ]
 
 
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_metrics_are_flat_and_there_as_soon_as_logged(run: RunDir):
@@ -202,7 +202,7 @@ def test_notes_go_to_the_log_and_files_are_continued(run: RunDir):
     assert [line.split(" ", 2)[2] for line in run.log.read_text().splitlines()] == ["one", "two"]
 
 
-# ── lines for people ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lines for people ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_train_line():
@@ -350,7 +350,7 @@ def test_the_plain_monitor_prints_lines_and_notes():
     assert stream.getvalue() == "train 1/9  success 0.500\nhello\n"
 
 
-# ── elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── elsewhere ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Recorder:

@@ -47,7 +47,7 @@ def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN) -> str:
     return str(folder / "own.toml")
 
 
-# ── an environment in a file ────────────────────────────────────────────────────────────────────────────────────────
+# ── an environment in a file ──────────────────────────────────────────────────────────────────────
 
 
 def test_the_example_is_a_task_like_any_other():
@@ -219,7 +219,7 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
     )
 
 
-# ── mixtures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── mixtures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def mixture(folder: Path, text: str, *tasks: str) -> str:
@@ -273,7 +273,7 @@ def test_what_is_wrong_with_a_mixture_is_one_clear_error(tmp_path: Path, text: s
     assert words in refusal(mixture(tmp_path, text))
 
 
-# ── streams of seeds ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── streams of seeds ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_seeded_tasks_are_fixed_by_their_number_and_disjoint():

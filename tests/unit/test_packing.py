@@ -106,7 +106,7 @@ def assert_equal_gradients(
         ), name
 
 
-# ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── packing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,7 +222,7 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
         require_packing(model, Path("sliding"))
 
 
-# ── log-probs in parts ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── log-probs in parts ────────────────────────────────────────────────────────────────────────────
 
 
 def whole(
@@ -349,7 +349,7 @@ def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
     assert largest.elements == 16 * vocabulary
 
 
-# ── precision ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── precision ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_precision_by_setting_checkpoint_and_device(
         assert precision(name, tmp_path, torch.device(device)) == expected
 
 
-# ── activation checkpointing ────────────────────────────────────────────────────────────────────────────────────────
+# ── activation checkpointing ──────────────────────────────────────────────────────────────────────
 
 
 def test_activations_computed_again_give_the_same_gradient() -> None:

@@ -25,7 +25,7 @@ def crl(*args: str, stdin: str = ""):
     return CliRunner().invoke(app, list(args), input=stdin)
 
 
-# ── crl tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── crl tasks ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_shipped_task_and_mixture_is_listed():
@@ -106,7 +106,7 @@ def test_listing_imports_no_library_of_an_environment():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-# ── crl play ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── crl play ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_person_sees_what_an_actor_sees():

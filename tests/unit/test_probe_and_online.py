@@ -84,7 +84,7 @@ async def rooms(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
         await host.aclose()
 
 
-# ── the advice probe ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the advice probe ──────────────────────────────────────────────────────────────────────────────
 
 PROBED = probe_tasks(12)
 
@@ -150,7 +150,7 @@ async def test_the_probe_tells_each_place_its_own() -> None:
         assert ADVISED.fullmatch(wrong)
 
 
-# ── a bank built online ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a bank built online ───────────────────────────────────────────────────────────────────────────
 
 SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarity=0.9))
 PROMPT = CompactDistilPrompt({"room": SPEC.digest or (lambda segments: "")})
@@ -371,7 +371,7 @@ async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
     await bank.aclose()
 
 
-# ── evaluations leave no trace ──────────────────────────────────────────────────────────────────────────────────────
+# ── evaluations leave no trace ────────────────────────────────────────────────────────────────────
 
 
 async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(

@@ -22,7 +22,7 @@ from crl.prompts import FOLDER, SLOTS, fill, hashes, prompt
 from crl.rollout.episode import EpisodeKey
 from crl.types import Observation, RolloutPlan, Segment
 
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_bundled_prompt_is_known_and_has_its_slots():
@@ -81,7 +81,7 @@ def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(
         assert str(caught.value).startswith(f"prompts.actor = '{path}': {said}")
 
 
-# ── what introduces an experience ───────────────────────────────────────────────────────────────────────────────────
+# ── what introduces an experience ─────────────────────────────────────────────────────────────────
 
 
 async def test_guided_and_free_prompts_of_language_models_differ_by_the_experience_alone():
@@ -116,7 +116,7 @@ def test_without_an_introduction_the_experience_stands_alone():
         ]
 
 
-# ── what an extractor is told ───────────────────────────────────────────────────────────────────────────────────────
+# ── what an extractor is told ─────────────────────────────────────────────────────────────────────
 
 EPISODE = (
     Segment("system", "You play a text game.", "task"),

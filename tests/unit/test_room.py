@@ -55,7 +55,7 @@ def map_of(text: str) -> tuple[list[str], dict[str, str]]:
     return lines[top : top + 5], {entry[0]: entry[2:] for entry in legend}
 
 
-# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── determinism ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_members_of_a_group_play_the_same_episode_at_the_same_time() -> None:
@@ -91,7 +91,7 @@ def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(
     assert len(texts) > 1
 
 
-# ── what the texts say ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the texts say ────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_full_text(games: dict[Rendering, RoomGame]) -> None:
@@ -227,7 +227,7 @@ def test_the_end_can_be_read_and_not_be_played_past(games: dict[Rendering, RoomG
     assert set(ends) == {"You reach the stairs down.", "You die."}
 
 
-# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── winning ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
@@ -301,7 +301,7 @@ def test_a_game_keeps_its_files_in_the_scratch_folder() -> None:
     assert not folder.exists()
 
 
-# ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
+# ── the stream and the evals ──────────────────────────────────────────────────────────────────────
 
 
 def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() -> None:

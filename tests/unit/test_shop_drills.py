@@ -57,7 +57,7 @@ def won(visits: list[Episode]) -> float:
     return sum(visit.success for visit in visits) / len(visits)
 
 
-# ── visits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── visits ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
@@ -164,7 +164,7 @@ def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
     assert 60 <= asked <= 140
 
 
-# ── lessons ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── lessons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
@@ -206,7 +206,7 @@ def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
         assert said.text == '[{"op":"return"}]'
 
 
-# ── length ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── length ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:

@@ -48,7 +48,7 @@ def sampled_part(trace: TokenTrace) -> tuple[int, ...]:
     return tuple(i for i, m in zip(trace.ids, trace.mask, strict=True) if m)
 
 
-# ── one growing sequence ────────────────────────────────────────────────────────────────────────────────────────────
+# ── one growing sequence ──────────────────────────────────────────────────────────────────────────
 
 
 def test_a_conversation_by_hand(renderer: ChatRenderer) -> None:
@@ -208,7 +208,7 @@ def test_another_stop_token_than_the_templates_starts_a_new_trace(renderer: Chat
     assert sampled_part(talk.traces[0]) == (*renderer.encode("go"), *pad)
 
 
-# ── templates that rewrite, and windows ─────────────────────────────────────────────────────────────────────────────
+# ── templates that rewrite, and windows ───────────────────────────────────────────────────────────
 
 
 def test_a_template_that_drops_thoughts_starts_a_new_trace(rewriting: ChatRenderer) -> None:
@@ -281,7 +281,7 @@ def test_a_window_of_one_shows_the_present_only(renderer: ChatRenderer) -> None:
     )
 
 
-# ── control tokens ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── control tokens ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("origin", ["task", "env", "experience", "tool_result", "tool_spec"])
@@ -326,7 +326,7 @@ def test_the_policys_own_words_are_kept(renderer: ChatRenderer) -> None:
     assert talk.segments[1].text == "go <|im_start|>"
 
 
-# ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_neighbours_of_one_role_are_joined(renderer: ChatRenderer) -> None:

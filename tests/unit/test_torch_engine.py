@@ -33,7 +33,7 @@ from crl.errors import EngineError, RolloutError
 from crl.modeling import InProcessWeights, load_model
 from crl.types import Completion, Sampling
 
-# ── the same tokens as transformers ─────────────────────────────────────────────────────────────────────────────────
+# ── the same tokens as transformers ───────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(params=["qwen2", "qwen3"])
@@ -166,7 +166,7 @@ async def test_score_is_the_log_softmax_of_what_follows() -> None:
     assert list(one) == []
 
 
-# ── passes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── passes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTrainedModel) -> None:
@@ -320,7 +320,7 @@ async def test_a_model_whose_attention_cannot_be_replaced_is_served_in_padded_bl
     assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
 
 
-# ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_logprobs_are_the_models_at_the_requests_temperature(model: PreTrainedModel) -> None:
@@ -423,7 +423,7 @@ def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: i
     assert math.exp(logprobs[0]) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.3, 5: 0.4}[token])
 
 
-# ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── new weights ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_swap_lets_who_runs_finish_and_who_waits_begin_anew() -> None:
@@ -579,7 +579,7 @@ async def test_a_handle_of_another_transport_is_refused_and_nothing_breaks() -> 
         assert (await engine.generate(prompt, greedy(3))).ids == reference(model, prompt, 3)
 
 
-# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what goes wrong ───────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() -> None:

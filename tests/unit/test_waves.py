@@ -195,7 +195,7 @@ async def test_direct_passes_requests_on_as_they_come() -> None:
     assert (engine.asked, engine.seeds) == (["b"], [5])
 
 
-# ── searches ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── searches ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def searching(

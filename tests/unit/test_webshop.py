@@ -71,7 +71,7 @@ def steps(game: WebShopGame, *actions: str) -> list[StepResult]:
     return [game.step(action) for action in actions]
 
 
-# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── determinism ───────────────────────────────────────────────────────────────────────────────────
 
 
 @settings(max_examples=20, deadline=None)
@@ -110,7 +110,7 @@ def test_games_of_many_threads_share_one_shop_and_do_not_meet() -> None:
     assert len({id(game._shop) for game in games}) == 1
 
 
-# ── pages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_numbered_brand_is_no_other_products(brands: list[str], links: list[st
     assert RENDERERS["compact"].name_links(found) == links
 
 
-# ── buying ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── buying ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def buy(task: Task, *actions: str, rendering: Rendering = "full") -> StepResult:
@@ -260,7 +260,7 @@ def test_an_end_cannot_be_played_past(original: Task) -> None:
         game.step("search[jumpsuit]")
 
 
-# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_action_that_the_page_does_not_offer_changes_nothing_and_is_told(original: Task) -> None:
@@ -338,7 +338,7 @@ def check_junk(rendering: Rendering, actions: int) -> None:
         page, done = result.text if result.valid else page, result.done
 
 
-# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── winning ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
@@ -390,7 +390,7 @@ def test_random_play_does_not_win(rendering: Rendering) -> None:
     assert won <= 6
 
 
-# ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
+# ── the stream and the evals ──────────────────────────────────────────────────────────────────────
 
 
 def test_the_papers_stream_draws_a_new_goal_for_every_group() -> None:

@@ -45,7 +45,7 @@ def need_of(asin: str) -> Need:
     return next(need for need in NEEDS if need.goals[0]["asin"] == asin)
 
 
-# ── the original's files ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the original's files ──────────────────────────────────────────────────────────────────────────
 
 
 def test_an_item_of_the_original() -> None:
@@ -311,7 +311,7 @@ def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch
     assert open_shop() is not shop
 
 
-# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── search ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_search_stems_ranks_and_leaves_out_what_has_no_word() -> None:
@@ -330,7 +330,7 @@ def test_search_stems_ranks_and_leaves_out_what_has_no_word() -> None:
     assert len(SHOP.engine.search("everyday")) == 50
 
 
-# ── the generated catalogue ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the generated catalogue ───────────────────────────────────────────────────────────────────────
 
 
 def test_its_size() -> None:
