@@ -1,10 +1,10 @@
-"""What tests share: a tiny random model with its tokenizer, made once per session."""
+"""Shared fixtures: tiny models with their tokenizers, created once per session."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on matrices this small
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster than two threads on matrices this small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-if find_spec("hypothesis"):  # tests/gpu run on machines without it
+if find_spec("hypothesis"):  # hypothesis is missing on machines that run only tests/gpu
     from hypothesis import HealthCheck, settings
 
-    # The same examples everywhere, and none of them fails for want of time.
+    # Every run uses the same examples. No example fails because it takes too long.
     settings.register_profile(
         "crl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -24,7 +24,7 @@ if find_spec("hypothesis"):  # tests/gpu run on machines without it
 
 @pytest.fixture(scope="session")
 def tiny_actor() -> Path:
-    """The bundled actor's directory."""
+    """Return the directory of the bundled actor."""
     from crl.config.models import resolve_model
 
     return resolve_model("tiny-actor")
@@ -32,7 +32,7 @@ def tiny_actor() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_extractor() -> Path:
-    """The bundled extractor's directory."""
+    """Return the directory of the bundled extractor."""
     from crl.config.models import resolve_model
 
     return resolve_model("tiny-extractor")
@@ -40,7 +40,10 @@ def tiny_extractor() -> Path:
 
 @pytest.fixture(scope="session")
 def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
-    """A two-layer Qwen3 with random weights, grouped-query attention and a template of its own that drops earlier thoughts."""
+    """Return the directory of a two-layer Qwen3 with random weights and grouped-query attention.
+
+    Its chat template drops the thoughts of earlier turns.
+    """
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -49,9 +52,10 @@ def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> 
     tokenizer.chat_template = QWEN3_LIKE_TEMPLATE
     tokenizer.save_pretrained(path)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=64, max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=64, max_position_embeddings=4096,
+        tie_word_embeddings=False, initializer_range=0.2, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -61,7 +65,7 @@ def random_qwen3(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> 
 
 @pytest.fixture(scope="session")
 def random_bert(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> Path:
-    """A two-layer BERT encoder with random weights."""
+    """Return the directory of a two-layer BERT encoder with random weights."""
     import torch
     from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -69,8 +73,8 @@ def random_bert(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> P
     tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
     tokenizer.save_pretrained(path)
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.3,
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, initializer_range=0.3,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -80,7 +84,8 @@ def random_bert(tmp_path_factory: pytest.TempPathFactory, tiny_actor: Path) -> P
 
 QWEN3_LIKE_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

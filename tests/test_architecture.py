@@ -1,4 +1,8 @@
-"""Imports go downward only , concrete classes are named in one place, and the command line starts without torch."""
+"""Rules for imports between the packages.
+
+Imports go downward only. Concrete classes are named in one place. The command line starts without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,16 @@ RANKS = {
     "crl.cli": 8,
     "crl.__main__": 9,
 }
-"""Every room of the package. A room imports itself and strictly lower ranks; a new room is placed here."""
+"""Rank of every package.
+
+A package may import itself and packages of strictly lower ranks. A new package must be added here.
+"""
 
 SIDEWAYS = {("crl.tokens", "crl.modeling"), ("crl.sync", "crl.modeling")}
-"""Imports allowed between rooms of one rank, beside those of rank 0."""
+"""Imports allowed between packages of equal rank.
+
+Packages of rank 0 may also import each other.
+"""
 
 SHARED = {
     "crl.engines": frozenset({"vllm_replica"}),
@@ -49,13 +59,13 @@ SHARED = {
         {"actions", "base", "host", "mixture", "processes", "registry", "seeded"}
     ),
 }
-"""Rooms of concrete classes, and their modules that others may import all the same."""
+"""Packages of concrete classes. The listed modules may be imported by other packages too."""
 
 ASSEMBLERS = {"crl.run.assemble", "crl.run.context", "crl.models"}
-"""The modules, and rooms, that may name concrete engines, learners, methods and environments."""
+"""Modules and packages that may name concrete engines, learners, methods and environments."""
 
 
-# ── the rule ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the rule ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def module_name(path: Path) -> str:
@@ -69,12 +79,15 @@ PACKAGES = {module_name(path) for path in PATHS if path.name == "__init__.py"}
 
 
 def room(module: str) -> str:
-    """The top-level part of the package that `module` belongs to: crl.run.loop → crl.run."""
+    """Return the top-level package that contains `module`. Example: crl.run.loop → crl.run."""
     return ".".join(module.split(".")[:2])
 
 
 def imported(module: str, source: str) -> Iterator[str]:
-    """Every crl module that `source`, the text of `module`, imports: at any depth, for type checking too."""
+    """Yield every crl module that `source`, the text of `module`, imports.
+
+    Nested imports and imports for type checking are included.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -86,7 +99,10 @@ def imported(module: str, source: str) -> Iterator[str]:
 
 
 def from_import(module: str, node: ast.ImportFrom) -> Iterator[str]:
-    """`from A import b` imports A.b where that is a module, else A. Relative imports are resolved from `module`."""
+    """Yield the modules that `from A import b` imports.
+
+    The module is A.b if A.b is a module, else A. Relative imports are resolved from `module`.
+    """
     package = module if module in PACKAGES else module.rpartition(".")[0]
     parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
     origin = ".".join([*parents, *([node.module] if node.module else [])])
@@ -96,7 +112,7 @@ def from_import(module: str, node: ast.ImportFrom) -> Iterator[str]:
 
 
 def fault(module: str, target: str) -> str | None:
-    """Why `module` may not import `target`; None when it may."""
+    """Return the reason why `module` may not import `target`, or None if it may."""
     source_room, target_room = room(module), room(target)
     for name in (source_room, target_room):
         if name not in RANKS:
@@ -130,7 +146,7 @@ def test_every_room_has_a_rank():
     assert {room(module) for module in MODULES} - set(RANKS) == set()
 
 
-# ── the rule's own tests ────────────────────────────────────────────────────────────────────────────────────────────
+# ── tests of the rule ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -227,7 +243,7 @@ def test_the_rule_refuses(module, source, reason):
     assert reason in text
 
 
-# ── what starts without torch ───────────────────────────────────────────────────────────────────────────────────────
+# ── imports without torch ─────────────────────────────────────────────────────────────────────────
 
 HEAVY = ("torch", "transformers", "vllm", "deepspeed")
 
@@ -267,7 +283,10 @@ def test_it_imports_without_torch(statement):
 
 
 def test_a_bare_machine_can_train_and_sample():
-    """The GPU tests and the learner's benchmark run where torch and transformers are all that there is."""
+    """Check that training and sampling import where only torch and transformers are installed.
+
+    The GPU tests and the learner's benchmark run on machines without the other packages.
+    """
     missing = ("pydantic", "typer", "hnswlib", "bm25s", "deepspeed", "vllm")
     hidden = "\n".join(f"sys.modules[{name!r}] = None" for name in missing)
     modules = "crl.learners.local, crl.engines.torch, crl.methods.parts.training"

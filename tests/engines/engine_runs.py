@@ -1,4 +1,4 @@
-"""`crl train` as a process of its own: short, and with small evals."""
+"""Helpers that run `crl train` in a subprocess, with short runs and small evaluations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Every place is visited at every step, and a step waits for the lessons of the one before: they are used, and credited, within a few.
+# Each step visits every place and waits for the lessons of the previous step. Entries are therefore
+# used and credited within a few steps.
 SMALL = (
-    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8", "tasks.room.eval.online=0",
-    "eval.probe_every=0", "tasks.room.stream.places=4", "tasks.room.stream.permanent=4", "bank.queue_size=32",
+    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8",
+    "tasks.room.eval.online=0", "eval.probe_every=0", "tasks.room.stream.places=4",
+    "tasks.room.stream.permanent=4", "bank.queue_size=32",
 )  # fmt: skip
 
 DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")
@@ -53,7 +55,7 @@ def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trained_in_agreement(run: Path) -> None:
-    """Both models were updated without an error, and trainer and engine were the same model all along."""
+    """Check that both models were updated without errors and that trainer and engine agreed."""
     trained = metrics(run, "train")
     assert trained[-1]["actor/version"] == sum(line["actor/updates"] > 0 for line in trained) > 0
     assert metrics(run, "extractor")

@@ -1,4 +1,7 @@
-"""Real ZeRO over gloo on the CPU, held against the local learner: the same step, whatever is cut up among how many ranks."""
+"""Comparison of real ZeRO, over gloo on the CPU, with the local learner.
+
+The ranks must take the same step for every ZeRO stage and every number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +47,27 @@ RATE = OptimizerSection(learning_rate=1e-3, warmup_steps=3)
 NAN = math.nan
 
 OF_THE_CUT = {"masked_fraction"}
-"""Depends on how samples are put together in passes: a share of positions, padding among them."""
+"""Metrics that depend on how samples are packed into passes.
+
+`masked_fraction` is a fraction of all positions, padding included.
+"""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With tied embeddings, and matrices large enough to be cut up at stage 3, where small ones are not."""
+    """Return the directory of a model with tied embeddings.
+
+    Its matrices are large enough that ZeRO stage 3 partitions them. Small matrices are not
+    partitioned.
+    """
     return written(tmp_path_factory.mktemp("model"), tied=True)
 
 
 def written(path: Path, *, tied: bool) -> Path:
     config = Qwen2Config(
-        vocab_size=V, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1001,
-        initializer_range=0.2, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        vocab_size=V, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=1001, initializer_range=0.2,
+        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -65,7 +76,10 @@ def written(path: Path, *, tied: bool) -> Path:
 
 
 def minibatch(seed: int, samples: int = 7) -> Minibatch:
-    """Samples of many lengths with advantages of both signs and unequal weights; an odd number, so that ranks' shares differ."""
+    """Return samples of many lengths, with advantages of both signs and unequal weights.
+
+    The default number of samples is odd, so that the shares of the ranks differ.
+    """
     draw = random.Random(seed)
     rows = []
     for i in range(samples):
@@ -135,10 +149,14 @@ async def ranks(
 
 @dataclass
 class Outcome:
-    """gradients: of the first step, as the optimizer's first moments after it hold them."""
+    """Step statistics, gradients and published weights of a learner."""
 
     stats: list[StepStats]
     gradients: Mapping[str, torch.Tensor]
+    """First moments of the optimizer after the first step.
+
+    They are proportional to the gradients of this step.
+    """
     published: Mapping[str, torch.Tensor]
 
 
@@ -165,7 +183,10 @@ async def written_by(learner: Any) -> FileWeights:
 
 
 def moments(folder: Path) -> Mapping[str, torch.Tensor]:
-    """exp_avg by parameter; after one update without clipping it is (1 - beta1) times the gradient."""
+    """Return the optimizer's first moments (`exp_avg`) by parameter name.
+
+    After one update without clipping, a first moment is (1 - beta1) times the gradient.
+    """
     if (folder / "optimizer.safetensors").is_file():
         saved = load_file(folder / "optimizer.safetensors")
         return {
@@ -179,7 +200,10 @@ def moments(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def probed(batch: Minibatch) -> Minibatch:
-    """With a trace that is not trained, which only one rank has."""
+    """Return the batch with a trace that is probed but not trained.
+
+    Only one rank gets the trace.
+    """
     return replace(batch, probe=(minibatch(6, samples=1).samples[0].trace,))
 
 
@@ -188,7 +212,11 @@ STEPS = [
     [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)],
     [minibatch(4), minibatch(5)],
 ]
-"""In the second one a minibatch that is refused, and one that leaves a rank with nothing to do."""
+"""Minibatches of three steps.
+
+The second step contains a minibatch that is rejected and a minibatch with a single sample, which
+leaves a rank without work.
+"""
 
 
 @pytest.mark.parametrize(
@@ -257,7 +285,7 @@ async def test_ranks_train_as_one_process_does(
         torch.testing.assert_close(together.published[name], weight, rtol=0, atol=2e-4)
 
 
-# ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -271,7 +299,11 @@ async def test_ranks_train_as_one_process_does(
 async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
     model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """(stage, ranks) of the learner that saved and of the one that goes on; an uninterrupted one is the reference."""
+    """Check that a resumed learner takes the same step as an uninterrupted learner.
+
+    `before` and `after` are the (stage, ranks) of the learner that saves and of the learner that
+    resumes.
+    """
     async with ranks(model, before[1], zero=before[0]) as learner:
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
@@ -357,7 +389,7 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     )
 
 
-# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("zero", "tied"), [(2, True), (3, True), (3, False)])
@@ -394,7 +426,7 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(
     await fresh.aclose()
 
 
-# ── ranks that are lost ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── lost ranks ────────────────────────────────────────────────────────────────────────────────────
 
 
 def pid(learner: DeepSpeedLearner, rank: int) -> int:
@@ -404,7 +436,7 @@ def pid(learner: DeepSpeedLearner, rank: int) -> int:
 
 
 async def error_of(work: Any) -> LearnerError:
-    """What it raises, before long."""
+    """Return the `LearnerError` that `work` raises within 120 s."""
     with pytest.raises(LearnerError) as raised:
         async with asyncio.timeout(120):
             await work
@@ -412,12 +444,16 @@ async def error_of(work: Any) -> LearnerError:
 
 
 def test_a_rank_that_is_lost_is_missed_within_ten_seconds() -> None:
-    """A sign of life may have come just before it fell silent, and a look just before that was too long."""
+    """Check the longest possible time until a lost rank is detected.
+
+    The last heartbeat may arrive just before the rank hangs. A check may run just before the
+    timeout is exceeded.
+    """
     assert BEAT_S + SILENCE_S + GRACE_S < 10
 
 
 def long_step() -> list[Minibatch]:
-    """Minutes of work."""
+    """Return minibatches that take minutes to train."""
     return [minibatch(i, samples=60) for i in range(400)]
 
 
@@ -461,7 +497,7 @@ async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
 
 
 class Hanging(SurrogateLoss):
-    """In the second rank, it never comes to an end."""
+    """Loss that never returns in the second rank."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("RANK") == "1":
@@ -473,7 +509,7 @@ class Hanging(SurrogateLoss):
 
 
 class Skipping(SurrogateLoss):
-    """From now on the second rank takes no part in the gathering of weights."""
+    """Loss that excludes the second rank from gathering the weights after its first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("RANK") == "1":
@@ -484,7 +520,7 @@ class Skipping(SurrogateLoss):
 async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(
     model: Path,
 ) -> None:
-    """The other one, which waits for it in gloo, is not."""
+    """Check that only the hanging rank is named, although the other rank waits for it in gloo."""
     async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
         error = await error_of(learner.step(STEPS[0]))
         assert str(error) == "rank 1 of 2 made no progress in learner.deadline = 3 s (in step)"
@@ -507,7 +543,7 @@ async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> N
 
 
 class Slow(SurrogateLoss):
-    """Takes half a second over every micro-batch."""
+    """Loss that takes at least half a second per micro-batch."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.5)
@@ -515,7 +551,10 @@ class Slow(SurrogateLoss):
 
 
 async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
-    """While it gets further: 14 minibatches of at least half a second, with a deadline of six."""
+    """Check that a step may exceed the deadline while it makes progress.
+
+    It has 14 minibatches of at least half a second each. The deadline is 6 s.
+    """
     async with ranks(model, loss=Slow(0.2, 0.2, "token"), deadline=6) as learner:
         stats = await learner.step([minibatch(i) for i in range(14)])
         assert stats.updates == 14
@@ -532,7 +571,7 @@ async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> 
 
 
 class Watched(TrainSample):
-    """Notes which threads pickle it."""
+    """Sample that records the threads that pickle it."""
 
     threads: ClassVar[list[threading.Thread]] = []
 
@@ -560,7 +599,10 @@ async def test_a_model_that_cannot_be_loaded_is_the_settings_fault(tmp_path: Pat
 
 
 async def test_a_caller_who_gives_up_does_not_break_the_ranks_off(model: Path) -> None:
-    """A run that is interrupted in a step writes its checkpoint after it."""
+    """Check that the ranks still work after a caller has cancelled a step.
+
+    A run that is interrupted during a step writes its checkpoint after the step.
+    """
     async with ranks(model, zero=3) as learner:
         step = asyncio.create_task(learner.step([minibatch(i) for i in range(20)]))
         await asyncio.sleep(0.2)
@@ -576,7 +618,7 @@ async def test_ranks_end_with_their_parent(model: Path) -> None:
         for rank in learner._ranks:
             assert rank._process is not None
             assert rank._process.stdin is not None
-            rank._process.stdin.close()  # as the system does when the parent dies
+            rank._process.stdin.close()  # the system closes it when the parent dies
         await asyncio.wait_for(
             asyncio.gather(*(rank._process.wait() for rank in learner._ranks if rank._process)), 5
         )

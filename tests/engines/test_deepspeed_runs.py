@@ -1,4 +1,4 @@
-"""Whole runs of `crl train` whose learners are ranks of DeepSpeed, as processes of their own."""
+"""Whole runs of `crl train` in subprocesses, with DeepSpeed ranks as learners."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 
 OF_ROUNDING = ("actor/masked_fraction", "actor/mismatch_explained")
-"""A share of positions, padding among them; and the shape of a gap that is nothing but rounding, which depends on the passes."""
+"""Metrics that depend on how samples are packed into passes.
+
+`masked_fraction` is a fraction of all positions, padding included. `mismatch_explained` describes a
+mismatch that consists of rounding errors only.
+"""
 
 
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
@@ -38,8 +42,10 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
             safe_open(saved / "optimizer.safetensors", "pt") as optimizer,
         ):
             assert {
-                f"{kind}.{name}" for name in model.keys() for kind in ("exp_avg", "exp_avg_sq")
-            } == set(optimizer.keys())  # noqa: SIM118
+                f"{kind}.{name}"
+                for name in model.keys()  # noqa: SIM118
+                for kind in ("exp_avg", "exp_avg_sq")
+            } == set(optimizer.keys())
             assert int(optimizer.metadata()["updates"]) > 0
     evaluated = subprocess.run(
         [sys.executable, "-m", "crl", "eval", str(run)],
@@ -53,7 +59,10 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
-    """The same tokens are sampled for the first step, so its figures are the same; later ones drift apart by rounding."""
+    """Check that the metrics of the first step equal those of the local learner.
+
+    Both runs sample the same tokens for the first step. Later steps diverge because of rounding.
+    """
     train(tmp_path / "local", *DETERMINISTIC, steps=2, method="grpo")
     train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2, method="grpo")
     alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))

@@ -1,4 +1,8 @@
-"""Both stacks side by side: vLLM and ranks of DeepSpeed, and the torch engine and learner of one process."""
+"""Comparison of two stacks.
+
+The first stack is vLLM with DeepSpeed ranks. The second stack is the torch engine with the local
+learner, in one process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,11 @@ PROMPTS = [tuple(range(5 + i, 45 + 3 * i)) for i in range(6)]
 async def stack(
     model: Path, loss: Any, *, production: bool, zero: int = 2
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """Engine and learner."""
+    """Yield an engine and a learner.
+
+    `production` selects vLLM and DeepSpeed ranks. Otherwise, the torch engine and the local learner
+    are used.
+    """
     engine = await (
         VllmEngine.start(model, VllmSettings(((),), max_context=512))
         if production
@@ -68,8 +76,9 @@ def local(model: Path, loss: Any) -> LocalLearner:
 
 async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
     settings = RankSettings(
-        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS, device="cpu", precision="float32", threads=1,
-        zero=zero, offload=False, deterministic=False, deadline=120.0,
+        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS, device="cpu",
+        precision="float32", threads=1, zero=zero, offload=False, deterministic=False,
+        deadline=120.0,
     )  # fmt: skip
     return await DeepSpeedLearner.start(settings, 2, deadline=120.0)
 
@@ -101,10 +110,13 @@ def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
 async def test_the_same_tokens_have_the_same_loss_in_both(
     tiny_actor: Path, loss: Any, zero: int
 ) -> None:
-    """Of tokens that vLLM sampled; each stack with the log-probs of its own engine. Then both take the new weights.
+    """Check that both stacks compute the same loss for the same tokens, which vLLM sampled.
 
-    The surrogate's value hardly depends on log-probs while the policy is the one that sampled: there the gradient's norm tells, and
-    CISPO's loss, which is linear in them.
+    Each stack uses the log-probs of its own engine. At the end, both engines load the new weights.
+
+    The surrogate's value hardly depends on the log-probs while the policy is the sampling policy.
+    In that case the gradient norm shows a difference. CISPO's loss shows it too, because the loss
+    is linear in the log-probs.
     """
     async with (
         stack(tiny_actor, loss, production=True, zero=zero) as (vllm, ranked),
@@ -129,7 +141,7 @@ async def test_the_same_tokens_have_the_same_loss_in_both(
 
 
 def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
-    """With the log-probs that this engine would have sampled the tokens with."""
+    """Return the trace with the log-probs that `engine` assigns to its sampled tokens."""
     start = trace.mask.index(1)
     sampled = logprobs(
         engine._decoder.model, trace.ids[:start], trace.ids[start:], SETTINGS.temperature
@@ -138,7 +150,10 @@ def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
 
 
 def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
-    """Both models sample in vLLM and are trained by two ranks each; the trainer and the engine are the same model all along."""
+    """Check a run whose models both use vLLM and two DeepSpeed ranks each.
+
+    The trainer and the engine must agree during the whole run.
+    """
     run, steps = tmp_path / "run", 12
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)

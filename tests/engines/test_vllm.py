@@ -1,4 +1,7 @@
-"""The vLLM engine against plain forward passes: what it samples, new weights, its death, two of them in one process."""
+"""Tests of the vLLM engine against plain forward passes.
+
+They cover sampling, new weights, the death of an engine, and two engines in one process.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SETTINGS = VllmSettings(placements=((),), max_batch=16, max_context=512)
 LONG = prompt(200)
-"""Fills more than one block of the prefix cache."""
+"""Prompt that fills more than one block of the prefix cache."""
 
 GREEDY = Sampling(12, NEVER, temperature=0.0)
 
@@ -74,7 +77,7 @@ def exact(
 
 
 async def in_flight(llm: AsyncLLM) -> None:
-    """Returns when it has been handed a request."""
+    """Return as soon as `llm` has an unfinished request. Raise TimeoutError after 10 s."""
     for _ in range(1000):
         if llm.get_num_unfinished_requests():
             return
@@ -82,11 +85,14 @@ async def in_flight(llm: AsyncLLM) -> None:
     raise TimeoutError
 
 
-# ── what it samples ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_two_engines_in_one_process_serve_their_own_models(pair: Pair) -> None:
-    """Greedily, with log-probs at temperature 1, and twice: the second time from the prefix cache."""
+    """Compare greedy tokens and their log-probs at temperature 1 with the models.
+
+    The second round reads the prompt from the prefix cache.
+    """
     for _ in range(2):
         old, new = await asyncio.gather(
             pair.old.generate(LONG, GREEDY), pair.new.generate(LONG, GREEDY)
@@ -120,7 +126,10 @@ async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_wit
 
 
 async def test_a_request_draws_for_itself(pair: Pair) -> None:
-    """The same seed, the same tokens, whoever shares the batch; seeds are 64-bit numbers."""
+    """Check that equal seeds give equal tokens, for any other requests in the batch.
+
+    Seeds are 64-bit numbers.
+    """
     alone = await pair.old.generate(prompt(30), Sampling(20, NEVER), rng=2**64 - 7)
     seeds = [2**64 - 7, 1, 2, 3]
     crowd = await asyncio.gather(
@@ -164,15 +173,17 @@ async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
         await asyncio.gather(request, return_exceptions=True)
         assert request.cancelled()
         assert not llm.get_num_unfinished_requests()
-        await llm.pause_generation(
-            mode="wait"
-        )  # returns when the engine's own process decodes nothing any more
+        # The call returns when the engine's process has stopped decoding.
+        await llm.pause_generation(mode="wait")
         await llm.resume_generation()
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
 
 
 async def test_a_ctrl_c_at_the_terminal_is_not_for_them(pair: Pair) -> None:
-    """Both engines have two processes, and a terminal sends the signal to all."""
+    """Check that the engines' processes block SIGINT.
+
+    Each of the two engines has two processes, and a terminal sends the signal to all of them.
+    """
     theirs = every_process()
     assert len(theirs) == 4
     assert all(blocked(child.pid, signal.SIGINT) for child in theirs)
@@ -183,13 +194,17 @@ def blocked(process: int, number: int) -> bool:
     return bool(int(status[status.index("SigBlk:") + 1], 16) >> (number - 1) & 1)
 
 
-# ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── new weights ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(
     pair: Pair, tmp_path: Path
 ) -> None:
-    """With a prompt whose old keys and values are in the prefix cache, tied embeddings, and a request in flight."""
+    """Check that an updated engine samples like an engine that was started with the new weights.
+
+    The prefix cache holds old keys and values of the prompt, the embeddings are tied, and a request
+    is in flight.
+    """
     await pair.old.generate(LONG, GREEDY)
     before = asyncio.create_task(pair.old.generate(prompt(20), Sampling(300, (V,), 0.7), rng=3))
     llm = await pair.old._replicas[0].ready()
@@ -231,7 +246,10 @@ async def test_weights_come_from_a_learner_in_this_process_too(pair: Pair) -> No
 
 
 async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause of this process, in which an answer came, and new weights that take long."""
+    """Check two long pauses after which an engine must not count as dead.
+
+    First, this process pauses while an answer arrives. Then, a weight update takes long.
+    """
     monkeypatch.setattr(vllm_replica, "SILENCE_S", 2.0)
     llm = await pair.old._replicas[0].ready()
     theirs = processes(llm)
@@ -252,7 +270,10 @@ async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path: Path) -> None:
-    """The last test of the pair."""
+    """Check that an engine fails permanently after an invalid weight update.
+
+    This is the last test that uses `pair`.
+    """
     published = InProcessWeights.snapshot(pair.new_model, 9)
     lacking = {
         name: tensor
@@ -271,7 +292,7 @@ async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path:
 
 
 async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path) -> None:
-    """Two replicas, each cut in two; the sessions of many episodes reach both."""
+    """Check two replicas with tensor parallelism 2. The sessions of several episodes reach both."""
     model, trained = qwen2(0), qwen2(1)
     settings = replace(SETTINGS, placements=((), ()), tensor_parallel=2)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), settings)
@@ -291,11 +312,14 @@ async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path
         await engine.aclose()
 
 
-# ── its death ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── death of an engine ────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_path: Path) -> None:
-    """Untied embeddings. What was in flight may be tried again; the second death is the end."""
+    """Check that an engine is restarted after its first death and fails after its second death.
+
+    Requests that were in flight at the first death may be retried. The embeddings are untied.
+    """
     model, trained = qwen2(0, tied=False), qwen2(1, tied=False)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
     try:
@@ -324,7 +348,10 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
 async def test_an_engine_that_falls_silent_is_ended_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All its processes are stopped, and then the worker of its successor: vLLM itself misses none that is there."""
+    """Stop all processes of an engine, and later the worker process of its successor.
+
+    vLLM itself does not detect a process that exists but does not respond.
+    """
     monkeypatch.setattr(vllm_replica, "SILENCE_S", 5.0)
     model = qwen2(0)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
@@ -402,13 +429,13 @@ async def test_an_engine_is_ended_when_what_follows_its_start_fails(
 
 
 def processes(llm: AsyncLLM) -> list[psutil.Process]:
-    """The engine's own process, and its workers."""
+    """Return the engine's own process and its worker processes."""
     (core,) = llm.engine_core.resources.engine_manager.processes
     return [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
 
 
 def every_process() -> set[psutil.Process]:
-    """Those of all engines of this process."""
+    """Return the processes of all engines of this process."""
     return {
         child
         for child in alive(psutil.Process().children(recursive=True))
@@ -435,7 +462,10 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 async def gone(processes: Collection[psutil.Process]) -> None:
-    """Returns when they have been ended; the kernel takes its time for those that were killed."""
+    """Return when all `processes` have ended. Raise TimeoutError after 20 s.
+
+    The kernel needs some time to remove killed processes.
+    """
     for _ in range(200):
         if not alive(processes):
             return
@@ -444,7 +474,7 @@ async def gone(processes: Collection[psutil.Process]) -> None:
 
 
 def kill_worker() -> None:
-    """The newest worker process of this one's engines."""
+    """Kill the newest worker process of this process's engines."""
     workers = [child for child in every_process() if "Worker" in " ".join(child.cmdline())]
     os.kill(max(workers, key=lambda child: child.create_time()).pid, signal.SIGKILL)
 

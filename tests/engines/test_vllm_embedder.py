@@ -1,4 +1,4 @@
-"""The pooling engine makes the vectors that the encoder makes in this process."""
+"""Comparison of the pooling engine with an encoder in this process: their vectors are equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = [
 
 
 def described(folder: Path, pooling: str) -> Path:
-    """As sentence-transformers saves it."""
+    """Write the pooling settings in the format of sentence-transformers. Return the folder."""
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode": pooling}), "utf-8"
@@ -55,8 +55,8 @@ def bert(tmp_path: Path, tiny_actor: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
     tokenizer.save_pretrained(folder)
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.3, dtype="float32",
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=64, initializer_range=0.3, dtype="float32",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -66,13 +66,17 @@ def bert(tmp_path: Path, tiny_actor: Path) -> Path:
 
 @pytest.fixture
 def qwen3(tmp_path: Path, tiny_actor: Path) -> Path:
-    """As Qwen3-Embedding is: a decoder without a head, the last token's state."""
+    """Return the directory of a model like Qwen3-Embedding.
+
+    It is a decoder without a head, and the vector is the last token's state.
+    """
     folder = tmp_path / "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=64, max_position_embeddings=128, initializer_range=0.2, tie_word_embeddings=True, dtype="float32",
+        vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, intermediate_size=64, max_position_embeddings=128,
+        initializer_range=0.2, tie_word_embeddings=True, dtype="float32",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -134,7 +138,10 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def engines() -> list[psutil.Process]:
-    """Their own processes, which take the name later."""
+    """Return the engine processes of this process.
+
+    They take the name VLLM only some time after their start.
+    """
     below = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ]

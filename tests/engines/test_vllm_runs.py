@@ -1,4 +1,4 @@
-"""Whole runs of `crl train` with vLLM engines and the bundled models, as processes of their own."""
+"""Whole runs of `crl train` in subprocesses, with vLLM engines and the bundled models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from crl.scratch import SHARED_MEMORY
 
 
 def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
-    """A run that nobody waits for, as in a container without init; one engine is stopped, and cannot end by itself."""
+    """Check that the engines end when their run is killed and no process waits for the run.
+
+    This happens in a container without an init process. One engine is suspended and cannot end by
+    itself.
+    """
     with subprocess.Popen(
         command(tmp_path / "run", *VLLM, steps=100),
         stdout=subprocess.DEVNULL,
@@ -52,13 +56,16 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
-    """Those that it holds the locks of."""
+    """Return the scratch folders whose lock files `run` has open."""
     opened = [Path(file.path) for file in psutil.Process(run.pid).open_files()]
     return [path.parent for path in opened if path.parent.name.startswith("crl-scratch-")]
 
 
 def synced(run: subprocess.Popen[bytes]) -> tuple[list[psutil.Process], list[Path]]:
-    """Its processes and folders, once there are weights in shared memory: then its engines serve."""
+    """Return the processes and folders of `run` as soon as its engines serve requests.
+
+    They serve requests as soon as there are weights in shared memory.
+    """
     deadline = time.monotonic() + 240
     while SHARED_MEMORY not in {folder.parent for folder in scratch_folders(run)}:
         assert time.monotonic() < deadline

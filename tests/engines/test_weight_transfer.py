@@ -1,5 +1,7 @@
-"""What a transfer of weights to vLLM waits for, and what it does not wait for: the order of calls and the deadline, with engines that only
-note what is asked of them. That the weights arrive is shown in test_vllm.py."""
+"""Order of the calls and the deadline in a transfer of weights to vLLM.
+
+The engines are fakes that only record calls. `test_vllm.py` checks that the weights arrive.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ Wait = Callable[[], Awaitable[Any]]
 
 
 class Engine:
-    """Notes its calls. drained, updated: what a pause and an update wait for."""
+    """Fake engine that records its calls.
+
+    A pause waits for `drained`, and a weight update waits for `updated`.
+    """
 
     errored = False
 
@@ -79,7 +84,10 @@ async def test_a_transfer_that_does_not_end_is_an_error() -> None:
 
 
 async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
-    """Through a port that is chosen then; the second one goes to ranks that have met."""
+    """Check that a broadcast waits for idle engines and only then chooses a port.
+
+    The second broadcast uses the ranks that are already connected.
+    """
     drained = asyncio.Event()
     engines: Any = [Engine(), Engine(drained=drained.wait)]
     ports: list[int] = []
@@ -88,7 +96,7 @@ async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
         assert all("pause_generation" in engine.names for engine in engines)
         ports.append(port)
         with socket.socket() as other:
-            other.bind((MEETING, port))  # it is free
+            other.bind((MEETING, port))  # the port is free
 
     receiver = NcclReceiver(tensor_parallel=2)
     first = asyncio.create_task(receiver.receive(engines, broadcast(send)))
@@ -124,6 +132,12 @@ async def test_a_broadcast_that_does_not_end_is_an_error_and_so_is_its_senders()
         raise LearnerError("rank 0 is gone")
 
     with pytest.raises(EngineError, match="took more than"):
-        await NcclReceiver(4).receive([Engine()], broadcast(hang))  # pyright: ignore[reportArgumentType]
+        await NcclReceiver(4).receive(
+            [Engine()],  # pyright: ignore[reportArgumentType]
+            broadcast(hang),
+        )
     with pytest.raises(LearnerError, match="rank 0 is gone"):
-        await NcclReceiver(4).receive([Engine(updated=asyncio.Event().wait)], broadcast(fail))  # pyright: ignore[reportArgumentType]
+        await NcclReceiver(4).receive(
+            [Engine(updated=asyncio.Event().wait)],  # pyright: ignore[reportArgumentType]
+            broadcast(fail),
+        )

@@ -1,4 +1,7 @@
-"""Tiny random models with heads that vLLM's CPU kernels serve, and what plain transformers makes of a prompt."""
+"""Tiny random models for vLLM on the CPU, and their outputs according to plain transformers.
+
+vLLM's CPU kernels support their head sizes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from crl.modeling import token_logprobs
 
 V = 160
 NEVER = (2,)
-"""A stop token that the prompts lack; a random model may sample it."""
+"""Stop token that no prompt contains. A random model may sample it."""
 
 
 def qwen2(seed: int, *, tied: bool = True) -> PreTrainedModel:
     config = Qwen2Config(
-        vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96,
-        max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=2, dtype="float32",
+        vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=96, max_position_embeddings=512,
+        initializer_range=0.3, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=2,
+        dtype="float32",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -40,7 +45,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 def logprobs(
     model: PreTrainedModel, ids: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
-    """The trainer's, of `sampled` after `ids`."""
+    """Return the log-probs that the trainer computes for `sampled` after `ids`."""
     tokens = torch.tensor([[*ids, *sampled]])
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, : len(ids)] = False

@@ -1,6 +1,7 @@
-"""The torch engine and the local learner on a CUDA device: `python -m pytest -m gpu tests/gpu`.
+"""Tests of the torch engine and the local learner on CUDA: `python -m pytest -m gpu tests/gpu`.
 
-Needs torch, transformers and pytest, and no other package of the project: it runs on a bare machine.
+They need torch, transformers and pytest, but no other dependency of the project. They therefore run
+on a bare machine.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a learner reads of `crl.config.schema.OptimizerSection`."""
+    """Fields of `crl.config.schema.OptimizerSection` that a learner reads."""
 
     learning_rate: float = 1e-3
     beta1: float = 0.9
@@ -58,14 +59,22 @@ def learner_of(model: PreTrainedModel, **settings: Any) -> LocalLearner:
     chosen = TrainSettings(
         **({"temperature": 1.0, "micro_batch_tokens": 1024, "max_grad_norm": 1.0} | settings)
     )
-    return LocalLearner(model, SurrogateLoss(0.2, 0.2, "token"), Optimizer(), chosen)  # pyright: ignore[reportArgumentType]
+    return LocalLearner(
+        model,
+        SurrogateLoss(0.2, 0.2, "token"),
+        Optimizer(),  # pyright: ignore[reportArgumentType]
+        chosen,
+    )
 
 
 def qwen2(dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
-    """Grouped-query attention with heads of 64, as in the family's real models."""
+    """Return a random Qwen2 with grouped-query attention and a head size of 64.
+
+    The family's real models have the same head size.
+    """
     sizes: dict[str, Any] = {
-        "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 512, "tie_word_embeddings": False,
+        "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 512, "tie_word_embeddings": False,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -74,7 +83,10 @@ def qwen2(dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
 
 
 def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask [b, t], right-padded; from a third of its length on a row is trained, but for its last token."""
+    """Return ids and mask [b, t] of right-padded rows.
+
+    In each row, training starts after a third of the tokens and leaves out the last token.
+    """
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(vocabulary, (len(lengths), max(lengths)), generator=draw)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
@@ -91,7 +103,7 @@ def pull(figures: TokenFigures) -> torch.Tensor:
 
 
 def gradient(model: PreTrainedModel, value: torch.Tensor) -> torch.Tensor:
-    """All of it, in one float32 row."""
+    """Return the gradient of `value` for all parameters as one float32 vector."""
     model.zero_grad(set_to_none=True)
     value.backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
@@ -102,7 +114,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Bytes that `work` needs at most beyond those there before."""
+    """Return the peak number of bytes that `work` allocates in addition to existing allocations."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -111,7 +123,7 @@ def peak(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-# ── engine and learner ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── engine and learner ────────────────────────────────────────────────────────────────────────────
 
 
 def test_greedy_output_equals_transformers() -> None:
@@ -135,7 +147,10 @@ def test_greedy_output_equals_transformers() -> None:
     ("dtype", "mismatch"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
 )
 def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
-    """A positive advantage raises the log-prob of its tokens, and the engine samples with the new weights after the swap."""
+    """Check that a positive advantage raises the log-probs of its tokens.
+
+    After the sync, the engine must use the new weights.
+    """
 
     async def trained() -> None:
         device = resolve_device("auto")
@@ -162,7 +177,10 @@ def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
-    """With the same weights to the bit, and the same step up to the order in which a GPU adds."""
+    """Check that a resumed learner has bit-identical weights.
+
+    Its next step is the same up to the order in which a GPU adds.
+    """
     samples = tuple(
         TrainSample(
             TokenTrace(tuple(range(5, 5 + n)), (0, *(1,) * (n - 1)), (-6.0,) * n, (0,) * n),
@@ -196,7 +214,10 @@ def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("size", [0, 3, 4096, 9_000_001])
 def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
-    """Summed up where it is, in blocks of 16 MiB."""
+    """Check that a checksum on the GPU equals the checksum on the CPU.
+
+    The sum is computed on the GPU, in blocks of 16 MiB.
+    """
     tensor = torch.randint(-1000, 1000, (size + 1,), generator=torch.Generator().manual_seed(0)).to(
         dtype
     )
@@ -209,7 +230,7 @@ def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
     assert torch.cuda.max_memory_allocated() - held < 80 << 20
 
 
-# ── packing and log-probs in parts ──────────────────────────────────────────────────────────────────────────────────
+# ── packing and log-probs in parts ────────────────────────────────────────────────────────────────
 
 
 def test_packed_sequences_are_read_like_padded_rows_in_float32() -> None:
@@ -226,7 +247,7 @@ def test_packed_sequences_are_read_like_padded_rows_in_float32() -> None:
 def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(
     lengths: list[int],
 ) -> None:
-    """Against float32, its error is that of plain bfloat16, forward and backward."""
+    """Compare the errors against float32 with those of plain bfloat16, forward and backward."""
     ids, mask = batch(lengths)
     exact, plain, packed = qwen2(torch.float32), qwen2(torch.bfloat16), qwen2(torch.bfloat16)
     exact.load_state_dict(plain.state_dict())  # the same rounded weights
@@ -254,7 +275,11 @@ def test_sequences_do_not_see_each_other_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_large_vocabulary_costs_parts_of_its_logits(dtype: torch.dtype) -> None:
-    """8 thousand tokens: all logits in float32 are 4.6 GiB, and plain autograd keeps several such; in parts they are 1.5 GiB at most."""
+    """Check the peak memory for about 8,000 tokens and a large vocabulary.
+
+    All logits in float32 take 4.6 GiB, and plain autograd stores several copies. In parts, the
+    logits take at most 1.5 GiB.
+    """
     ids, mask = batch([2048] * 6, VOCABULARY)
     model = qwen2(dtype, vocab_size=VOCABULARY, num_hidden_layers=1)
     pack_sequences(model)

@@ -1,5 +1,7 @@
-"""Whole runs with search_and_ask. The real models play, distil and learn; only that they ask, and what is answered, is put into their
-mouths."""
+"""Whole runs with search_and_ask.
+
+Real models play, distil and learn. Only the questions and the answers to them are scripted.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from crl.types import Completion, Sampling, Segment
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=0",
     "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
-    "tasks.room.eval.known=4", "tasks.room.eval.new=4", "tasks.room.eval.online=1", "tasks.room.eval.probe=4",
+    "tasks.room.eval.known=4", "tasks.room.eval.new=4", "tasks.room.eval.online=1",
+    "tasks.room.eval.probe=4",
     "ask.enabled=true",
 )  # fmt: skip
 STEPS = 3
@@ -55,8 +58,12 @@ def chat(role: str = "actor") -> ChatRenderer:
 
 
 class Prompted(TorchEngine):
-    """Samples as ever, and then says what is wanted: an agent that may ask does so at its first decision, and every question gets a
-    refinement. `failing`: questions are not served; `slow`: not in time."""
+    """Engine that samples normally and then replaces some completions with scripted texts.
+
+    An agent that may ask does so at its first decision. Every question is answered with a
+    refinement. If `failing` is set, questions fail with an error. If `slow` is set, questions are
+    never answered.
+    """
 
     failing = slow = False
 
@@ -122,7 +129,7 @@ def episodes(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_it_was() -> Iterator[None]:
-    """Deterministic runs flip a switch of the whole process."""
+    """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
@@ -138,9 +145,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("background") / "run"
-    train(
-        run, "rollout.max_staleness=1", "bank.queue_size=16", steps=3 * STEPS
-    )  # what is distilled in the background comes late
+    # Lessons that are distilled in the background arrive late.
+    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=3 * STEPS)
     return run
 
 
@@ -174,7 +180,7 @@ def test_guided_agents_ask_and_are_told(either: Path) -> None:
 
 
 def test_free_means_free(either: Path) -> None:
-    """On the prompts, token for token."""
+    """Check the prompts of free episodes token by token."""
     renderer = chat()
     for t in episodes(either):
         if t["condition"] == "free":
@@ -209,7 +215,10 @@ def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(eithe
         uid: credit
         for uid, credit in rows(
             bank,
-            "SELECT uid, credit FROM units WHERE uid LIKE 'run/train/%' AND version = 1 AND credited",
+            (
+                "SELECT uid, credit FROM units WHERE uid LIKE 'run/train/%' AND version = 1 "
+                "AND credited"
+            ),
         )
     }
     assert found == dict(earned)
@@ -243,9 +252,8 @@ def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(
     class Listening(Prompted):
         async def generate(self, ids, sampling, *, session=None, rng=None):
             found = await super().generate(ids, sampling, session=session, rng=rng)
-            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(
-                ids
-            )  # without an offer the tiny actor says so once in a while, too
+            # Without an offer, the tiny actor sometimes samples the same text.
+            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(ids)
             if session and offered and chat().decode(found.ids).startswith("ask<"):
                 asked.append(session.split("/")[0])
             return found
@@ -309,7 +317,10 @@ def test_a_bank_with_refinements_starts_another_run(done: Path, tmp_path: Path) 
 
 
 class Scripted(TorchEngine):
-    """Two language models that say what a script says. The agent asks once, with a thought before it and words after."""
+    """Engine that serves two language models with scripted completions.
+
+    The agent asks once, after a thought.
+    """
 
     async def generate(
         self,
@@ -339,11 +350,11 @@ def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> N
     run, mine = tmp_path / "run", tmp_path / "ask.txt"
     mine.write_text("You may <search_and_ask>{{question}}</search_and_ask>, {limit} times.\n")
     sets = (
-        f"actor.model={random_qwen3}", "actor.max_context_tokens=2048", f"extractor.model={random_qwen3}",
-        "extractor.max_context_tokens=4096",
-        "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.turns=2", "tasks.room.max_response_tokens=64",
-        "rollout.groups=2", "tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0",
-        "ask.limit=2", f"prompts.ask={mine}",
+        f"actor.model={random_qwen3}", "actor.max_context_tokens=2048",
+        f"extractor.model={random_qwen3}", "extractor.max_context_tokens=4096",
+        "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.turns=2",
+        "tasks.room.max_response_tokens=64", "rollout.groups=2", "tasks.room.eval.known=0",
+        "tasks.room.eval.new=0", "tasks.room.eval.online=0", "ask.limit=2", f"prompts.ask={mine}",
     )  # fmt: skip
     train(run, *DETERMINISTIC, *sets, engine=Scripted, steps=2)
     second = [t for t in episodes(run) if t["step"] == 2]
@@ -353,7 +364,8 @@ def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> N
             assert set(origins) == {"task", "env", "policy"}
             continue
         assert origins == [
-            "task", "task", "experience", "tool_spec", "env", "tool_call", "tool_result", "policy", "env", "policy", "env"
+            "task", "task", "experience", "tool_spec", "env", "tool_call", "tool_result", "policy",
+            "env", "policy", "env"
         ]  # fmt: skip
         assert (
             t["segments"][3]["text"]
@@ -384,7 +396,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         return one_line(result)
 
     assert refused("grpo", "ask.enabled=true") == (
-        "error: ask.enabled = True: changes nothing, since the method grpo has no bank to ask. Leave it out, or choose another method.\n"
+        "error: ask.enabled = True: changes nothing, "
+        "since the method grpo has no bank to ask. "
+        "Leave it out, or choose another method.\n"
     )
     mine = tmp_path / "mine.txt"
     mine.write_text("Ask {limit} times.")

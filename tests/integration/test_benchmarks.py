@@ -1,4 +1,8 @@
-"""A benchmark runs to its end at a small size, and what it prints and writes has the right shape. Its times are not looked at."""
+"""Tests that run the benchmarks at a small size.
+
+They check that a benchmark completes and that its output has the right shape. Times are not
+checked.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +80,10 @@ def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
 
 
 def test_the_memory_of_a_process_is_what_it_holds():
-    code = "from environments import memory; before = memory(); held = b'x' * (64 << 20); print(memory() - before)"
+    code = (
+        "from environments import memory; before = memory(); held = b'x' * (64 << 20); "
+        "print(memory() - before)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT / "benchmarks",
@@ -90,11 +97,15 @@ def test_the_memory_of_a_process_is_what_it_holds():
 BARE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys([
-    "bm25s", "fifolock", "gymnasium", "hnswlib", "hypothesis", "minihack", "nle", "pkg_resources", "pydantic", "pytest_asyncio", "sklearn",
+    "bm25s", "fifolock", "gymnasium", "hnswlib", "hypothesis", "minihack", "nle", "pkg_resources",\
+ "pydantic", "pytest_asyncio", "sklearn",
     "Stemmer", "thefuzz", "threadpoolctl", "typer", "vllm", "deepspeed",
 ]))
 """
-"""Begins a program where only torch and transformers, with what they need, and pytest are installed, like many GPU machines."""
+"""First lines of a program that imitate a bare machine, like many GPU machines.
+
+Only torch and transformers with their dependencies, and pytest, can be imported.
+"""
 
 
 def test_the_gpu_tests_need_no_other_package():
@@ -115,9 +126,12 @@ def test_the_gpu_tests_need_no_other_package():
 
 
 def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
-    """With torch and transformers alone."""
+    """Run the learner's benchmark with torch and transformers alone."""
     out = tmp_path / "results.json"
-    start = f"{BARE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; sys.path.insert(0, 'benchmarks'); "
+    start = (
+        f"{BARE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; "
+        "sys.path.insert(0, 'benchmarks'); "
+    )
     command = [
         sys.executable,
         "-c",
@@ -175,9 +189,8 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
         str(out),
     ]
     command += ["--arms", *arms, "--seeds", "10", "11"]
-    out.with_suffix(".jsonl").write_text(
-        '{"setting": "room", "arm": "none", "se'
-    )  # the command was killed as it wrote
+    # The command was killed while it was writing this line.
+    out.with_suffix(".jsonl").write_text('{"setting": "room", "arm": "none", "se')
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     runs = json.loads(out.read_text("utf-8"))["runs"]
     assert [(run["arm"], run["seed"]) for run in runs] == [
@@ -208,17 +221,25 @@ from main_command import METRICS, PAIRS, tables
 arguments = argparse.Namespace(steps=None, quick=False, set=[], out=Path(OUT))
 def made(arm, seed, **of):
     names = ("known/success/free", "new/success/free", "new/success/online", "new/success/alone")
-    names += () if arm == "none" else ("known/success/guided", "lessons/correct", "lessons/correct/untrained")
+    names += () if arm == "none" else ("known/success/guided", "lessons/correct",\
+ "lessons/correct/untrained")
     metrics = {f"eval/room/{name}": 0.1 * seed for name in names}
-    metrics |= {f"{end}/probe/room/{told}": value for end in ("start", "end") for told, value in (("none", 0.5), ("right", 0.9))}
-    return {"setting": "room", "arm": arm, "seed": seed, **shared(arguments), "metrics": metrics, "totals": {}, **of}
+    metrics |= {f"{end}/probe/room/{told}": value for end in ("start", "end")\
+ for told, value in (("none", 0.5), ("right", 0.9))}
+    return {"setting": "room", "arm": arm, "seed": seed, **shared(arguments), "metrics": metrics,\
+ "totals": {}, **of}
 runs = [made(arm, seed) for seed in (1, 2) for arm in ARMS]
-others = [made("none", 1, quick=True, metrics={}), made("none", 3, set=["run.steps=1"]), made("none", 4, **{"asked steps": 2})]
-arguments.out.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\\n" for run in [*runs, *others]))
-assert list(finished(arguments)) == [("room", run["arm"], run["seed"]) for run in runs], "runs of other settings are not taken for these"
+others = [made("none", 1, quick=True, metrics={}), made("none", 3, set=["run.steps=1"]),\
+ made("none", 4, **{"asked steps": 2})]
+arguments.out.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\\n"\
+ for run in [*runs, *others]))
+assert list(finished(arguments)) == [("room", run["arm"], run["seed"]) for run in runs],\
+ "runs of other settings are not taken for these"
 table = tables(runs)
-assert len([line for line in table.splitlines() if "by seed" in line]) == len(PAIRS), "every comparison is printed"
-assert "lessons, co-evolved − 3 × lessons, untrained, co-evolved: -0.300 ± 1.271   by seed -0.200 -0.400" in table
+assert len([line for line in table.splitlines() if "by seed" in line]) == len(PAIRS),\
+ "every comparison is printed"
+assert "lessons, co-evolved − 3 × lessons, untrained, co-evolved: -0.300 ± 1.271  \
+ by seed -0.200 -0.400" in table
 assert "advice, co-evolved − 0.9 × advice, start, co-evolved: 0.080 ± 0.000" in table
 assert METRICS["advice"](runs[0], "room") == 0.8
 """
@@ -255,5 +276,8 @@ def test_switches_are_compared_with_the_preset(tmp_path: Path):
         "the preset",
         "eq. 5 alone",
     ]
-    code = "from crl.config import load; from switches import SWITCHES; [load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
+    code = (
+        "from crl.config import load; from switches import SWITCHES; "
+        "[load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)

@@ -1,4 +1,4 @@
-"""Whole runs of Complementary RL: actor, extractor and bank at work together, in rooms, in seconds."""
+"""Whole runs of Complementary RL in the room, in seconds: actor, extractor and bank together."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ from crl.types import Record, RolloutPlan, Segment, Task, Trajectory
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
     "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
-    "tasks.room.eval.known=8", "tasks.room.eval.new=4", "tasks.room.eval.online=2", "tasks.room.eval.probe=4",
+    "tasks.room.eval.known=8", "tasks.room.eval.new=4", "tasks.room.eval.online=2",
+    "tasks.room.eval.probe=4",
 )  # fmt: skip
-"""Every step visits each of four rooms: from the second on there is something to retrieve."""
+"""Settings of small runs.
+
+Every step visits each of the four places. From the second step on, there is something to retrieve.
+"""
 STEPS = 3
 NO_EVAL = ("tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0")
 
@@ -67,7 +71,7 @@ def train(run: Path, *sets: str, steps: int = STEPS, seed: int = 0, code: int = 
 
 
 def rows(bank: Path, sql: str) -> list[tuple]:
-    """Of a bank that nobody has open; the file stays as it is."""
+    """Return the rows of a bank that no process has open. The file is not changed."""
     with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
         return list(db.execute(sql))
 
@@ -78,7 +82,7 @@ def dump(bank: Path) -> list[str]:
 
 
 def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, data) of the operations of these kinds, in order."""
+    """Return (origin, data) of the operations of these kinds, in order."""
     wanted = ", ".join(f"'{kind}'" for kind in kinds)
     sql = f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq"
     return [(origin, json.loads(data)) for origin, data in rows(bank, sql)]
@@ -98,7 +102,7 @@ def manifest(run: Path, step: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_it_was() -> Iterator[None]:
-    """Deterministic runs flip a switch of the whole process."""
+    """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
@@ -113,18 +117,24 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Distillation and the extractor's training in the background, rollouts one step ahead."""
+    """Return a run with distillation and extractor training in the background.
+
+    Rollouts are one step ahead.
+    """
     run = tmp_path_factory.mktemp("background") / "run"
-    train(
-        run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5
-    )  # step 4 begins when step 1 is distilled
+    # Step 4 begins when step 1 is distilled.
+    train(run, "rollout.max_staleness=1", "bank.queue_size=16", steps=5)
     return run
 
 
 @contextmanager
 def decided(*, whole_groups: bool = False) -> Iterator[None]:
-    """Who is guided succeeds in every other group of the training, whatever is played, and the others nowhere: there is something to
-    learn from what lessons were worth. whole_groups: the others succeed in the same groups, where lessons are worth nothing."""
+    """Decide the success of training episodes, so that the lessons have a value to learn from.
+
+    Guided episodes succeed in every second group, regardless of their actions. All other episodes
+    fail. With `whole_groups`, the unguided members of these groups succeed too, so the lessons have
+    no value.
+    """
     play = EpisodeRunner.play
 
     async def judged(
@@ -148,12 +158,13 @@ def either(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-# ── what a run leaves ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── files of a run ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_a_run_leaves(either: Path) -> None:
     assert {path.name for path in either.iterdir()} == {
-        "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints", "bank.sqlite",
+        "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints",
+        "bank.sqlite",
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
     steps = kinds["train"]
@@ -166,9 +177,8 @@ def test_what_a_run_leaves(either: Path) -> None:
     saved = manifest(either, steps)
     assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
-    if (
-        saved["state"]["bank"] != seq
-    ):  # a search after the checkpoint may have been counted, and nothing else
+    # After the checkpoint, only a search may have been counted.
+    if saved["state"]["bank"] != seq:
         late = rows(
             either / "bank.sqlite",
             f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}",
@@ -182,7 +192,7 @@ def test_what_a_run_leaves(either: Path) -> None:
 
 
 def test_the_bundled_models_work_together(either: Path) -> None:
-    """A run in which nothing is written or nobody is guided proves nothing."""
+    """Check that lessons are written and used. Otherwise a run would prove nothing."""
     last = metrics(either, "bank")[-1]
     assert last["ops/add"] > 20
     assert sum(bool(t["used"]) for t in episodes(either)) > 5
@@ -286,7 +296,7 @@ async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
-    """The dashboard and the log lines know the figures by names that a run gives them."""
+    """Check that a run logs the metrics that the dashboard and the log lines look up by name."""
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
     assert set(_followed(Rollout).values()) <= logged["train"]
     assert set(_followed(Bank).values()) <= logged["bank"]
@@ -300,7 +310,7 @@ def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
     assert {name.removeprefix("time/") for name in parts} == PARTS.keys() - {"eval", "probe"}
 
 
-# ── free and guided ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── free and guided ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_group_has_signal_where_one_of_its_halves_has_or_a_lesson_helped(either: Path) -> None:
@@ -346,7 +356,10 @@ def test_half_of_every_group_is_guided(either: Path) -> None:
 def test_prompts_hold_an_experience_exactly_where_one_was_used(
     either: Path, tiny_actor: Path
 ) -> None:
-    """On what the actor was given, token for token: goal, experience if there is one, first observation."""
+    """Check the actor's prompts token by token.
+
+    A prompt holds the goal, the experience if one is used, and the first observation.
+    """
     tokenizer = load_tokenizer(tiny_actor)
     renderer = ChatRenderer(tokenizer, stop_ids(tiny_actor, tokenizer))
     texts = {text for (text,) in rows(either / "bank.sqlite", "SELECT text FROM entries")}
@@ -386,7 +399,7 @@ def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
     )
 
 
-# ── exactly once ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── exactly once ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
@@ -431,7 +444,11 @@ def test_every_use_is_credited_exactly_once(either: Path) -> None:
 
 
 def test_lifts_are_those_of_the_groups(either: Path) -> None:
-    """By hand of the episodes: guided less free success of every group, and their mean."""
+    """Compare the lifts in the bank with lifts computed from the episodes.
+
+    A lift is the guided success minus the free success of a group. The bank holds the mean over
+    groups.
+    """
     groups: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for t in episodes(either):
         groups[t["step"], t["group"]].append(t)
@@ -461,7 +478,7 @@ def test_an_experience_is_used_after_it_was_written(done: Path) -> None:
             assert use["uid"].split("#")[0].startswith("run/")
 
 
-# ── crl eval ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── crl eval ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
@@ -471,7 +488,9 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
     assert contents(done) == before
     last = metrics(done, "eval")[-1]
     settings = {
-        ("known", "free"): "without experience", ("known", "guided"): "with the run's bank", ("new", "free"): "without experience",
+        ("known", "free"): "without experience",
+        ("known", "guided"): "with the run's bank",
+        ("new", "free"): "without experience",
         ("new", "online"): "with a bank built online",
     }  # fmt: skip
     for (split, setting), words in settings.items():
@@ -514,7 +533,7 @@ def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> No
     assert contents(concurrent) == before
 
 
-# ── the same seed, the same run ─────────────────────────────────────────────────────────────────────────────────────
+# ── the same seed, the same run ───────────────────────────────────────────────────────────────────
 
 
 def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
@@ -535,7 +554,10 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
 
 
 def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
-    """A run that is evaluated and probed after every step, with a bank that has entries, is the run without that."""
+    """Check that an evaluation and a probe after every step do not change the run.
+
+    The bank has entries.
+    """
     watched = tmp_path / "watched"
     train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1")
     assert [line["step"] for line in metrics(watched, "eval")] == [0, 1, 2, 3]
@@ -548,11 +570,11 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
     assert untimed(metrics(watched, "eval")[-1]) == untimed(metrics(done, "eval")[-1])
 
 
-# ── other runs' banks ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── banks of other runs ───────────────────────────────────────────────────────────────────────────
 
 
 WRITING = ("submit", "add", "update", "return", "drop", "malformed", "evict", "train")
-"""The operations of distillation and of the extractor's training."""
+"""Operations of distillation and of the extractor's training."""
 ENTRIES = "SELECT uid, version, text, status FROM entries WHERE status = 'active' ORDER BY uid"
 
 
@@ -605,7 +627,7 @@ def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> 
     assert crl("eval", run).exit_code == 0
 
 
-# ── switches ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── switches ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
@@ -694,7 +716,10 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
         "tasks.room.eval.new=2",
         "eval.probe_every=0",
     )
-    code = "import sys\nfrom crl.cli.main import main\ntry: main()\nfinally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
+    code = (
+        "import sys\nfrom crl.cli.main import main\ntry: main()\n"
+        "finally: print(sorted({'crl.methods.complementary'} & set(sys.modules)))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code, *arguments(run, "room", sets, 1, 0, "grpo")],
         capture_output=True,
@@ -717,11 +742,14 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     )
 
 
-# ── interrupted ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── interrupted ───────────────────────────────────────────────────────────────────────────────────
 
 
 def read_until_learnt(output: IO[str]) -> None:
-    """A run's, up to a step after the first by which its bank holds something: with an empty one nobody would be guided."""
+    """Read the output of a run until a step after the first is trained with a non-empty bank.
+
+    With an empty bank, no episode would be guided.
+    """
     learnt = False
     for line in output:
         learnt |= line.startswith("bank ") and " size 0 " not in line
@@ -770,7 +798,10 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
 
 
 def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
-    """What was committed last is in SQLite's write-ahead log still: it belongs to the bank."""
+    """Check that the last commits of a killed run are used.
+
+    They are still in SQLite's write-ahead log, which belongs to the bank.
+    """
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from crl.cli.main import main; main()"]
     sets = (*SIZES, "run.checkpoint_every=1")
@@ -786,18 +817,22 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
     assert bank.with_name("bank.sqlite-wal").stat().st_size > 0
     assert crl("eval", run).exit_code == 0
     shutil.copytree(run, tmp_path / "copy")
-    with closing(sqlite3.connect(tmp_path / "copy" / "bank.sqlite")) as db:  # as SQLite recovers it
+    # SQLite recovers the write-ahead log here.
+    with closing(sqlite3.connect(tmp_path / "copy" / "bank.sqlite")) as db:
         committed = set(db.execute(ENTRIES))
     train(tmp_path / "next", f"bank.init={bank}", "bank.frozen=true", steps=1)
     assert set(rows(tmp_path / "next" / "bank.sqlite", ENTRIES)) == committed
     assert committed
 
 
-# ── the merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the merge ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
-    """Place by place; what is left of the bank is what the log says."""
+    """Check that the entries of each place are merged.
+
+    Every merged entry in the log must exist in the bank.
+    """
     train(
         tmp_path / "run",
         *DETERMINISTIC,
@@ -813,7 +848,7 @@ def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
     assert merged <= {uid for (uid,) in rows(bank, "SELECT uid FROM entries")}
 
 
-# ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
+# ── user errors ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -883,9 +918,9 @@ def test_a_bank_to_start_from_is_looked_at_first(
     settings = (*SIZES, f"bank.init={path}", *sets)
     result = crl(*arguments(tmp_path / "run", "room", settings, 1, 0, "complementary"), *options)
     assert result.exit_code == 2, result.output
-    assert (
-        one_line(result)
-        == f"error: bank.init = '{path}': {reason}. Give the bank.sqlite of another run, made by this version of crl.\n"
+    assert one_line(result) == (
+        f"error: bank.init = '{path}': {reason}. "
+        "Give the bank.sqlite of another run, made by this version of crl.\n"
     )
     assert contents(tmp_path) == before
     assert not (tmp_path / "run").exists()

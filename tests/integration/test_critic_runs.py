@@ -1,4 +1,7 @@
-"""Whole runs with actor-critic: the real parts in rooms; the verdicts come from a script, since they must all occur."""
+"""Whole runs with actor-critic: real parts in the room, with scripted verdicts.
+
+The verdicts are scripted because every kind of verdict must occur.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,11 @@ def renderer() -> ChatRenderer:
 
 
 class Script:
-    """What the actor says when it judges: in training one after the other, so that each occurs, and elsewhere by the draw alone, so that
-    `crl eval` hears the same. Notes sessions and prompts."""
+    """Scripted verdicts of the actor, and a record of its sessions and prompts.
+
+    In training, the verdicts are given in turn, so that each kind occurs. Elsewhere, a verdict
+    depends on the draw alone, so that `crl eval` repeats it.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -98,7 +104,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
 @pytest.fixture(scope="module")
 def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
     run = tmp_path_factory.mktemp("background") / "run"
-    # step 4 begins when step 1 is distilled
+    # Step 4 begins when step 1 is distilled.
     return run, judged_run(
         run, "rollout.max_staleness=1", "retrieval.per=rollout", "bank.queue_size=16", steps=6
     )
@@ -143,7 +149,11 @@ def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Scrip
 
 
 def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
-    """The log has r = ±1 and the verdict; the record of what helped counts r alone, a reject not at all."""
+    """Compare the credits in the log and the totals of the units with the episodes.
+
+    The log holds r = ±1 and the verdict. The totals of a unit count r alone and ignore rejected
+    uses.
+    """
     run, _ = judged
     found = {
         (address(t), use["uid"]): (use["verdict"], 1.0 if t["success"] else -1.0)
@@ -172,7 +182,10 @@ def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
 
 
 def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
-    """Nothing is trained here, so every reward is still pending."""
+    """Compare the pending rewards with rewards computed from the episodes.
+
+    The extractor is not trained here, so every reward is still pending.
+    """
     run = tmp_path / "run"
     judged_run(run, *DETERMINISTIC, "extractor.train=false", "extractor.baseline=batch", steps=3)
     expected: defaultdict[str, list[float]] = defaultdict(list)
@@ -256,7 +269,10 @@ def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_go
 
 
 def test_the_actor_is_told_how_often_it_succeeds_alone(judged: tuple[Path, Script]) -> None:
-    """At the first step with experience: over the warm-up and the free episodes of the first step."""
+    """Check the success rate without experience that the judging actor gets.
+
+    It is computed from the warm-up and the free episodes.
+    """
     run, script = judged
     rates = manifest(run, 5)["state"]["success_rates"]
     free = [t["success"] for t in episodes(run) if t["condition"] == "free"]
@@ -294,7 +310,7 @@ def test_evaluations_judge_too_and_crl_eval_repeats_them(
 
 
 def test_the_bundled_actor_judges(tmp_path: Path) -> None:
-    """Whatever it says, the run goes on."""
+    """Check that a run completes with the verdicts of the bundled actor, valid or not."""
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, *CRITIC, steps=2)
     assert metrics(run, "train")[1]["critic/critiques"] > 0

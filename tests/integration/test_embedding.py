@@ -1,4 +1,4 @@
-"""A run whose bank is searched by an encoder."""
+"""Run whose bank is searched by an encoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from whole_runs import DETERMINISTIC, SMALL, arguments, crl, metrics, one_line, untimed
 
-# Lessons that claim nothing: the extractor may correct one that names a direction.
+# These lessons claim nothing. The extractor may correct a lesson that names a direction.
 LESSONS = [
     {"task": "room", "goal": "Room: the dusty cabin.", "text": text}
     for text in ("every move takes time.", "be careful.")

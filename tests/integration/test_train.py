@@ -1,6 +1,7 @@
-"""Whole runs through the command line: the real loop, the real tiny actor, real rooms, in seconds.
+"""Whole runs through the command line, in seconds: the real loop, the tiny actor and the room.
 
-Beside the room there are some games of this file's own, named in task files like any user's.
+In addition to the room, there are games that this file defines. Task files name them, like any
+user's games.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Rate
 from crl.types import StepResult, Task
 
-# ── games of one's own ──────────────────────────────────────────────────────────────────────────────────────────
+# ── games of this file ────────────────────────────────────────────────────────────────────────────
 
 
 class Lottery:
-    """Of each task every other ticket wins, whatever is said: every group has both."""
+    """Game in which every second ticket of a task wins, regardless of the action.
+
+    Every group therefore contains both outcomes.
+    """
 
     sold: ClassVar[dict[int, Iterator[int]]] = {}
 
@@ -68,7 +72,11 @@ class Broken(Lottery):
 
 
 class Shaky(Lottery):
-    """What would be lost is an error: whoever trains on errors learns from the difference, nobody else does."""
+    """Lottery in which a loss raises an error.
+
+    A method that trains on failed episodes learns from the difference. All other methods learn
+    nothing.
+    """
 
     def step(self, action: str) -> StepResult:
         result = super().step(action)
@@ -78,7 +86,10 @@ class Shaky(Lottery):
 
 
 class Unruly(Lottery):
-    """Of four episodes of a task one ends without a text and one with more than can be won."""
+    """Lottery with invalid results.
+
+    Of four episodes of a task, one ends without a text and one ends with a reward above the range.
+    """
 
     def reset(self, task: Task) -> str:
         return f"{super().reset(task)} \ud83d"
@@ -94,7 +105,7 @@ class Unruly(Lottery):
 
 
 class Bell(Lottery):
-    """Presses Ctrl-C when it is played for the first time, and has all the time in the world."""
+    """Lottery that presses Ctrl-C in its first step. Every step takes 0.2 s."""
 
     rung = False
 
@@ -113,7 +124,7 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
         hosting="threads",
         turns=1,
         reward_range=(0.0, 1.0),
-        actions=(),  # any text
+        actions=(),  # any text is allowed
         action_format="any text",
         query_with_observation=False,
         make_game=lambda rendering: make(),
@@ -134,7 +145,8 @@ SHAKY, BELL, UNRULY = spec_of("shaky", Shaky), spec_of("bell", Bell), spec_of("u
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
     path = folder / f"{name}.toml"
     path.write_text(
-        f'env = "{__name__}:{name.upper()}"\nrendering = "{rendering}"\nturns = 2\nmax_response_tokens = 6\n'
+        f'env = "{__name__}:{name.upper()}"\nrendering = "{rendering}"\nturns = 2\n'
+        "max_response_tokens = 6\n"
         "[stream]\nplaces = 4\npermanent = 2\n[eval]\nknown = 4\nnew = 4\n"
     )
     return str(path)
@@ -142,7 +154,7 @@ def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_it_was() -> Iterator[None]:
-    """Deterministic runs flip a switch of the whole process."""
+    """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
@@ -150,7 +162,7 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three deterministic steps in the room."""
+    """Return a run of three deterministic steps in the room."""
     run = tmp_path_factory.mktemp("done") / "run"
     train(run, *WIDER, *DETERMINISTIC, steps=3)
     assert sum(line["actor/updates"] for line in metrics(run, "train")) > 0, (
@@ -159,11 +171,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-# ── the run directory ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the run directory ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> None:
-    """Engine and learner agree to the rounding, and what is saved can be evaluated as it is."""
+    """Check that engine and learner agree up to rounding.
+
+    The checkpoint can also be evaluated.
+    """
     run = tmp_path / "run"
     sets = (
         "learner.precision=bfloat16",
@@ -254,7 +269,7 @@ FIELDS = [
     *("overtime_turns", "segments"),
     *("ids", "mask", "logprobs", "versions", "used", "rejected", "truncated", "error"),
 ]
-"""The fields of a line of trajectories.jsonl."""
+"""Fields of a line of trajectories.jsonl."""
 
 
 def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
@@ -319,7 +334,7 @@ def test_figures_agree_with_the_trajectories(done: Path) -> None:
         assert line["rollout/groups_with_signal"] == sum(len(rewards) > 1 for rewards in groups)
 
 
-# ── crl eval ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── crl eval ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
@@ -348,7 +363,7 @@ def test_a_dead_engine_ends_eval_with_one_line(done: Path, monkeypatch: pytest.M
     assert one_line(result) == "error: the engine failed: RuntimeError: out of memory\n"
 
 
-# ── the same seed, the same run ─────────────────────────────────────────────────────────────────────────────────────
+# ── the same seed, the same run ───────────────────────────────────────────────────────────────────
 
 
 def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
@@ -384,7 +399,7 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
     assert {path.name for path in (tmp_path / "watched" / "checkpoints").iterdir()} == {"2", "3"}
 
 
-# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("bound", [0, 1])
@@ -479,7 +494,7 @@ def test_no_steps_only_evaluate(tmp_path: Path, tiny_actor: Path) -> None:
     assert equal_weights(latest_checkpoint(tmp_path / "run" / "checkpoints") / "actor", tiny_actor)
 
 
-# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_environment_that_always_raises_costs_its_episodes_alone(
@@ -540,9 +555,9 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
             steps=3,
             code=1,
         )
-    assert (
-        one_line(result)
-        == f"error: the engine failed: RuntimeError: out of memory (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    assert one_line(result) == (
+        "error: the engine failed: RuntimeError: out of memory (traceback: "
+        f"{tmp_path / 'run' / 'log.txt'})\n"
     )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log
@@ -554,7 +569,10 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
 def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights have moved on and the counters have not: a run resumed from that would train the step twice."""
+    """Check that no checkpoint is written when the weights have changed but the counters have not.
+
+    A run that is resumed from this state would train the step twice.
+    """
 
     def torn(self: Decoder, weights: Any) -> None:
         raise RuntimeError("cable pulled")
@@ -579,9 +597,9 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(
 
     monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
-    assert (
-        one_line(result)
-        == f"error: the learner failed: RuntimeError: shapes differ (traceback: {tmp_path / 'run' / 'log.txt'})\n"
+    assert one_line(result) == (
+        "error: the learner failed: RuntimeError: shapes differ (traceback: "
+        f"{tmp_path / 'run' / 'log.txt'})\n"
     )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "LearnerError: the learner failed: RuntimeError: shapes differ" in log
@@ -642,9 +660,12 @@ def test_a_run_interrupted_before_it_begins_ends_in_order(
 
 
 def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) -> None:
-    """As a shell starts a job with &: with SIGINT ignored."""
+    """Run with SIGINT ignored, as a shell starts a job with `&`."""
     run = tmp_path / "run"
-    main = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from crl.cli.main import main; main()"
+    main = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "from crl.cli.main import main; main()"
+    )
     command = [sys.executable, "-c", main, *arguments(run, "room", (), 10_000, 0)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -666,7 +687,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     assert "0 steps in" in result.stdout
 
 
-# ── what the user gets wrong ────────────────────────────────────────────────────────────────────────────────────────
+# ── user errors ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: starting one through the command line, and reading what it left."""
+"""Helpers for tests of whole runs: start a run through the command line and read its files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def arguments(
 def train(
     run: Path, *sets: str, tasks: str = "room", steps: int = 1, seed: int = 0, code: int = 0
 ) -> Result:
-    """A run of the actor alone, and that it ended as it should: what it says is on stdout, errors alone on stderr."""
+    """Train the actor alone and check that the run ends with the exit code `code`.
+
+    Output is on stdout. Only errors are on stderr.
+    """
     result = crl(
         *arguments(
             run,

@@ -1,4 +1,7 @@
-"""What the tests of `crl bank` share: a small finished run whose bank the real manager made, and calls of the command."""
+"""Helpers for the tests of `crl bank`.
+
+They call the command and make a small finished run, whose bank is written by the real manager.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ ANSWERS = {
 
 
 class Extractor(ScriptedEngine):
-    """Answers by the last word of the episode; one it cannot serve."""
+    """Extractor that answers by the last word of the episode. It fails for the word `broken`."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), lambda prompt: ANSWERS[last_word(prompt)])
@@ -72,7 +75,11 @@ async def opened(path: Path, **parts: Any) -> ExperienceManager:
 
 
 async def a_run(folder: Path) -> None:
-    """Three steps of a run: adds, an update, a late one, uses with credit, an eviction, what came to nothing, and a queue."""
+    """Play three steps of a run.
+
+    They contain adds, an update, a late update, uses with credit, an eviction, failed requests and
+    requests that stay queued.
+    """
     made = await opened(folder / "bank.sqlite")
     for member, note in enumerate(("west", "none", "bad", "broken")):
         await made.submit(request(member=member, note=note))
@@ -96,7 +103,7 @@ async def a_run(folder: Path) -> None:
     await made.record_lifts(
         {"run/2/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=1.0, free=0.5)]}
     )
-    await made.submit(request(2, 0, 0, note="west"))  # the goal then has one more than the cap
+    await made.submit(request(2, 0, 0, note="west"))  # the goal then has one entry above the cap
     await made.drain()
     await made.submit(
         request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),))
@@ -105,7 +112,10 @@ async def a_run(folder: Path) -> None:
 
 
 async def another_run(source: Path, path: Path) -> None:
-    """One step of a run that began with the entries of the bank at `source`: a use, which was lost, and an add."""
+    """Play one step of a run that starts with the entries of the bank at `source`.
+
+    The step contains an add, and a use in an episode that failed.
+    """
     await ExperienceManager.start_from(source, path)
     made = await opened(path)
     made.advance(1)
@@ -125,7 +135,7 @@ def finished_run(folder: Path) -> Path:
 
 
 def copy_of(run: Path, folder: Path) -> Path:
-    """The bank of `run`, to be changed."""
+    """Return the path of a copy of the run's bank, for tests that change the bank."""
     path = folder / "copy.sqlite"
     path.write_bytes((run / "bank.sqlite").read_bytes())
     return path
@@ -146,7 +156,7 @@ async def go_another_way(path: Path) -> None:
     await made.aclose()
 
 
-# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
 def bank(*args: str | Path, **options: Any):
@@ -178,7 +188,7 @@ def uids(*args: str | Path) -> list[str]:
 
 
 def moved(run: Path, folder: Path) -> Path:
-    """A new bank of what the run's exports."""
+    """Import the exported experiences of `run` into a new bank. Return its path."""
     (folder / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
     new = folder / "new.sqlite"
     assert lines("import", new, folder / "lessons.jsonl") == [f"5 experiences: {new}"]

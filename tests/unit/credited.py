@@ -1,4 +1,4 @@
-"""What the tests of credit share: banks that a scripted extractor fills, and episodes that are won and lost with them."""
+"""Helpers for tests of credit: banks filled by a scripted extractor, and episodes that use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crl.manager import (
 from crl.types import ExperienceUse
 
 KEPT = 2
-"""`keep_steps` of these banks."""
+"""Value of `keep_steps` in these banks."""
 
 GOES_WEST, GOES_EAST, BETTER = (
     '{"op": "add", "text": "Go west."}',
@@ -28,7 +28,7 @@ GOES_WEST, GOES_EAST, BETTER = (
 )
 
 ENDS = "]<|im_end|>"
-"""What is trained after the last op."""
+"""Text that is trained after the last op."""
 
 ANSWERS = {
     "west": f"[{GOES_WEST}]",
@@ -43,7 +43,7 @@ ANSWERS = {
 }
 
 W0, E0 = hit("run/0/0/0#0"), hit("run/0/1/0#0")
-"""What `west_and_east` fills a bank with."""
+"""Entries that `west_and_east` adds to a bank."""
 
 
 async def opened(
@@ -55,8 +55,8 @@ async def opened(
     **credit: Any,
 ) -> ExperienceManager:
     settings = ManagerSettings(
-        cap=cap, keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(**credit),
-        distil=DistilSettings(max_tokens=max_tokens),
+        cap=cap, keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
+        credit=CreditSettings(**credit), distil=DistilSettings(max_tokens=max_tokens),
     )  # fmt: skip
     return await manager(path / "bank.sqlite", engine or Scribe(ANSWERS), settings)
 
@@ -68,7 +68,7 @@ async def distil(made: ExperienceManager, *requests: DistilRequest) -> None:
 
 
 async def west_and_east(path: Path, **parts: Any) -> ExperienceManager:
-    """Two generations of one op each: `W0` and `E0`."""
+    """Return a bank with two generations of one op each, which add `W0` and `E0`."""
     made = await opened(path, **parts)
     await distil(made, request(note="west"), request(group=1, note="east"))
     return made
@@ -85,7 +85,7 @@ async def lose(made: ExperienceManager, use: ExperienceUse, *episodes: str) -> N
 
 
 async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, ExtractorSample]:
-    """The next batch by id; empty where there is none."""
+    """Return the samples of the next batch by id, or an empty mapping if there is no batch."""
     return {sample.id: sample for sample in await made.take_batch(n, step) or ()}
 
 

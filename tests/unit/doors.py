@@ -1,5 +1,8 @@
-"""A game whose every turn is what the agent makes of it, and the parts that let agents play it: for tests of what stands
-above environments and engines. The engine is scripted; host, renderer and runner are the real ones."""
+"""Game in which the agent decides how each turn ends, and parts that let agents play it.
+
+They serve tests of the code above environments and engines. The engine is scripted. The host, the
+renderer and the runner are real.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ RESULTS = {
 
 
 class Doors:
-    """A game that does as its agent says, `crash` and `hang` included; the tasks of `broken` seeds cannot even begin.
+    """Game that follows its agent, including the actions `crash` and `hang`.
 
-    `actions`: what it was told since it was made.
+    Tasks with a seed in `broken` fail at the reset. `actions` lists all actions since the game was
+    created.
     """
 
     def __init__(self, broken: Container[int] = ()) -> None:
@@ -72,7 +76,7 @@ def spec_of(make: Callable[[], Game]) -> EnvSpec:
         name="doors",
         hosting="threads",
         turns=3,
-        reward_range=(0.0, 3.0),  # of whoever takes coins and opens
+        reward_range=(0.0, 3.0),  # for agents that take coins and open the door
         actions=tuple(RESULTS),
         action_format="one word",
         query_with_observation=False,
@@ -84,7 +88,7 @@ def spec_of(make: Callable[[], Game]) -> EnvSpec:
 
 
 class House:
-    """A real `ThreadHost` of the game, and every game that it made."""
+    """Real `ThreadHost` of the game, and all games that the host created."""
 
     def __init__(self, host: ThreadHost, games: list[Doors]) -> None:
         self.host, self.games = host, games
@@ -115,12 +119,15 @@ def renderer() -> ChatRenderer:
 
 
 def script(*actions: str) -> Callable[[str], str]:
-    """An agent that says `actions` turn by turn, the last one for ever; it reads off the prompt whose turn it is."""
+    """Return an agent that takes `actions` turn by turn and then repeats the last one.
+
+    The agent reads the number of the turn from the prompt.
+    """
     return lambda prompt: actions[min(prompt.count("<|im_start|>assistant\n"), len(actions)) - 1]
 
 
 def dice(prompt: str) -> str:
-    """An agent that says something that depends on the whole prompt and on nothing else."""
+    """Return a random action that depends only on the whole prompt."""
     return random.Random(prompt).choice(list(RESULTS))
 
 
@@ -132,7 +139,7 @@ HIT = Hit("Open means open.", ExperienceUse("e1", 1, "g1", "start"))
 
 
 class Shelf:
-    """A `Retriever` that has the same for whoever asks, and notes who did."""
+    """`Retriever` that returns the same hit for every request and records the requests."""
 
     def __init__(self, hit: Hit | None = HIT) -> None:
         self.hit = hit
@@ -163,7 +170,7 @@ def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunn
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what must come, and then a little for what must not."""
-    while not condition():  # noqa: ASYNC110  (nobody would set an event)
+    """Wait until `condition` is true, then a little longer for events that must not happen."""
+    while not condition():  # noqa: ASYNC110  (no code would set an event)
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)

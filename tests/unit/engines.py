@@ -1,4 +1,7 @@
-"""What the engine tests share: tiny random models, transformers as the reference, and a watch on forward passes."""
+"""Helpers for the engine tests.
+
+They provide tiny random models, reference outputs of transformers, and a monitor of forward passes.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from crl.engines.torch import TorchEngine
 from crl.types import Sampling
 
 V = 48
-NEVER = (1_000_000,)  # a stop token that no model here can sample
+NEVER = (1_000_000,)  # stop token that no model in these tests can sample
 
 
 def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = Qwen2Config(**{
-        "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "max_position_embeddings": 4096, "initializer_range": 0.25, "tie_word_embeddings": False,
-        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+        "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 4096,
+        "initializer_range": 0.25, "tie_word_embeddings": False, "pad_token_id": 0,
+        "bos_token_id": None, "eos_token_id": None,
     } | changes)  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -39,7 +43,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
 async def serving(
     model: PreTrainedModel, *, max_batch: int = 8, max_context: int = 4096, version: int = 0
 ) -> AsyncIterator[TorchEngine]:
-    """An engine, and a bound on the test's patience: whatever hangs, fails."""
+    """Yield an engine. The test fails if it takes more than 60 s, so that it cannot hang."""
     engine = TorchEngine(model, max_batch=max_batch, max_context=max_context, version=version)
     try:
         async with asyncio.timeout(60):
@@ -51,7 +55,10 @@ async def serving(
 def reference(
     model: PreTrainedModel, prompt: Sequence[int], tokens: int, stop: Sequence[int] = NEVER
 ) -> tuple[int, ...]:
-    """What transformers samples greedily, alone and without this engine's cache."""
+    """Return the tokens that transformers samples greedily for a single prompt.
+
+    This engine's cache is not used.
+    """
     ids = torch.tensor([list(prompt)])
     out = model.generate(
         input_ids=ids,
@@ -68,16 +75,17 @@ def reference(
 def true_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
-    """The log-probs of `sampled` after `prompt`, from one plain forward pass."""
+    """Return the log-probs of `sampled` after `prompt`, from one plain forward pass."""
     ids = torch.tensor([[*prompt, *sampled]])
     log_p = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
     return [float(log_p[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
 
 
 class Passes:
-    """Watches a model's forward passes; can hold the compute thread before one of them, or run something there.
+    """Monitor of a model's forward passes.
 
-    read: new tokens of each row, pass by pass.
+    It can block the compute thread before a pass, or run an action there. `read` holds the number
+    of new tokens of each row, pass by pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -92,7 +100,7 @@ class Passes:
         self._actions[number] = action
 
     def hold(self, number: int) -> None:
-        """Pass `number` (from 0) will wait for `go`."""
+        """Make pass `number` (from 0) wait for `go`."""
         self.at(number, self._wait)
 
     async def held(self) -> None:
@@ -119,7 +127,7 @@ class Passes:
 
 
 async def settled() -> None:
-    """Lets every task run until it waits for something."""
+    """Let every task run until it waits for something."""
     for _ in range(5):
         await asyncio.sleep(0)
 

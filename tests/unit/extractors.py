@@ -1,4 +1,8 @@
-"""What the tests of the manager share: requests, scripted extractors that answer as language models do, and an embedder of words."""
+"""Helpers for the manager's tests.
+
+They provide requests, scripted extractors that answer like language models, and an embedder of
+words.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,10 @@ GOAL = "Find the exit of the azure cellar."
 
 
 class WordEmbedder:
-    """A bag of words on 64 hashed directions, unit norm: texts with the same words are the same."""
+    """Embedder that maps a bag of words to 64 hashed directions, with unit norm.
+
+    Texts with the same words have the same vector.
+    """
 
     name, dim = "words", 64
 
@@ -60,7 +67,10 @@ def request(
     of: Task | None = None,
     **changes: Any,
 ) -> DistilRequest:
-    """note: what the scripted extractor is to see of the episode."""
+    """Return a distillation request.
+
+    `note` is the last word of the episode. The scripted extractor chooses its answer by this word.
+    """
     segments = (
         Segment("user", "at 2 3", "env"),
         Segment("assistant", f"east {note}".strip(), "policy"),
@@ -70,7 +80,7 @@ def request(
 
 
 def write_prompt(request: DistilRequest) -> list[Segment]:
-    """A prompt as the real one: goal, outcome, what guided, the trace."""
+    """Return a prompt with the parts of a real one: goal, outcome, shown experiences, trace."""
     shown = "\n".join(f"{i}. {hit.text}" for i, hit in enumerate(request.shown, start=1))
     trace = "\n".join(segment.text for segment in request.segments)
     outcome = "success" if request.success else "failure"
@@ -97,7 +107,10 @@ def answering(answer: Callable[[str], str]) -> ScriptedEngine:
 
 
 class Scribe(ScriptedEngine):
-    """Answers an episode by its last word, a merge by `merging`. The log-prob of each token is −1 − its version."""
+    """Engine that answers an episode by its last word, and a merge with `merging`.
+
+    The log-prob of each token is −1 − the version of the engine.
+    """
 
     def __init__(self, answers: Mapping[str, str], version: int = 0) -> None:
         super().__init__(renderer(), self._reply)
@@ -149,7 +162,7 @@ def search(
 
 
 class Ledger:
-    """A `Monitor` that remembers what it was told."""
+    """`Monitor` that stores the metrics and the experiences that it receives."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str, dict[str, Any]]] = []
@@ -171,17 +184,28 @@ class Ledger:
 
 
 def bank_of_version_1(path: Path) -> Path:
-    """As an earlier crl left it: four entries, two open requests, a dead one."""
+    """Write a bank of format version 1, as an earlier crl left it. Return its path.
+
+    It has four entries, two open requests and a dead request.
+    """
     return _golden_bank(path, 1)
 
 
 def bank_of_version_2(path: Path) -> Path:
-    """As an earlier crl left it: four entries, an open request, a dead one, and a snapshot (13) from which one unit was credited."""
+    """Write a bank of format version 2, as an earlier crl left it. Return its path.
+
+    It has four entries, an open request, a dead request, and a snapshot (13) after which one unit
+    was credited.
+    """
     return _golden_bank(path, 2)
 
 
 def bank_of_version_3(path: Path) -> Path:
-    """As an earlier crl left it: that of version 2 one step on, with a vote, and a snapshot (22) after which an entry was credited."""
+    """Write a bank of format version 3, as an earlier crl left it. Return its path.
+
+    It is the bank of version 2 some steps later, with a vote, and a snapshot (22) after which an
+    entry was credited.
+    """
     return _golden_bank(path, 3)
 
 
@@ -194,13 +218,13 @@ def _golden_bank(path: Path, version: int) -> Path:
 
 
 def dump(path: Path) -> list[str]:
-    """All that a bank holds, as SQL."""
+    """Return the whole content of a bank as SQL statements."""
     with closing(sqlite3.connect(path)) as db:
         return list(db.iterdump())
 
 
 def logged(path: Path, kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, data) of every operation of this kind, in order."""
+    """Return (origin, data) of every operation of this kind, in order."""
     with closing(sqlite3.connect(path)) as db:
         rows = db.execute("SELECT origin, data FROM log WHERE kind = ? ORDER BY seq", (kind,))
         return [(origin, json.loads(data)) for origin, data in rows]

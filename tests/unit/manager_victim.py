@@ -1,11 +1,16 @@
-"""Lives of one manager that end by SIGKILL. What the last one leaves is compared with what a life leaves that was never killed.
+"""Lives of one manager that end by SIGKILL, compared with a life that is never killed.
 
-    python manager_victim.py DIR statements STRIDE     killed before every STRIDE-th of its SQL statements, from the start and in a
-                                                       life that goes back to the snapshot of an earlier one
-    python manager_victim.py DIR storm KILLS SEED      killed at random instants, up to three times in a row
+    python manager_victim.py DIR statements STRIDE
+    python manager_victim.py DIR storm KILLS SEED
 
-Each under every rule of eviction, with `drain` to distil, and under one with `run`. Prints as JSON how many lives were killed, in how
-many banks, what differed, and what a life leaves of each. Each life is a fork of this process, which opens no bank itself.
+* `statements`: lives are killed before every STRIDE-th of their SQL statements. This is done for
+  lives from the start, and for lives that go back to the snapshot of an earlier life.
+* `storm`: lives are killed at random instants, up to three times in a row.
+
+Both use every eviction rule with `drain` to distil, and one rule with `run`. The program prints
+JSON: the number of killed lives, the number of banks, the differences, and the content of the bank
+after a life that is never killed, for each rule. Each life is a fork of this process, which opens
+no bank itself.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
 
 Drain = Callable[[], Coroutine[Any, Any, None]]
-"""What distils all that was submitted."""
+"""Function that distils all submitted requests."""
 
 ANSWERS = {
     "three": add("Go west.", "Then go north.", "Mind the trap."),
@@ -86,7 +91,7 @@ def write_refine(question: Question, found: Hit) -> list[Segment]:
 
 
 class Characters:
-    """Renders and tokenises by characters: no tokenizer to load."""
+    """Renderer and tokenizer that work on characters, so that no tokenizer must be loaded."""
 
     stop_ids = (0,)
 
@@ -101,7 +106,10 @@ class Characters:
 
 
 class Extractor(ScriptedEngine):
-    """Its answer is a function of the prompt. One it cannot serve, one it never serves, and one it serves the second time."""
+    """Extractor whose answer is a function of the prompt.
+
+    It fails for the note `broken`, is always busy for `hopeless`, and is busy once for `late`.
+    """
 
     def __init__(self) -> None:
         super().__init__(Characters(), reply)  # pyright: ignore[reportArgumentType]
@@ -125,15 +133,19 @@ class Extractor(ScriptedEngine):
 
 
 SETTINGS = ManagerSettings(
-    cap=3, size=5, vote_out=2, duplicate=0.95, attempts=6, backoff=0.0, credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
-    distil=DistilSettings(key_text_weight=0.5), retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
+    cap=3, size=5, vote_out=2, duplicate=0.95, attempts=6, backoff=0.0,
+    credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
+    distil=DistilSettings(key_text_weight=0.5), retrieval=RetrievalSettings(margin=2.0,
+    min_similarity=0.0),
 )  # fmt: skip
 
 
 async def life(path: Path, evict: Evict, running: bool) -> None:
-    """Every kind of change, with a checkpoint in between. A life that finds the checkpoint goes on from there, as a run does.
+    """Make every kind of change to a bank, with a checkpoint in between.
 
-    running: `manager.run()` distils, one request after the other, so that what is left does not depend on which answer comes first.
+    A life that finds the checkpoint continues from there, as a run does. With `running`,
+    `manager.run()` distils one request after the other, so that the result does not depend on the
+    order of the answers.
     """
     renderer: Any = Characters()
     prompts, settings = (
@@ -174,7 +186,11 @@ SHORE = task(goal="Reach the shore.")
 
 
 async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None:
-    """What is repeated here changes nothing; a clock, and what may not be repeated, goes by the log."""
+    """Make the changes before the checkpoint.
+
+    A life may repeat most of them without an effect. Before the clock or a change that must not be
+    repeated, the log is checked.
+    """
     if await has_done(manager, "retrieve"):
         manager.advance(1)
     await asyncio.gather(
@@ -211,8 +227,11 @@ async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None
 
 
 async def after_it(manager: ExperienceManager, checkpoint: int, drain: Drain) -> None:
-    """A further operation has its place here and above, what the extractor says to it in `reply`; what it leaves is compared by
-    `left_behind`."""
+    """Make the changes after the checkpoint.
+
+    To add an operation, call it here and in `until_the_checkpoint`, add the extractor's answer to
+    `reply`, and add its result to `left_behind`.
+    """
     manager.advance(2)
     await manager.search([search(group=1)])
     await manager.flush()
@@ -266,11 +285,15 @@ async def has_done(manager: ExperienceManager, kind: str) -> bool:
 
 
 def left_behind(path: Path) -> dict[str, list[Any]]:
-    """The bank's content, without what only says when."""
+    """Return the content of the bank without the fields that hold only times."""
     queries = {
-        "entries": "SELECT uid, version, text, task, goal, parents, status, hex(vector) FROM entries",
-        "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step, credited, credit, votes,
-                    lift_groups, lift_mean, lift_m2, pending_count, pending_sum, ready IS NULL FROM units""",
+        "entries": (
+            "SELECT uid, version, text, task, goal, parents, status, hex(vector) FROM entries"
+        ),
+        "units": """SELECT uid, version, generation, start, stop, retrieved, last_returned_step,\
+ credited, credit, votes,
+                    lift_groups, lift_mean, lift_m2, pending_count, pending_sum,\
+ ready IS NULL FROM units""",
         "generations": "SELECT id, hex(sampled), head, c_train, t_last FROM generations",
         "requests": "SELECT id, state, reason, payload FROM requests",
         "facts": "SELECT name, value FROM facts",
@@ -288,7 +311,11 @@ def live(
     before: int | None = None,
     after: float | None = None,
 ) -> bool:
-    """One life in a process of its own, killed before a statement or after so many seconds; True when it came to its end."""
+    """Run one life in its own process. Return True if it completed, or False if it was killed.
+
+    It is killed before the SQL statement number `before`, or after `after` seconds. Raise
+    SystemExit if it ends with an error.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -311,11 +338,14 @@ def live(
 
 
 def arm(kill_before: int) -> None:
-    """From now on this process is killed before the statement of that number, counted from 1 over all connections."""
+    """Kill this process before the SQL statement number `kill_before`.
+
+    Statements are counted from 1 over all connections that are opened from now on.
+    """
     connect, seen = sqlite3.connect, [0]
 
     def trace(statement: str) -> None:
-        seen[0] += not statement.startswith("--")  # a trigger's
+        seen[0] += not statement.startswith("--")  # a statement of a trigger is not counted
         if seen[0] == kill_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -328,7 +358,7 @@ def arm(kill_before: int) -> None:
 
 
 class Watch:
-    """Counts kills and compares what is left, under one rule of eviction."""
+    """Counter of kills and comparison of the resulting banks, for one eviction rule."""
 
     def __init__(self, folder: Path, evict: Evict, running: bool) -> None:
         self._folder = folder
@@ -342,7 +372,7 @@ class Watch:
         self.expected = left_behind(path)
 
     def fresh(self, name: str = "killed", start: Path | None = None) -> Path:
-        """The path of a new bank, or of one in a copy of the folder `start`."""
+        """Return the path of a new bank, or of the bank in a copy of the folder `start`."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
         if start:
             shutil.copytree(start, self._folder / name)
@@ -356,7 +386,7 @@ class Watch:
         return killed
 
     def finish(self, path: Path, name: Any) -> None:
-        """The last life of a bank runs to its end."""
+        """Run the last life of a bank to its end and compare the result."""
         live(path, self.evict, self._running)
         self.banks += 1
         if left_behind(path) != self.expected:
@@ -372,9 +402,8 @@ def statements(watches: Sequence[Watch], stride: int) -> None:
         return before - stride
 
     for i, watch in enumerate(watches):
-        first = (
-            1 + i % RULES * stride // RULES
-        )  # their lives are alike: each is killed where the others are not
+        # The lives of the rules are alike. Each rule is killed before other statements.
+        first = 1 + i % RULES * stride // RULES
         last = kill_before_each(watch, first, watch.fresh, "at first")
         watch.kill(late := watch.fresh("late"), before=last - 5)
         kill_before_each(watch, first, partial(watch.fresh, start=late.parent), "going back")

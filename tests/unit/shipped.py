@@ -1,4 +1,4 @@
-"""The shipped tasks as their files set them."""
+"""Settings of the shipped tasks, read from their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TASKS = Path(__file__).resolve().parents[2] / "tasks"
 
 
 def as_set(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
-    """The environment and the turns of tasks/TASK.toml."""
+    """Return the environment and the number of turns in tasks/TASK.toml."""
     settings = tomllib.loads((TASKS / f"{task}.toml").read_text("utf-8"))
     settings |= settings["compact"] if rendering == "compact" else {}
     return get_spec(settings["env"]), settings["turns"]

@@ -1,4 +1,4 @@
-"""An agent's text is an action only when it says so."""
+"""Parsing of actions: an agent's text is an action only if it says so."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DIRECTIONS = tuple(COMPASS)
         ("I think east is best.\n<answer> North </answer> Good luck!", "north"),
         ("<ANSWER>SouthWest.</ANSWER>", "southwest"),
         ("<answer>north</answer> no, wait: <answer>south</answer>", "south"),
+        # The last tag that holds an action counts.
         (
             "<answer>south</answer> or <answer>up</answer>",
             "south",
-        ),  # the last tag that holds an action
+        ),
         ("<answer>I say <answer>west</answer>", "west"),
         ("<answer>\nnorth\n</answer>", "north"),
         ("<answer>north east</answer>", "northeast"),
@@ -44,7 +45,7 @@ def test_reads_what_was_chosen(text: str, action: str | None) -> None:
         "   \n ",
         "<answer></answer>",
         "<answer>up</answer>",
-        "<answer>up</answer>\nnorth",  # with a tag, nothing outside of it counts
+        "<answer>up</answer>\nnorth",  # if there is a tag, text outside it does not count
         "<answer>north",
         "<answer>north\nsouth",
         "north</answer> or",
@@ -75,9 +76,8 @@ def test_actions_keep_their_spelling_and_their_punctuation() -> None:
     assert parse_choice("what?", actions) == "what?"
 
 
-def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none() -> (
-    None
-):
+def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none(
+) -> None:  # fmt: skip
     assert [parse_choice(text, ("2 0", "20")) for text in ("2 0", "20", " 2 0. ")] == [
         "2 0",
         "20",
@@ -108,7 +108,7 @@ def test_aliases_map_to_actions_and_never_shadow_them() -> None:
         parse_choice("up", DIRECTIONS, {"u": "up"})
 
 
-# ── a name with an argument ─────────────────────────────────────────────────────────────────────────────────────────
+# ── a name with an argument ───────────────────────────────────────────────────────────────────────
 
 PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
 
@@ -119,19 +119,20 @@ PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
         ("<answer>search[red shoes]</answer>", ("search", "red shoes")),
         ("search[ Red   Shoes ]", ("search", "Red Shoes")),  # free text keeps its case
         ("SEARCH [x].", ("search", "x")),
-        ("click[Buy  Now]", ("click", "buy now")),  # a choice is spelled as it is offered
+        ("click[Buy  Now]", ("click", "buy now")),  # a choice is returned as it is offered
         ("<answer> Click[<Prev] </answer>", ("click", "< prev")),
         ("`click[B000000001]`", ("click", "b000000001")),
         ("- search[tea]", ("search", "tea")),
         ('click["Buy now"]', ("click", "buy now")),
         ("click[B000000001]!", ("click", "b000000001")),
         ("click[a[b]]", ("click", "a[b]")),
-        ("First search[tea], then click[buy now]", None),  # not one action
+        ("First search[tea], then click[buy now]", None),  # not a single action
         ("search[tea], then click[buy now]", None),
+        # If the text holds only actions, the last one counts.
         (
             "search[tea] click[buy now]",
             ("click", "buy now"),
-        ),  # nothing but actions: the last of them
+        ),
         ("search[tea]. click[buy now]", ("click", "buy now")),
         ("search[tea]! - click[buy now].", ("click", "buy now")),
         ("search[tea]. Click[buy now]? search[cup]", ("search", "cup")),

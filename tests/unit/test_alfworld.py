@@ -1,4 +1,4 @@
-"""ALFWorld: the same task is the same episode, TextWorld's texts are unchanged, and games can be won through them."""
+"""ALFWorld: a task fixes its episode, TextWorld's texts are unchanged, and games can be won."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv(
-            "ALFWORLD_DATA", ""
-        )  # alfworld sets it when it is imported: to be undone, it must be known here
+        # alfworld sets the variable when it is imported. The fixture can undo this only if it knows
+        # the variable.
+        patch.setenv("ALFWORLD_DATA", "")
         patch.delenv("ALFWORLD_DATA")
         yield
 
 
-# ── words, and what is declared ─────────────────────────────────────────────────────────────────────────────────────
+# ── words and declarations ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,10 +85,12 @@ def test_reads_each_wording_of_a_chore(goal: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, and a safe 1.\n\nYour task is to: x.",
+        ("You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, "
+         "and a safe 1.\n\nYour task is to: x.",
          "see bed 1, desk 2, safe 1"),
         ("You arrive at cabinet 1. The cabinet 1 is closed.", "cabinet 1 closed"),
-        ("You arrive at desk 1. On the desk 1, you see a pen 2, and a mug 1.", "desk 1: pen 2, mug 1"),
+        ("You arrive at desk 1. On the desk 1, you see a pen 2, and a mug 1.",
+         "desk 1: pen 2, mug 1"),
         ("You open the safe 1. The safe 1 is open. In it, you see nothing.", "safe 1: nothing"),
         ("You pick up the mug 1 from the desk 1.", "took mug 1"),
         ("You move the mug 1 to the desk 1.", "mug 1 in desk 1"),
@@ -191,14 +193,18 @@ def test_a_missing_extra_is_named() -> None:
     spec = replace(get_spec("alfworld"), extra="alfworld_that_is_not_there")
     with pytest.raises(
         ConfigError,
-        match=r"tasks.chores.env = 'alfworld': it needs the extra 'alfworld_that_is_not_there'.*pip install",
+        match=(
+            r"tasks.chores.env = 'alfworld': it needs the extra "
+            r"'alfworld_that_is_not_there'.*pip install"
+        ),
     ):
         require_extra(spec, "tasks.chores.env")
 
 
 def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
     code = (
-        "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; a.SmallStream(0, StreamSettings()).draw(3);"
+        "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; "
+        "a.SmallStream(0, StreamSettings()).draw(3);"
         "print(sorted({'textworld', 'alfworld', 'numpy', 'torch'} & set(sys.modules)))"
     )
     assert (
@@ -234,7 +240,7 @@ def test_the_plan_says_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> Non
     assert overview(config).count(no_others) == 1
 
 
-# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── determinism ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +259,7 @@ def admissible(game: alfworld.Game) -> tuple[str, ...]:
 
 
 def transcript(game: alfworld.Game, task: Task, turns: int = 12) -> list[str]:
-    """The texts of an episode under commands that depend on the task alone."""
+    """Return the texts of an episode. The commands depend on the task alone."""
     rng = random.Random(task.seed)
     texts = [game.reset(task)]
     for _ in range(turns):
@@ -296,7 +302,8 @@ def test_the_same_task_is_the_same_episode_in_another_process(
 ) -> None:
     code = (
         "import json, sys; sys.path.insert(0, 'tests/unit'); from test_alfworld import *\n"
-        "game = alfworld.make_game('full'); print(json.dumps([transcript(game, task) for task in some_tasks()[::-1]]))"
+        "game = alfworld.make_game('full'); "
+        "print(json.dumps([transcript(game, task) for task in some_tasks()[::-1]]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run(
@@ -311,7 +318,8 @@ STOCK = """
 import json, sys, textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 path, commands = sys.argv[1], json.loads(sys.argv[2])  # the engine overwrites them
-env = textworld.start(path, textworld.EnvInfos(admissible_commands=True), wrappers=[AlfredDemangler(shuffle=False)])
+env = textworld.start(path, textworld.EnvInfos(admissible_commands=True),\
+ wrappers=[AlfredDemangler(shuffle=False)])
 state, said = env.reset(), []
 said.append([state.feedback, state["admissible_commands"]])
 for command in commands:
@@ -329,7 +337,7 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
     engine, rng = Engine(), random.Random(number)
-    engine.start(games.game_of(SMALL_NEW[3]))  # another chore, of which the grammar is known then
+    engine.start(games.game_of(SMALL_NEW[3]))  # then the grammar of another chore is known
     engine.start(data)
     engine.do(engine.admissible[0])
     said: list[list[object]] = [[engine.start(data), list(engine.admissible)]]  # a second start too
@@ -363,11 +371,11 @@ def test_the_processs_arguments_stay_as_they_were(
     assert sys.argv == ["crl", "play", "alfworld"]
 
 
-# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── winning ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n: int) -> None:
-    """The scripted player wins at least 95 % in both renderings and in every eval set."""
+    """Check that the scripted player wins at least 95 % in both renderings and every eval set."""
     small_turns, turns = as_set("alfworld", "compact")[1], as_set("alfworld", "full")[1]
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
         (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
@@ -401,11 +409,14 @@ def test_the_scripted_player_wins_every_eval_set(players: dict[Rendering, alfwor
     check_scripted(players, 128, 140)
 
 
-# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_actions(game: alfworld.Game, actions: int) -> None:
-    """Random and malformed actions crash nothing; the game takes admissible ones alone."""
+    """Check that random and malformed actions do not crash the game.
+
+    The game accepts only admissible actions.
+    """
     rng, tasks = random.Random(4), iter(SMALL_NEW)
     done, moves, paid = True, 0, 0.0
     for _ in range(actions):
@@ -478,11 +489,13 @@ async def test_members_of_a_group_play_the_same_episode_in_worker_processes() ->
     assert host.failures == 0
 
 
-# ── generated games ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── generated games ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -> None:
-    from alfworld.gen.constants import VAL_RECEPTACLE_OBJECTS  # pyright: ignore[reportMissingImports]
+    from alfworld.gen.constants import (  # pyright: ignore[reportMissingImports]
+        VAL_RECEPTACLE_OBJECTS,
+    )
 
     from crl.envs.alfworld import floorplans
     from crl.envs.alfworld.house import LAMPS
@@ -545,9 +558,8 @@ def test_generated_games_are_proved_once_and_kept(
     )
     revisit = alfworld.SMALL_SPEC.revisit
     assert revisit
-    games.game_of(
-        revisit(alfworld.demonstration_tasks(1)[0], 1)
-    )  # what else lies about does not matter
+    # Other objects in the house do not matter.
+    games.game_of(revisit(alfworld.demonstration_tasks(1)[0], 1))
     monkeypatch.setattr(engine, "plan_length", lambda data: None)
     with pytest.raises(RuntimeError, match="finds no way"):
         games.game_of(alfworld.demonstration_tasks(4)[3])
@@ -570,12 +582,12 @@ def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
         alfworld.eval_tasks("new", 135, 0, SETTINGS)
 
 
-# ── ALFWorld's own games ────────────────────────────────────────────────────────────────────────────────────────────
+# ── ALFWorld's own games ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as alfworld-download makes it, with games of an older grammar."""
+    """Return a folder like that of alfworld-download, with games of an older grammar."""
     for number, task in enumerate(SMALL_NEW[:6]):
         house = small.house(int(task.params["lgen"]), int(task.params["core"]))
         data = dict(games.game_of(task))

@@ -1,4 +1,8 @@
-"""Small houses for the tiny models: lessons, the episode in few words, the houses without TextWorld, and what is taught of them."""
+"""Small houses for the tiny models.
+
+The tests cover lessons, digests of episodes, houses without TextWorld, and training examples that
+are made from the houses.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ ADVISOR = HouseAdvisor()
 
 
 def conversation(*texts: str, goal: str = "the jade attic: put a mug in shelf.") -> list[Segment]:
-    """A goal, and then what the house and the agent say in turn, the house first."""
+    """Return a goal, followed by texts of the house and the agent in turn. The house is first."""
     said = [
         Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
         for i, text in enumerate(texts)
@@ -52,12 +56,13 @@ def conversation(*texts: str, goal: str = "the jade attic: put a mug in shelf.")
 
 
 SEARCH = conversation(
-    "see cabinet 1, desk 1, shelf 1", "go to shelf 1", "shelf 1: nothing", "go to cabinet 1", "cabinet 1 closed", "look", "at cabinet 1",
-    "go to desk 1", "desk 1: mug 1, pen 2", "take mug 1", "took mug 1", "go to cabinet 1", "cabinet 1 closed",
+    "see cabinet 1, desk 1, shelf 1", "go to shelf 1", "shelf 1: nothing", "go to cabinet 1",
+    "cabinet 1 closed", "look", "at cabinet 1", "go to desk 1", "desk 1: mug 1, pen 2",
+    "take mug 1", "took mug 1", "go to cabinet 1", "cabinet 1 closed",
 )  # fmt: skip
 
 
-# ── lessons ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lessons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", LESSONS)
@@ -91,7 +96,10 @@ def test_an_episode_in_few_words() -> None:
 
 
 def test_where_a_thing_was_seen_first_counts() -> None:
-    """Who puts it elsewhere has moved it for this episode alone."""
+    """Check that the first place where an object was seen counts.
+
+    An agent that puts the object elsewhere has moved it for this episode only.
+    """
     moved = [
         *SEARCH[:10],
         *conversation(
@@ -125,11 +133,14 @@ def test_the_advisor_tells_the_truth_of_every_visit() -> None:
     assert not ADVISOR.informative(SEARCH[:8])
 
 
-# ── houses without TextWorld ────────────────────────────────────────────────────────────────────────────────────────
+# ── houses without TextWorld ──────────────────────────────────────────────────────────────────────
 
 
 def check_words(houses: int, turns: int) -> None:
-    """The engine and the house are told the same, and say the same; commands that no demonstrator gives are left out."""
+    """Check that the engine and the house give the same texts for the same commands.
+
+    Commands that no demonstrator gives are left out.
+    """
     pytest.importorskip("alfworld")
     from crl.envs.alfworld.game import AlfworldGame
 
@@ -186,7 +197,10 @@ def test_many_houses_without_textworld_say_what_it_says(
 
 
 def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random() -> None:
-    """The scripted player wins in 95 of 100 houses, random commands in next to none."""
+    """Check that the turns suffice for a player but not for random commands.
+
+    The scripted player wins in at least 95 % of the houses, random commands in at most 10 %.
+    """
     tasks, house, rng = (
         SMALL_SPEC.eval_tasks("new", 128, 0, StreamSettings()),
         SmallHouse(),
@@ -205,7 +219,7 @@ def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random(
     assert wins <= 0.1 * len(tasks)
 
 
-# ── the actor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the actor ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def commands(segments: Sequence[Segment]) -> list[str]:
@@ -220,7 +234,7 @@ def told(advice: str, tasks: Sequence[Task], chores: Chores = ACTOR_CHORES) -> l
 
 @pytest.mark.parametrize("chores", [ACTOR_CHORES, ASKING_CHORES])
 def test_demonstrations_are_episodes_of_the_game(chores: Chores) -> None:
-    """The commands, given to the game again, bring the same texts; none is refused."""
+    """Check that the commands give the same texts again and that all of them are valid."""
     house = SmallHouse()
     for episode in chores.episodes(random.Random(0), demonstration_tasks(100)):
         said = [segment.text for segment in episode.segments if segment.origin == "env"]
@@ -288,7 +302,7 @@ def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
     assert asked >= 50
 
 
-# ── the extractor ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_the_extractor_is_taught_of_an_episode_is_true_of_it() -> None:
@@ -335,8 +349,8 @@ def test_a_hint_is_corrected_by_what_was_seen() -> None:
     [
         (2, "mug is in desk 1.", '[{"op":"refine","text":"go to desk 1."}]'),
         (2, "pen is in desk 1.", '[{"op":"return"}]'),
-        (4, "mug is in shelf 1.", '[{"op":"return"}]'),  # it has looked there
-        (10, "mug is in cabinet 1.", '[{"op":"return"}]'),  # it has seen one
+        (4, "mug is in shelf 1.", '[{"op":"return"}]'),  # the agent has looked there
+        (10, "mug is in cabinet 1.", '[{"op":"return"}]'),  # the agent has seen a mug
     ],
 )
 def test_a_lesson_is_fitted_to_where_the_agent_is(seen: int, text: str, written: str) -> None:

@@ -1,4 +1,4 @@
-"""Advantages, returns and sequence weights, against numbers worked by hand."""
+"""Advantages, returns and sequence weights, compared with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from crl.algo import (
 
 ROOT_HALF = math.sqrt(0.5)
 
-# ── group advantages ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── group advantages ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_group_advantage_is_the_deviation_over_the_sample_std():
-    # mean 0.5; deviations ±0.5; sample variance 4 · 0.25 / 3 = 1/3; std 0.5774; 0.5 / 0.5774 = √3 / 2
+    # mean 0.5; deviations ±0.5; sample variance 4 · 0.25 / 3 = 1/3; std 0.5774
+    # 0.5 / 0.5774 = √3 / 2
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4), eps=0.0)
     assert advantages.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254])
 
@@ -69,7 +70,8 @@ def test_a_constant_group_gets_exactly_zero_although_its_mean_is_rounded(scale, 
 
 
 def test_large_rewards_lose_no_precision():
-    # the sum, 30000001, is no float32: rounded, the mean would be 10000000 and the deviations 0, 0, 1
+    # The sum 30000001 is not a float32. After rounding, the mean would be 10000000 and the
+    # deviations 0, 0, 1.
     advantages = group_advantages(torch.tensor([1e7, 1e7, 1e7 + 1]), [0, 0, 0], scale="none")
     assert advantages.tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
 
@@ -84,12 +86,14 @@ def test_lists_integers_and_doubles_are_taken_and_the_float_type_is_kept():
     assert group_advantages([], []).shape == (0,)
 
 
-# ── split groups, batches, steps ────────────────────────────────────────────────────────────────────────────────────
+# ── split groups, batches, steps ──────────────────────────────────────────────────────────────────
 
 
 def test_subgroups_are_normalised_apart():
-    # group 0 guided: 1, 0 → mean 0.5, std 1/√2 → ±1/√2.   group 0 free: 40, 20 → mean 30, std 10√2 → ±1/√2.
-    # group 1 guided: one member → 0.   group 1 free: 1, 3 → mean 2 → ∓1/√2.
+    # group 0 guided: 1, 0 → mean 0.5, std 1/√2 → ±1/√2
+    # group 0 free: 40, 20 → mean 30, std 10√2 → ±1/√2
+    # group 1 guided: one member → 0
+    # group 1 free: 1, 3 → mean 2 → ∓1/√2
     rewards = torch.tensor([1.0, 0.0, 40.0, 20.0, 9.0, 1.0, 3.0])
     guided = torch.tensor([True, True, False, False, True, False, False])
     advantages = split_group_advantages(
@@ -136,7 +140,8 @@ def test_steps_compare_within_group_and_anchor_only():
         20.0,
         -10.0,
     ]
-    # std of (1, 3) = √2; of (10, 40, 10): √((100 + 400 + 100) / 2) = √300 = 17.320508; 10/17.32 = 1/√3
+    # std of (1, 3) = √2
+    # std of (10, 40, 10) = √((100 + 400 + 100) / 2) = √300 = 17.320508; 10/17.32 = 1/√3
     scaled = step_advantages(returns, groups, anchors, scale="std", eps=0.0)
     assert scaled.tolist() == pytest.approx(
         [-ROOT_HALF, ROOT_HALF, 0.0, -0.5773503, 1.1547005, -0.5773503]
@@ -164,7 +169,7 @@ def test_discounted_returns(rewards, gamma, expected):
     assert discounted_returns(torch.tensor(rewards), gamma).tolist() == expected
 
 
-# ── sequence weights ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sequence weights ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_two_full_conditions_share_a_group_equally():
@@ -174,14 +179,15 @@ def test_two_full_conditions_share_a_group_equally():
 
 
 def test_a_small_condition_weighs_as_much_as_a_large_one():
-    # ½ to the guided three, 1/6 each; ½ to the free one
+    # the three guided members share ½: 1/6 each; the free member has ½
     assert sequence_weights([0] * 4, [True, True, True, False]).tolist() == pytest.approx(
         [1 / 6, 1 / 6, 1 / 6, 1 / 2]
     )
 
 
 def test_a_group_with_one_condition_keeps_its_whole_share():
-    # group 0: ½, split over two conditions of one: ¼ each; group 1: ½ over three free ones: 1/6 each
+    # group 0: ½ over two conditions of one member: ¼ each; group 1: ½ over three free members: 1/6
+    # each
     weights = sequence_weights(
         torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, False, False, False, False])
     )
@@ -189,7 +195,8 @@ def test_a_group_with_one_condition_keeps_its_whole_share():
 
 
 def test_a_cut_trajectory_shares_its_part_by_tokens():
-    # one group, free only, trajectories A (samples of 10 and 30 tokens) and B (5 tokens): ½ each; A: 10/40 and 30/40 of ½
+    # Trajectories A (samples of 10 and 30 tokens) and B (5 tokens) of one free group have ½ each.
+    # A's samples have 10/40 and 30/40 of ½.
     weights = sequence_weights([0, 0, 0], [False] * 3, ["A", "A", "B"], [10, 30, 5])
     assert weights.tolist() == pytest.approx([1 / 8, 3 / 8, 1 / 2])
 
@@ -200,7 +207,8 @@ def test_a_cut_trajectory_without_lengths_shares_equally():
 
 
 def test_a_sample_without_tokens_leaves_its_share_to_its_siblings_unless_none_has_any():
-    # A: 0 and 6 tokens → all of ½ to the second.  B: 0 and 0 tokens → ¼ each, so that the weights still sum to 1
+    # A: 0 and 6 tokens → the second sample has all of ½. B: 0 and 0 tokens → ¼ each, so that the
+    # weights still sum to 1.
     weights = sequence_weights([0] * 4, [False] * 4, ["A", "A", "B", "B"], [0, 6, 0, 0])
     assert weights.tolist() == pytest.approx([0.0, 1 / 2, 1 / 4, 1 / 4])
 
@@ -222,7 +230,7 @@ def test_no_samples_have_no_weights():
     assert sequence_weights([], []).shape == (0,)
 
 
-# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -258,7 +266,7 @@ def test_bad_input_is_refused_with_its_name(call, text):
         call()
 
 
-# ── properties ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── properties ────────────────────────────────────────────────────────────────────────────────────
 
 REWARDS = st.one_of(
     st.sampled_from([-1.0, 0.0, 0.1, 1.0]), st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -304,7 +312,7 @@ def test_advantages_follow_a_permutation(rows, random):
 def test_normalised_advantages_ignore_the_scale_and_offset_of_rewards(rows, factor, offset):
     rewards, groups, _ = zip(*rows, strict=True)
     moved = group_advantages(doubles(rewards).mul(factor).add(offset), groups, eps=1e-3)
-    # eps is the only thing that knows the scale: the same rewards with eps / factor
+    # Only eps depends on the scale. The expected result has the same rewards and eps / factor.
     torch.testing.assert_close(
         moved, group_advantages(doubles(rewards), groups, eps=1e-3 / factor), atol=1e-6, rtol=1e-6
     )

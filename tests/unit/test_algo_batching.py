@@ -1,4 +1,4 @@
-"""Micro-batches, minibatches, and the weights that samples get before any of them is dropped."""
+"""Micro-batches, minibatches, and sample weights from before samples are dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from crl.algo import build_minibatches, micro_batches, optimizer_minibatches
 from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
 
-# ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_neighbours_in_length_share_a_micro_batch():
@@ -22,7 +22,8 @@ def test_neighbours_in_length_share_a_micro_batch():
 
 
 def test_padded_rows_count_as_the_longest():
-    # By length: 9 | 4, 3 | 2, 1. 9 fills the budget; 2 rows of 4 are 8, a third would be 12; 2 rows of 2 are 4.
+    # By length: 9 4, 3 2, 1. 9 fills the budget. 2 rows of 4 are 8, and a third row would make 12.
+    # 2 rows of 2 are 4.
     assert micro_batches([3, 9, 4, 1, 2], 9, padded=True) == [[1], [2, 0], [4, 3]]
 
 
@@ -49,7 +50,7 @@ def test_every_index_once_and_within_the_budget(lengths, budget, padded):
         held = [lengths[i] for i in batch]
         assert len(batch) == 1 or (len(batch) * max(held) if padded else sum(held)) <= budget
     assert micro_batches(lengths, budget, padded=padded) == batches
-    if not padded:  # no two neighbours could have been one
+    if not padded:  # no two neighbours could have been merged
         totals = [sum(lengths[i] for i in batch) for batch in batches]
         assert all(
             total + lengths[after[0]] > budget
@@ -57,7 +58,7 @@ def test_every_index_once_and_within_the_budget(lengths, budget, padded):
         )
 
 
-# ── optimizer minibatches ───────────────────────────────────────────────────────────────────────────────────────────
+# ── optimizer minibatches ─────────────────────────────────────────────────────────────────────────
 
 
 @settings(deadline=None)
@@ -82,7 +83,7 @@ def test_the_shuffle_is_the_generators():
     assert first[0] != list(range(10))
 
 
-# ── minibatches ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── minibatches ───────────────────────────────────────────────────────────────────────────────────
 
 
 def trajectory(group: int, condition: Condition = "free") -> Trajectory:
@@ -115,14 +116,16 @@ def build(
 
 
 def figures(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float]]:
-    """(advantage, weight) of every sample."""
+    """Return (advantage, weight) of every sample."""
     return [(sample.advantage, sample.weight) for sample in minibatch.samples]
 
 
 def test_weights_and_the_token_total_are_those_before_dropping():
-    # Group 0: two guided, one free: the guided ¼ · ½ = 1/8 each of the two groups' ½, the free ¼.
-    # Group 1: free alone, ½, cut into samples of 6 and 2 tokens: 3/8 and 1/8.
-    # The second guided one has no signal: dropped, but the others' weights and the 3 + 4 + 5 + 6 + 2 = 20 tokens stand.
+    # Each of the two groups has ½.
+    # Group 0: the two guided members share ¼ and have 1/8 each. The free member has ¼.
+    # Group 1: the free member has ½. Its samples of 6 and 2 tokens have 3/8 and 1/8.
+    # The second guided member has no signal and is dropped. The weights of the other samples and
+    # the total of 3 + 4 + 5 + 6 + 2 = 20 tokens do not change.
     (minibatch,) = build(
         [trajectory(0, "guided"), trajectory(0, "guided"), trajectory(0), trajectory(1)],
         [1.5, 0.0, -0.5, 2.0],
@@ -142,7 +145,7 @@ def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_sh
 
 
 def test_a_trajectory_without_a_view_takes_no_part():
-    # the free one of the two conditions is gone: the guided one carries its group's whole ½
+    # The free member has no view, so the guided member has the whole ½ of its group.
     (minibatch,) = build(
         [trajectory(0, "guided"), trajectory(0), trajectory(1)],
         [1.0, 1.0, 1.0],
@@ -153,8 +156,8 @@ def test_a_trajectory_without_a_view_takes_no_part():
 
 
 def test_further_samples_share_the_weight_of_their_trajectory():
-    # Two groups, 1/2 each; the guided member of the first has 1/4, in two samples of 1 and 3 tokens.
-    # Its two further samples have 1/8 each, and their 5 + 2 tokens are trained too.
+    # The two groups have 1/2 each. The guided member of the first group has 1/4, in two samples of
+    # 1 and 3 tokens. Its two further samples have 1/8 each, and their 5 + 2 tokens are trained too.
     (minibatch,) = build_minibatches(
         [trajectory(0, "guided"), trajectory(0), trajectory(1)],
         [0.0, 1.0, 1.0],
@@ -166,7 +169,8 @@ def test_further_samples_share_the_weight_of_their_trajectory():
 
 
 def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
-    # three groups of two over two minibatches: two groups (¼ each sample) and one (½ each)
+    # Three groups of two in two minibatches: one has two groups (¼ per sample), the other has one
+    # group (½ per sample).
     trajectories = [trajectory(group) for group in (0, 1, 2, 0, 1, 2)]
     views = [[trace(group + 1)] for group in (0, 1, 2, 0, 1, 2)]
     minibatches = build(

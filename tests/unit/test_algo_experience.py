@@ -1,4 +1,4 @@
-"""Eq. 6, 7 and 8 against numbers worked by hand, and what `crl.algo` exports."""
+"""Eq. 6, 7 and 8 compared with numbers worked by hand, and the exports of `crl.algo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crl.algo import critic_reward, diversity_score, experience_reward, training
 @pytest.mark.parametrize(
     ("rank", "count", "recent", "lam", "expected"),
     [
-        (0, 0, False, 0.4, 0.0),  # nothing is taken off
+        (0, 0, False, 0.4, 0.0),  # nothing is subtracted
         (-2, 0, True, 0.4, -3.0),  # −2 − 0 − 1
         (-1, 3, False, 0.4, -1.5545177),  # −1 − 0.4 · ln 4 = −1 − 0.4 · 1.3862944
         (0, 9, True, 0.5, -2.1512925),  # 0 − 0.5 · ln 10 − 1 = −0.5 · 2.3025851 − 1

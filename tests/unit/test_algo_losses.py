@@ -1,4 +1,4 @@
-"""Losses against numbers worked by hand; what lies under the mask; the same gradient however a minibatch is cut."""
+"""Losses compared with numbers worked by hand, masking, and gradients of split minibatches."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def approx(rows: Sequence[Sequence[float]]) -> list[object]:
     return [pytest.approx(row) for row in rows]
 
 
-# ── the clipped surrogate ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the clipped surrogate ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("rho", "adv", "loss", "grad", "clipped"),
     [
-        # Bounds 0.8 and 1.3. d(−ρA)/dlogp = −ρA, as dρ/dlogp = ρ; the clipped branch has no gradient.
-        (1.1, 2.0, -2.2, -2.2, 0.0),  # inside, good: raise its probability
-        (0.9, -2.0, 1.8, 1.8, 0.0),  # inside, bad: lower it
-        (1.5, 2.0, -2.6, 0.0, 1.0),  # min(3.0, 1.3 · 2): risen enough
-        (1.5, -2.0, 3.0, 3.0, 0.0),  # min(−3.0, −2.6): has risen although bad, full gradient
-        (0.5, 2.0, -1.0, -1.0, 0.0),  # min(1.0, 1.6): has fallen although good, full gradient
-        (0.5, -2.0, 1.6, 0.0, 1.0),  # min(−1.0, 0.8 · −2): fallen enough
+        # Bounds 0.8 and 1.3. d(−ρA)/dlogp = −ρA, as dρ/dlogp = ρ. The clipped branch has no
+        # gradient.
+        (1.1, 2.0, -2.2, -2.2, 0.0),  # inside the bounds, A > 0: raises the probability
+        (0.9, -2.0, 1.8, 1.8, 0.0),  # inside the bounds, A < 0: lowers the probability
+        (1.5, 2.0, -2.6, 0.0, 1.0),  # min(3.0, 1.3 · 2): has risen enough
+        (1.5, -2.0, 3.0, 3.0, 0.0),  # min(−3.0, −2.6): has risen although A < 0, full gradient
+        (0.5, 2.0, -1.0, -1.0, 0.0),  # min(1.0, 1.6): has fallen although A > 0, full gradient
+        (0.5, -2.0, 1.6, 0.0, 1.0),  # min(−1.0, 0.8 · −2): has fallen enough
         (1.5, 0.0, 0.0, 0.0, 0.0),  # no advantage
     ],
 )
@@ -65,7 +66,7 @@ def test_both_clip_sides_and_both_signs(rho, adv, loss, grad, clipped, ratio):
 
 def test_the_mean_is_per_sequence_and_the_default_weight_one_over_b():
     # ρ = 1. Row 0: two tokens, A 3; row 1: one token, A −1. Loss −(½ · 3 + ½ · −1) = −1.
-    # Gradient −w A / tokens: −½ · 3 / 2 = −0.75 on each of row 0's; −½ · −1 / 1 = 0.5 on row 1's.
+    # Gradient −w A / tokens: −½ · 3 / 2 = −0.75 per token of row 0, and −½ · −1 / 1 = 0.5 in row 1.
     logp = leaf([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
     mask = torch.tensor([[1, 1, 0], [0, 0, 1]])
     loss, _ = clipped_surrogate(
@@ -99,7 +100,8 @@ def test_an_advantage_per_token():
 
 
 def test_the_sequence_ratio_is_length_normalised_and_shared():
-    # Log-ratios 0.2 and 0.4: mean 0.3, ρ = e^0.3 = 1.3498588, loss −ρ · 1. dρ/dlogp_t = ρ / 2: gradient −0.6749294 each.
+    # Log-ratios 0.2 and 0.4: mean 0.3, ρ = e^0.3 = 1.3498588, loss −ρ · 1.
+    # dρ/dlogp_t = ρ / 2: gradient −0.6749294 each.
     logp = leaf([[0.2, 0.4, 5.0]])
     mask = torch.tensor([[True, True, False]])
     loss, metrics = clipped_surrogate(
@@ -114,12 +116,13 @@ def test_the_sequence_ratio_is_length_normalised_and_shared():
     assert loss.item() == pytest.approx(-1.3498588)
     assert gradient(loss, logp) == approx([[-0.6749294, -0.6749294, 0.0]])
     assert metrics["ratio_mean"].item() == metrics["ratio_max"].item() == pytest.approx(1.3498588)
-    # the KL estimate is of the tokens: (e^0.2 − 1.2 + e^0.4 − 1.4) / 2 = (0.0214028 + 0.0918247) / 2
+    # The KL is estimated per token: (e^0.2 − 1.2 + e^0.4 − 1.4) / 2 = (0.0214028 + 0.0918247) / 2
     assert metrics["approx_kl"].item() == pytest.approx(0.0566137, rel=1e-5)
 
 
 def test_the_sequence_ratio_clips_the_whole_sequence():
-    # ρ = e^0.3 lies above 1 + 3e-4: loss −1.0003 and no gradient, although the first token alone has fallen
+    # ρ = e^0.3 is above 1 + 3e-4, so the loss is −1.0003 and has no gradient. The ratio of the
+    # first token alone has fallen.
     logp = leaf([[-0.2, 0.8]])
     loss, metrics = clipped_surrogate(
         logp,
@@ -136,7 +139,8 @@ def test_the_sequence_ratio_clips_the_whole_sequence():
 
 
 def test_the_sequence_ratio_with_an_advantage_per_token():
-    # ρ = e^0.3 for both tokens, A = 1 and 3: loss −ρ · 2 = −2.6997176; dloss/dlogp_t = −ρ · 2 / 2 = −1.3498588
+    # ρ = e^0.3 for both tokens, A = 1 and 3: loss −ρ · 2 = −2.6997176
+    # dloss/dlogp_t = −ρ · 2 / 2 = −1.3498588
     logp = leaf([[0.2, 0.4]])
     loss, _ = clipped_surrogate(
         logp,
@@ -152,7 +156,8 @@ def test_the_sequence_ratio_with_an_advantage_per_token():
 
 
 def test_metrics_are_over_unmasked_tokens():
-    # ρ = 2 (clipped: A > 0, above 1.2) and ½ (not: A > 0). k3: (2 − 1 − ln 2) and (½ − 1 + ln 2), mean ½ / 2 = 0.25
+    # A > 0. ρ = 2 is above 1.2 and clipped; ρ = ½ is not clipped.
+    # k3: (2 − 1 − ln 2) and (½ − 1 + ln 2), mean ½ / 2 = 0.25
     logp = leaf([[math.log(2), -math.log(2), 7.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0]])
     _, metrics = clipped_surrogate(
@@ -167,13 +172,14 @@ def test_metrics_are_over_unmasked_tokens():
     assert metrics["masked_fraction"].item() == pytest.approx(1 / 3)
 
 
-# ── CISPO ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── CISPO ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("rho", "logp", "adv", "loss", "grad", "clipped"),
     [
-        # Bounds 0.8 and 1.5. loss −clip(ρ) A logp; the ratio has no gradient: dloss/dlogp = −clip(ρ) A, clipped or not.
+        # Bounds 0.8 and 1.5. The loss is −clip(ρ) A logp. The ratio has no gradient, so
+        # dloss/dlogp = −clip(ρ) A, clipped or not.
         (1.2, -1.0, 2.0, 2.4, -2.4, 0.0),
         (2.0, -1.0, 2.0, 3.0, -3.0, 1.0),
         (2.0, -1.0, -2.0, -3.0, 3.0, 1.0),
@@ -195,8 +201,9 @@ def test_cispo_clips_the_ratio_and_keeps_the_gradient(rho, logp, adv, loss, grad
 
 
 def test_cispo_sums_over_tokens_and_divides_by_all_of_them():
-    # ρ = 1. Row 0: A 2 on logp −1 and −3; row 1: A −1 on logp −5. Sum −(2·−1 + 2·−3 + −1·−5) = 3, over 3 tokens: 1.
-    # Gradients −A / 3. A sequence counts by its tokens, not once.
+    # ρ = 1. Row 0: A 2 on logp −1 and −3; row 1: A −1 on logp −5.
+    # The sum −(2·−1 + 2·−3 + −1·−5) = 3 over 3 tokens is 1. Gradients −A / 3.
+    # A sequence counts once per token.
     logp = leaf([[-1.0, -3.0], [-9.0, -5.0]])
     mask, adv = torch.tensor([[1, 1], [0, 1]]), torch.tensor([2.0, -1.0])
     loss, _ = cispo(logp, logp.detach(), adv, mask, eps_low=0.2, eps_high=0.2)
@@ -213,7 +220,7 @@ def test_cispo_divides_by_the_total_of_the_minibatch_when_told():
     assert loss.item() == pytest.approx(0.25)
 
 
-# ── NLL and importance weights ──────────────────────────────────────────────────────────────────────────────────────
+# ── NLL and importance weights ────────────────────────────────────────────────────────────────────
 
 
 def test_nll_is_the_weighted_mean_of_sequence_means():
@@ -230,7 +237,7 @@ def test_nll_is_the_weighted_mean_of_sequence_means():
 
 
 def test_importance_weights_are_truncated_masked_and_detached():
-    # e^ln 4 = 4 → cap 2; e^ln ½ = ½; e^0 = 1; under the mask 0; an overflowing exp is the cap
+    # e^ln 4 = 4 → cap 2; e^ln ½ = ½; e^0 = 1; masked → 0; an overflowing exp → cap 2
     trainer = torch.tensor([[math.log(4), math.log(0.5), -3.0, NAN, 1e30]], requires_grad=True)
     engine = torch.tensor([[0.0, 0.0, -3.0, INF, -1e30]], requires_grad=True)
     weights = truncated_importance_weights(
@@ -240,7 +247,7 @@ def test_importance_weights_are_truncated_masked_and_detached():
     assert not weights.requires_grad
 
 
-# ── what lies under the mask ────────────────────────────────────────────────────────────────────────────────────────
+# ── masked positions ──────────────────────────────────────────────────────────────────────────────
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "token": partial(clipped_surrogate, clip_low=0.2, clip_high=0.3),
@@ -252,7 +259,7 @@ MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
 
 
 def inputs(garbage: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, old_logp and a [b, t] advantage, with `garbage` under MASK."""
+    """Return logp, old_logp and a [b, t] advantage, with `garbage` where MASK is 0."""
     rng = torch.Generator().manual_seed(5)
     columns = [
         -torch.rand(3, 5, generator=rng),
@@ -321,7 +328,7 @@ def test_a_batch_without_trained_tokens_is_zero_with_zero_gradients(name):
 @pytest.mark.parametrize("adv", [1.0, -1.0])
 @pytest.mark.parametrize("name", ["token", "sequence", "cispo"])
 def test_a_freak_ratio_leaves_loss_gradient_and_metrics_finite(name, adv):
-    # the engine thought the token impossible: log-ratio 1e4, exp overflows
+    # For the engine, the token was almost impossible: the log-ratio is 1e4 and exp overflows.
     logp = leaf([[-1.0, -1.0]])
     loss, metrics = LOSSES[name](
         logp, torch.tensor([[-1.0, -1e4]]), torch.tensor([adv]), torch.ones(1, 2)
@@ -340,18 +347,21 @@ def test_no_gradient_reaches_the_behaviour_or_the_advantage():
 
 
 def test_half_precision_log_probs_are_summed_in_single():
-    # bfloat16 holds no 257: summed in it, the mean would be 256 / 257
+    # bfloat16 cannot represent 257. With a sum in bfloat16, the mean would be 256 / 257.
     loss, metrics = nll(torch.full((1, 257), -1.0, dtype=torch.bfloat16), torch.ones(1, 257))
     assert (loss.item(), metrics["nll"].item(), loss.dtype) == (1.0, 1.0, torch.float32)
 
 
-# ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
 
 B, T, VOCABULARY = 9, 7, 5
 
 
 def whole_batch() -> dict[str, Tensor]:
-    """A minibatch of 9 ragged sequences over a vocabulary of 5, with the behaviour's log-probs far enough off to be clipped."""
+    """Return a minibatch of 9 ragged sequences over a vocabulary of 5.
+
+    The log-probs of the behaviour policy differ enough to be clipped.
+    """
     rng = torch.Generator().manual_seed(11)
     ids = torch.randint(VOCABULARY, (B, T), generator=rng)
     mask = torch.rand(B, T, generator=rng) < 0.6
@@ -377,15 +387,17 @@ def loss_of(name: str, logp: Tensor, batch: dict[str, Tensor], total_tokens: int
 
 
 def accumulate(name: str, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
-    """The summed loss and the accumulated gradient of a tiny policy, log_softmax(θ), over the minibatch cut into `parts`."""
+    """Return the summed loss and the accumulated gradient of a tiny policy, log_softmax(θ).
+
+    The minibatch is cut into `parts`.
+    """
     batch = whole_batch()
     theta = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64).requires_grad_()
     total = 0.0
     for part in parts:
         rows = {key: column[part] for key, column in batch.items()}
-        width = (
-            int(rows["mask"].any(0).nonzero().max()) + 1 if rows["mask"].any() else 1
-        )  # a shorter micro-batch is padded less
+        # A shorter micro-batch is padded less.
+        width = int(rows["mask"].any(0).nonzero().max()) + 1 if rows["mask"].any() else 1
         rows = {
             key: column[:, :width] if column.ndim == 2 else column for key, column in rows.items()
         }
@@ -421,7 +433,7 @@ def test_one_sample_at_a_time_gives_the_same_gradient_as_the_whole(name):
     )
 
 
-# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 X, A = torch.zeros(2, 3), torch.zeros(2)
 

@@ -1,4 +1,8 @@
-"""search_and_ask as the agent has it: who is told of the tool, what is a call, what is answered, and what an episode comes to then."""
+"""search_and_ask from the agent's side.
+
+The tests cover the offer of the tool, the parsing of calls, the answers, and the resulting
+episodes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ LIMITS = {"doors": Limits(turns=3, max_response_tokens=32, asks=2)}
 
 
 class Oracle(Shelf):
-    """A `Retriever` that refines everything; notes the questions."""
+    """`Retriever` that refines every experience and records the questions."""
 
     def __init__(
         self, hit: Hit | None = HIT, *, refine: Callable[[Question, Hit], Hit] | None = None
@@ -75,7 +79,7 @@ def prompts(engine: ScriptedEngine) -> list[str]:
     return [renderer().decode(ids) for _, ids in engine.requests]
 
 
-# ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── calls ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_what_is_thought_is_no_call() -> None:
     assert context.parse(TASK, f"<think>{call}").query is None, "cut off in thought"
 
 
-# ── an episode in which the agent asks ──────────────────────────────────────────────────────────────────────────────
+# ── episodes with questions ───────────────────────────────────────────────────────────────────────
 
 
 async def test_an_agent_asks_and_goes_on_in_the_same_turn() -> None:
@@ -194,13 +198,19 @@ async def test_an_agent_asks_and_goes_on_in_the_same_turn() -> None:
 
 
 async def test_what_a_guided_agent_did_becomes_a_sample_without_guidance() -> None:
-    """Neither experience, tool nor question is left, and the answers' tokens are those that were sampled."""
+    """Check the unguided sample that is made from a guided episode.
+
+    It contains no experience, no tool and no question. Its trained tokens are the sampled tokens of
+    the answers.
+    """
     guided, _, _ = await played("wait", "ask which door", "open", oracle=Oracle())
     (trace,) = unguided_traces(guided, renderer(), LIMITS)
     free = "\n".join(
         [
-            "<|im_start|>user", "Open it.", "A door.<|im_end|>", "<|im_start|>assistant", "wait<|im_end|>",
-            "<|im_start|>user", "Nothing happens.<|im_end|>", "<|im_start|>assistant", "open<|im_end|>",
+            "<|im_start|>user", "Open it.", "A door.<|im_end|>",
+            "<|im_start|>assistant", "wait<|im_end|>",
+            "<|im_start|>user", "Nothing happens.<|im_end|>",
+            "<|im_start|>assistant", "open<|im_end|>",
         ]
     )  # fmt: skip
     assert renderer().decode(trace.ids) == free
@@ -256,7 +266,10 @@ async def test_an_unrefined_reply_is_recorded_as_such() -> None:
 
 
 async def test_what_an_agent_that_judges_asks_for_it_accepts() -> None:
-    """So that it earns on the scale of what was accepted at the start."""
+    """Check that a judging agent accepts the experience that it asked for.
+
+    Its reward is then on the scale of experiences that were accepted at the start.
+    """
 
     class Pleased(Unasked):
         of_asked = "accept"
@@ -331,7 +344,7 @@ async def test_with_a_window_a_question_is_within_its_turn() -> None:
     assert len(trajectory.traces) == 3
 
 
-# ── free means free ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── free means free ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("tool", [COMPACT_TOOL, full_tool(prompt("ask"))], ids=["compact", "full"])
@@ -379,7 +392,7 @@ def test_a_reply_introduces_itself_as_advice_does() -> None:
     ]
 
 
-# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_dead_extractor_ends_the_run_and_the_game_is_given_back() -> None:
@@ -401,7 +414,7 @@ async def test_a_question_that_fails_costs_the_episode_alone() -> None:
     )
 
 
-# ── in waves ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in waves ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(
@@ -411,7 +424,10 @@ async def test_a_question_that_fails_costs_the_episode_alone() -> None:
 def test_questions_are_searched_and_refined_in_the_order_of_the_names(
     delays: list[list[int]], draw
 ) -> None:
-    """Whatever searches, answers and the extractor take: what is asked of whom, and together with what, is the same."""
+    """Check that requests and their grouping do not depend on timing.
+
+    The durations of searches, answers and the extractor vary.
+    """
 
     class Slow(Oracle):
         async def _pause(self) -> None:
@@ -463,12 +479,13 @@ def test_questions_are_searched_and_refined_in_the_order_of_the_names(
     assert any(event.startswith("refine") for event in first)
 
 
-# ── what the extractor is told ──────────────────────────────────────────────────────────────────────────────────────
+# ── prompts of the extractor ──────────────────────────────────────────────────────────────────────
 
 
 def question(*middle: Segment) -> Question:
     segments = (
-        Segment("user", "Open it.", "task"), Segment("user", COMPACT_OFFER, "tool_spec"), Segment("user", "A door.", "env"), *middle,
+        Segment("user", "Open it.", "task"), Segment("user", COMPACT_OFFER, "tool_spec"),
+        Segment("user", "A door.", "env"), *middle,
         Segment("assistant", "ask which one", "tool_call"),
     )  # fmt: skip
     return Question("run/train/0/0/0/1", TASK, "which one", segments)
@@ -508,7 +525,7 @@ def test_a_long_episode_loses_its_middle_and_one_without_room_is_refused() -> No
         FullRefinePrompt(prompt("refine"), renderer(), max_tokens=100)(question(), HIT)
 
 
-# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_figures_by_hand() -> None:

@@ -1,6 +1,7 @@
-"""What a user meets when the disk is full, the directory read-only or the file damaged: one line that says what to do, nothing lost.
+"""Errors that users see for a full disk, a read-only directory or a damaged file.
 
-Full and read-only file systems are real ones, mounted in a namespace of their own.
+Each error is one line that says what to do. No data is lost. Full and read-only file systems are
+real file systems, mounted in a separate namespace.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ needs_mounts = pytest.mark.skipif(
 def within(
     mount: str, folder: Path, command: Sequence[str | Path], then: str = "true"
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command where `mount` was done first; `then`, a line of shell, still sees that file system. {} in both is `folder`."""
+    """Run the command in a namespace in which `mount` was executed first.
+
+    `then` is a shell line that runs afterwards in the same namespace. `{}` stands for `folder` in
+    both.
+    """
     script = f'set -e; {mount}; code=0; "$@" || code=$?; {then}; exit $code'.replace(
         "{}", str(folder)
     )
@@ -75,7 +80,7 @@ print(json.dumps([[result.exit_code, result.stdout, result.stderr] for result in
 def commands(
     mount: str, folder: Path, *wanted: Sequence[str | Path], then: str = "true"
 ) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each `crl bank` command."""
+    """Return exit code, stdout and stderr of each `crl bank` command."""
     listed = json.dumps([list(map(str, command)) for command in wanted])
     done = within(mount, folder, [sys.executable, "-c", COMMANDS, listed], then=then)
     assert done.returncode == 0, done.stderr
@@ -84,7 +89,7 @@ def commands(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run; no test changes it."""
+    """Return a finished run. No test changes it."""
     return finished_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
@@ -93,7 +98,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
-# ── a full disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a full disk ───────────────────────────────────────────────────────────────────────────────────
 
 FILLS_IT = """
 import asyncio, os, sys
@@ -130,9 +135,9 @@ async def test_what_was_acknowledged_before_the_disk_was_full_is_there(tmp_path:
     )
     assert done.returncode == 0, done.stderr
     acknowledged, message = done.stdout.strip().split(" ", 1)
-    assert (
-        message
-        == f"{folder}/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe."
+    assert message == (
+        f"{folder}/bank.sqlite: database or disk is full. Free some disk space; "
+        "what was acknowledged before is safe."
     )
     assert int(acknowledged) > 5
     store = await Store.open(safe / "bank.sqlite")
@@ -161,7 +166,10 @@ def test_an_import_to_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> N
 @needs_mounts
 def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "full").mkdir()
-    full = f"{FULL.replace('{size}', '400k')}; cp {copy}/* {{}}; cat /dev/zero > {{}}/filler 2> /dev/null || true"
+    full = (
+        f"{FULL.replace('{size}', '400k')}; cp {copy}/* {{}}; "
+        f"cat /dev/zero > {{}}/filler 2> /dev/null || true"
+    )
     changes = [["dead", folder, "--retry"], ["prune", folder, "--max-entries", "1", "--yes"]]
     for code, _, said in commands(full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"):
         assert (code, said) == (
@@ -175,7 +183,7 @@ def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path:
     )
 
 
-# ── a read-only directory ───────────────────────────────────────────────────────────────────────────────────────────
+# ── a read-only directory ─────────────────────────────────────────────────────────────────────────
 
 
 @needs_mounts
@@ -193,7 +201,10 @@ def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: P
         READ_ONLY, copy, *looking, *changing, ["import", copy / "new.sqlite", lessons]
     )
     assert found == [(0, bank(*command).stdout, "") for command in looking]
-    refusal = f"error: {copy}/bank.sqlite: Read-only file system. Its directory must exist and be writable.\n"
+    refusal = (
+        f"error: {copy}/bank.sqlite: Read-only file system. "
+        "Its directory must exist and be writable.\n"
+    )
     assert retried == pruned == (1, "", refusal)
     assert imported[0] == 2
     assert (
@@ -214,7 +225,11 @@ os._exit(0)  # killed, and nothing closed
 
 @needs_mounts
 def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
-    """What it wrote last is in its log, which cannot be read by a reader that cannot make SQLite's index of it."""
+    """Check commands on the bank of a killed run in a read-only directory.
+
+    The last writes are in the bank's write-ahead log. A reader that cannot create SQLite's index of
+    the log cannot read the log.
+    """
     subprocess.run([sys.executable, "-c", KILLED, copy / "bank.sqlite"], check=True)
     looking = [["ls", copy], ["stats", copy], ["export", copy]]
     whole = commands(READ_ONLY, copy, *looking)
@@ -222,17 +237,21 @@ def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
     assert "Go north." in whole[0][1]
     (copy / "bank.sqlite-shm").unlink()
     said = (
-        f"error: bank = '{copy}/bank.sqlite': it was not closed, and what is in bank.sqlite-wal beside it can only be read where both and "
+        f"error: bank = '{copy}/bank.sqlite': it was not closed, "
+        "and what is in bank.sqlite-wal beside it can only be read where both and "
         "their directory are writable. Copy both files to such a directory and use that copy.\n"
     )
     assert commands(READ_ONLY, copy, *looking) == [(2, "", said)] * 3
     assert "Go north." in bank("ls", copy).stdout
 
 
-# ── somebody else's bank ────────────────────────────────────────────────────────────────────────────────────────────
+# ── banks of other users ──────────────────────────────────────────────────────────────────────────
 
 AS_NOBODY = "if not os.geteuid(): os.setgroups([]), os.setgid(65534), os.setuid(65534)"
-"""After all imports: the modules may be root's alone."""
+"""Code that gives up the rights of root.
+
+It must run after all imports, because only root may be able to read the modules.
+"""
 
 LOOKS = f"""
 import json, os, sys
@@ -244,14 +263,18 @@ from crl.manager.reading import reading
 path = Path(sys.argv[1])
 try:
     with reading(path) as bank:
-        print(json.dumps([[entry.text for entry in bank.entries()], sorted(os.listdir(path.parent))]))
+        print(json.dumps([[entry.text for entry in bank.entries()],\
+ sorted(os.listdir(path.parent))]))
 except ConfigError as error:
     print(json.dumps(str(error)))
 """
 
 
 def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) -> None:
-    """In a directory where it could: what it made it could not remove, and the owner not use."""
+    """Check this in a directory in which the reader may create files.
+
+    The reader could not remove these files, and the owner could not use them.
+    """
 
     def looked() -> Any:
         return json.loads(
@@ -278,9 +301,9 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
         )
         index.unlink()
         assert (
-            "and what is in bank.sqlite-wal beside it can only be read where both and their directory are writable"
-            in looked()
-        )
+            "and what is in bank.sqlite-wal beside it can only be read where both and "
+            "their directory are writable"
+        ) in looked()
         log.unlink()
         texts, files = looked()
         assert ("Go north." in texts, files) == (False, ["bank.sqlite"])
@@ -291,11 +314,13 @@ FAILS = f"""
 import json, os, sys
 from banks import bank, refused
 known, *paths = sys.argv[1:]
-COMMANDS = [["ls"], ["stats"], ["export"], ["dead", "--retry"], ["prune", "--max-entries", "9", "--yes"]]
+COMMANDS = [["ls"], ["stats"], ["export"], ["dead", "--retry"],\
+ ["prune", "--max-entries", "9", "--yes"]]
 for name, *options in COMMANDS:
     bank(name, known, *options), bank(name, "none", *options)
 {AS_NOBODY}
-print(json.dumps([[refused(name, path, *options) for name, *options in COMMANDS] for path in paths]))
+print(json.dumps([[refused(name, path, *options) for name, *options in COMMANDS]\
+ for path in paths]))
 """
 
 
@@ -338,13 +363,13 @@ def test_what_cannot_be_read_is_named_with_the_reason(copy: Path, tmp_path: Path
     )
 
 
-# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(
     mount: str, folder: Path, method: str, then: str = "true"
 ) -> subprocess.CompletedProcess[str]:
-    """The run's directory is `mine` in `folder`."""
+    """Run `crl train`. The run directory is `mine` in `folder`."""
     sizes = (
         "rollout.groups=2",
         "rollout.group_size=4",
@@ -382,12 +407,18 @@ def test_no_run_begins_where_nothing_can_be_written(tmp_path: Path) -> None:
         (
             "complementary",
             "500k",
-            "/mine/bank.sqlite: database or disk is full. Free some disk space; what was acknowledged before is safe.",
+            (
+                "/mine/bank.sqlite: database or disk is full. Free some disk space; "
+                "what was acknowledged before is safe."
+            ),
         ),
         (
             "grpo",
             "60k",
-            "/mine: No space left on device. Free some disk space; the checkpoints that are there are whole.",
+            (
+                "/mine: No space left on device. Free some disk space; "
+                "the checkpoints that are there are whole."
+            ),
         ),
     ],
 )
@@ -412,7 +443,7 @@ def test_a_run_that_fills_the_disk_ends_with_one_line(
             assert db.execute("SELECT COUNT(*) FROM requests").fetchone()[0] > 0
 
 
-# ── a damaged file ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a damaged file ────────────────────────────────────────────────────────────────────────────────
 
 LOOKING = [
     ["ls", "--status", "all"],
@@ -427,7 +458,10 @@ CHANGING = [["dead", "--retry"], ["prune", "--max-entries", "1", "--yes"]]
 
 
 def damaged(whole: bytes, seed: int, cut: bool) -> bytes:
-    """Cut off anywhere, or with other bytes in up to 200 places in a row."""
+    """Return the file's content, cut off at a random place or partly overwritten.
+
+    In the second case, 1 to 200 random bytes replace 200 bytes.
+    """
     draw = random.Random(seed)
     place = draw.randrange(len(whole))
     return (

@@ -1,4 +1,7 @@
-"""A bank's file as it may be found: under another name, left open, or with content that no crl wrote. One clear error each."""
+"""Bank files with another name, left open, or with content that no crl wrote.
+
+Each case gives one clear error.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from crl.manager.reading import reading
 from crl.manager.records import Stamp
 from crl.manager.store import Store
 
-# ── other names ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other names ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_symlink_is_the_bank_that_it_leads_to(tmp_path: Path) -> None:
@@ -58,7 +61,10 @@ async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
     for name in (path, other):
         with pytest.raises(
             StoreError,
-            match=rf"{name.name}: it has 2 names \(hard links\).*Copy the file, and use the copy\.$",
+            match=(
+                rf"{name.name}: it has 2 names \(hard links\).*Copy the file, "
+                r"and use the copy\.$"
+            ),
         ):
             await Store.open(name)
         with pytest.raises(ConfigError, match=r"it has 2 names \(hard links\)"), reading(name):
@@ -67,7 +73,7 @@ async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
     await (await Store.open(path)).aclose()
 
 
-# ── closing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── closing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_closing_twice_is_closing(tmp_path: Path) -> None:
@@ -81,7 +87,10 @@ async def test_closing_twice_is_closing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_closing_that_is_cancelled_closes(tmp_path: Path, turns: int) -> None:
-    """Also while it waits for what is to be committed: else nobody could open the bank again."""
+    """Check that a cancelled `aclose` completes, even while it waits for a commit.
+
+    Otherwise, the bank could not be opened again.
+    """
     store = await Store.open(tmp_path / "bank.sqlite")
     submitting = [
         asyncio.create_task(store.submit(request(member=member), Stamp(0, 0)))
@@ -93,23 +102,23 @@ async def test_a_closing_that_is_cancelled_closes(tmp_path: Path, turns: int) ->
         await asyncio.sleep(0)
     closing_it.cancel()
     await asyncio.wait({closing_it})
-    if turns:  # it had begun
+    if turns:  # closing had begun
         assert await asyncio.gather(*submitting) == [True] * 100
     await store.aclose()
     assert os.listdir(tmp_path) == ["bank.sqlite"]
 
 
-# ── content that no crl wrote ───────────────────────────────────────────────────────────────────────────────────────
+# ── content that no crl wrote ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run; no test changes it."""
+    """Return a finished run. No test changes it."""
     return finished_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
 def changed(run: Path, folder: Path, *statements: str) -> Path:
-    """A copy of the run's bank after these statements."""
+    """Return the path of a copy of the run's bank after these statements."""
     path = copy_of(run, folder)
     with closing(sqlite3.connect(path)) as db:
         for statement in statements:
@@ -119,7 +128,7 @@ def changed(run: Path, folder: Path, *statements: str) -> Path:
 
 
 def trained(path: Path, folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of a run that starts from the bank."""
+    """Return exit code and stderr of a run that starts from the bank."""
     sizes = (
         "rollout.groups=2",
         "rollout.group_size=4",
@@ -153,7 +162,8 @@ def trained(path: Path, folder: Path) -> tuple[int, str]:
 
 
 DAMAGED = (
-    "The file is damaged: restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's) or choose "
+    "The file is damaged: restore a copy (and first remove the -wal and -shm files beside it, "
+    "which are not the copy's) or choose "
     "another path."
 )
 
@@ -163,7 +173,10 @@ async def test_a_version_that_no_crl_writes(run: Path, tmp_path: Path, version: 
     path = changed(run, tmp_path, f"PRAGMA user_version = {version}")
     with pytest.raises(
         StoreError,
-        match=rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. {re.escape(DAMAGED)}$",
+        match=(
+            rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. "
+            rf"{re.escape(DAMAGED)}$"
+        ),
     ):
         await Store.open(path)
     result = bank("ls", path)
@@ -178,7 +191,9 @@ def test_a_run_does_not_start_from_a_version_that_no_crl_writes(run: Path, tmp_p
 
 
 VECTORS = {
-    "of another length": "UPDATE entries SET vector = substr(vector, 1, 8) WHERE text = 'Go southwest.'",
+    "of another length": (
+        "UPDATE entries SET vector = substr(vector, 1, 8) WHERE text = 'Go southwest.'"
+    ),
     "of no whole number": "UPDATE entries SET vector = X'000000'",
     "that are text": "UPDATE entries SET vector = 'north'",
 }
@@ -205,7 +220,10 @@ async def reopened(path: Path) -> None:
 
 
 def test_vectors_of_another_dimension_are_made_again(run: Path, tmp_path: Path) -> None:
-    """Their embedder's name may be that of one that has changed."""
+    """Check that vectors of another dimension are computed again.
+
+    An embedder may have changed and still have the same name.
+    """
     path = changed(run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
     assert (
         "the bank's vectors are not of the embedder that search has"

@@ -1,4 +1,4 @@
-"""`crl bank` as a user meets it who changes a bank: trying the dead again, export and import, pruning."""
+"""`crl bank` commands that change a bank: retry of dead requests, export, import, pruning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from crl.types import Lift
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run; no test changes it."""
+    """Return a finished run. No test changes it."""
     return finished_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
@@ -52,7 +52,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return copy_of(run, tmp_path)
 
 
-# ── dead --retry ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dead --retry ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_dead_can_be_tried_again(copy: Path):
@@ -81,9 +81,9 @@ def test_some_of_the_dead_can_be_tried_again(copy: Path):
     before = parsed("dead", copy)
     assert [one["id"] for one in before] == ["run/0/0/3", "run/2/1/0"]
     unknown = refused("dead", copy, "--retry", "run/2/1/0", "nobody", "run/0/0/0", code=1)
-    assert (
-        unknown
-        == f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; crl bank dead lists them.\n"
+    assert unknown == (
+        f"error: {copy}: no dead episodes: nobody, run/0/0/0. Nothing was changed; "
+        "crl bank dead lists them.\n"
     )
     assert "named for --retry alone" in refused("dead", copy, "run/2/1/0")
     assert parsed("dead", copy) == before
@@ -109,11 +109,14 @@ def test_what_dies_twice_can_be_tried_twice(copy: Path):
     assert [origin for origin, _ in logged(copy, "revive")] == ["run/0/0/3"] * 2
 
 
-# ── export, import ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── export, import ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
-    """The first entry is voted up twice, another one out."""
+    """Check that votes are listed and exported.
+
+    The first entry gets two votes up. Another entry is voted out.
+    """
     vote = '[{"op": "%s", "target": 1}]'
 
     async def votes() -> None:
@@ -132,7 +135,10 @@ def test_votes_are_shown_and_travel(copy: Path, tmp_path: Path):
     asyncio.run(votes())
     assert lines("ls", copy, "--limit", "1") == [
         "uid               lift  won  uses  step  votes  goal                                text",
-        "0/0/0#0  +0.50 ± 12.71  1/1     1     1     +2  Find the exit of the azure cellar.  Go southwest.",
+        (
+            "0/0/0#0  +0.50 ± 12.71  1/1     1     1     +2  Find the exit of the azure "
+            "cellar.  Go southwest."
+        ),
     ]
     assert "+2 votes of the extractor (of this version)" in lines("show", copy, "0/0/0#0")
     assert lines("show", copy, "2/0/0#1")[0].endswith(
@@ -232,9 +238,9 @@ def test_a_run_with_a_closer_bound_says_what_went(run: Path, tmp_path: Path):
     asyncio.run(start())
     assert len(uids(tmp_path / "bank.sqlite")) == 1
     first, *_ = lines("show", tmp_path / "bank.sqlite", "run/0/1/0#0")
-    assert (
-        first
-        == "run/0/1/0#0, version 1, evicted at step 0 to fit the bounds of the run that opened the bank"
+    assert first == (
+        "run/0/1/0#0, version 1, evicted at step 0 to fit the bounds of the run that "
+        "opened the bank"
     )
 
 
@@ -326,7 +332,8 @@ def test_a_bad_line_is_named_and_nothing_is_made(
 
 def test_an_export_that_was_cut_off_anywhere_is_refused(run: Path, tmp_path: Path):
     file, whole = tmp_path / "lessons.jsonl", bank("export", run).stdout.encode()
-    for end in range(len(whole) - 1):  # without its last line break it is whole
+    # Without its last line break, the export is still complete.
+    for end in range(len(whole) - 1):
         file.write_bytes(whole[:end])
         with pytest.raises(ConfigError, match=r"lessons\.jsonl:\d+[^ ]* = "):
             parse_exported(file)
@@ -338,13 +345,15 @@ def test_an_export_that_was_cut_off_anywhere_is_refused(run: Path, tmp_path: Pat
 def test_an_imported_bank_is_one_file_whose_log_is_empty(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where closing it leaves files behind: they would not be renamed with it."""
+    """Check that one file remains, even if closing the bank leaves other files behind.
+
+    These files would not be renamed with the bank.
+    """
     kept, close = [], Store.aclose
 
     async def leaving(store: Store) -> None:
-        kept.append(
-            reader := sqlite3.connect(store._database.path)
-        )  # keeps SQLite from tidying up at the end
+        # This reader prevents SQLite's cleanup when the bank is closed.
+        kept.append(reader := sqlite3.connect(store._database.path))
         reader.execute("SELECT * FROM log").fetchall()
         await close(store)
 
@@ -389,7 +398,10 @@ def test_an_import_writes_over_nothing_and_leaves_nothing(
 
 def test_an_import_that_is_terminated_leaves_nothing(run: Path, tmp_path: Path):
     (file := tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
-    endless = "import asyncio; from crl.manager.store import Store; Store.take_in = lambda *_: asyncio.sleep(99); "
+    endless = (
+        "import asyncio; from crl.manager.store import Store; "
+        "Store.take_in = lambda *_: asyncio.sleep(99); "
+    )
     command = [
         sys.executable,
         "-c",
@@ -461,11 +473,11 @@ def test_any_text_survives_its_export(
     ]
 
 
-# ── prune ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── prune ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
-    asyncio.run(go_another_way(copy))  # 0/0/0#0: −1, 0/1/0#0: −1
+    asyncio.run(go_another_way(copy))  # credit: 0/0/0#0 −1, 0/1/0#0 −1
     assert lines("prune", copy, "--max-entries", "4", "--yes") == ["evicted 1; active now 4"]
     assert uids(copy, "--status", "evicted", "--sort", "age")[-1] == "run/0/0/0#1"
     assert lines("show", copy, "0/1/0#0")[0].startswith("run/0/1/0#0, version 1, evicted at step ")
@@ -485,21 +497,23 @@ def test_prune_evicts_the_lowest_credit_and_keeps_the_history(copy: Path):
 
 def test_prune_evicts_what_was_not_used_since_a_step(copy: Path):
     assert lines("prune", copy, "--unused-since", "2", "--yes") == ["evicted 2; active now 3"]
+    # The first entry was retrieved at step 2. The others were written then.
     assert set(uids(copy)) == {
         "run/0/0/0#0",
         "run/2/0/0#0",
         "run/2/0/0#1",
-    }  # retrieved at step 2, and written then
+    }
 
 
 def test_what_was_used_in_an_earlier_run_alone_was_not_used_since(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
     asyncio.run(another_run(run / "bank.sqlite", path))
     assert lines("prune", path, "--unused-since", "1", "--yes") == ["evicted 4; active now 2"]
+    # The first entry was retrieved at step 1 of this run. The other was written then.
     assert set(uids(path)) == {
         "run/0/0/0#0",
         "again/1/0/0#0",
-    }  # retrieved at step 1 of this run, and written then
+    }
 
 
 def test_what_is_pruned_before_the_first_operation_of_a_run_is_pruned_by_its_clock(

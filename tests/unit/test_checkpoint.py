@@ -1,4 +1,4 @@
-"""Checkpoints: what makes one real, which is the newest, and that a stranger can load it."""
+"""Checkpoints: when they are valid, which one is the newest, and loading by other programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = {"learner": {"version": 3}, "source": {"drawn": 8}}
 
 @pytest_asyncio.fixture
 async def learner(tiny_actor: Path) -> AsyncIterator[LocalLearner]:
-    """The bundled actor with weights of its own."""
+    """Yield a learner on the bundled actor with changed weights."""
     model = load_model(tiny_actor, torch.device("cpu"))
     with torch.no_grad():
         for weight in model.parameters():

@@ -1,4 +1,4 @@
-"""The collector: which groups start when, what a batch holds, how it ends, and where a resumed run would go on."""
+"""The collector: when groups start, the content and the end of a batch, and resuming."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def stream() -> Mixture:
 
 
 class Barrier(ScriptedEngine):
-    """Answers a step's requests once `open` was called for it; `asking` counts the requests that wait, by step."""
+    """Engine that answers a step's requests after `open` was called for the step.
+
+    `asking` counts the waiting requests by step.
+    """
 
     def __init__(self) -> None:
         super().__init__(renderer(), dice)
@@ -56,7 +59,7 @@ class Barrier(ScriptedEngine):
 
 
 class Mortal(ScriptedEngine):
-    """Dies at its n-th request (from 0): that one and all later ones fail."""
+    """Engine that dies at its n-th request (from 0). This request and all later ones fail."""
 
     def __init__(self, n: int) -> None:
         super().__init__(renderer(), dice)
@@ -99,7 +102,7 @@ def collector(
 
 @asynccontextmanager
 async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
-    """The collector at work; nothing of it is left afterwards."""
+    """Run the collector in the background. Check that no task is left at the end."""
     task = asyncio.create_task(part.run())
     try:
         async with asyncio.timeout(60):
@@ -113,7 +116,10 @@ async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory]]:
-    """Every batch of a run, each completed as soon as it is there. A collector that dies ends the waiting for its batches."""
+    """Return all batches of a run. Complete each batch as soon as it is available.
+
+    If the collector fails, the wait for its batches ends too.
+    """
     batches = []
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(part.run())
@@ -123,7 +129,7 @@ async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory
     return batches
 
 
-# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -146,7 +152,7 @@ async def test_batches_follow_the_stream(staleness: int) -> None:
 
 
 async def test_the_order_does_not_depend_on_who_finishes_first() -> None:
-    """The members of the first group think the longest."""
+    """Check the order when the members of the first group take the longest."""
 
     class Slow(ScriptedEngine):
         async def generate(self, ids, sampling, *, session=None, rng=None) -> Completion:
@@ -172,7 +178,7 @@ async def test_the_planner_decides_what_each_member_is() -> None:
     assert [t.condition for t in batch] == ["guided", "free", "free"] * G
 
 
-# ── the gate ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the gate ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -223,7 +229,7 @@ async def test_a_resumed_collector_goes_on_with_its_step() -> None:
     assert batches[0][0].task == stream().draw(2 * G + 1)[-1]
 
 
-# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_errors_are_in_the_batch_and_the_run_goes_on() -> None:
@@ -273,7 +279,7 @@ async def test_a_cancelled_collector_gives_every_environment_back() -> None:
         assert not home.host._lent
 
 
-# ── where a resumed run goes on ─────────────────────────────────────────────────────────────────────────────────────
+# ── resuming ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def drawn(state: State) -> int:
@@ -309,7 +315,10 @@ async def test_the_sources_state_is_that_before_the_first_step_that_is_not_compl
 
 
 async def test_observations_count_in_a_synchronous_run() -> None:
-    """A source that learns from what it observes: its state at a checkpoint knows every completed step."""
+    """Check a source that learns from observations.
+
+    Its state at a checkpoint must include every completed step.
+    """
 
     class Observer(Mixture):
         seen = 0
@@ -330,7 +339,11 @@ async def test_observations_count_in_a_synchronous_run() -> None:
 
 
 async def test_the_groups_of_a_step_start_one_after_the_other_once_all_have_joined():
-    """Others get a turn between two groups; and waves, which wait for whoever has joined, know of the whole step from its start."""
+    """Check that other tasks run between the starts of two groups.
+
+    Waves wait for all members that have joined. They must therefore know all members of a step
+    before the step starts.
+    """
     joined: list[str] = []
     turns = 0
     started: list[tuple[int, int]] = []

@@ -1,4 +1,7 @@
-"""Credit and the extractor's training data through a real bank, corner by corner, on numbers worked by hand."""
+"""Corner cases of credit and the extractor's training data in a real bank.
+
+Expected numbers are worked by hand.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from crl.types import ExperienceUse, Lift, TokenTrace
 
 
 async def merged(made: ExperienceManager, *ops: dict[str, Any]) -> str:
-    """The bank after a merge with this answer; the uid of what it made."""
+    """Merge the bank with this answer. Return the uid of the new entry, or "" without one."""
     assert isinstance(made._engine, Scribe)
     made._engine.merging = json.dumps(ops)
     before = set(made._bank.entries)
@@ -46,7 +49,7 @@ async def merged(made: ExperienceManager, *ops: dict[str, Any]) -> str:
 
 
 def rewards(batch: dict[str, ExtractorSample]) -> dict[str, float]:
-    """Of the ops, without what came before them."""
+    """Return the rewards of the ops, without the samples for the text before the ops."""
     return {name: sample.reward for name, sample in batch.items() if not name.endswith("@head")}
 
 
@@ -55,26 +58,26 @@ def advantages(batch: dict[str, ExtractorSample]) -> Any:
 
 
 def text(trace: TokenTrace) -> str:
-    """What it is trained on."""
+    """Return the text that is trained."""
     return renderer().decode(
         [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
     )
 
 
 async def counters(made: ExperienceManager, generation: str) -> tuple[int, int | None] | None:
-    """(c_train, t_last); None when it is not kept."""
+    """Return (c_train, t_last) of a generation, or None if the generation is not stored."""
     found = await made._store.generations([generation])
     return (found[generation].c_train, found[generation].t_last) if found else None
 
 
 async def ever(made: ExperienceManager, use: ExperienceUse) -> tuple[int, float]:
-    """(credited, credit) of a version, whatever has become of it."""
+    """Return (credited, credit) of a version, even if the version is no longer active."""
     sql = "SELECT credited, credit FROM units WHERE uid = ? AND version = ?"
     ((credited, credit),) = await made._store._database.rows(sql, (use.uid, use.version))
     return credited, credit
 
 
-# ── old generations ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── old generations ───────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_old_generation_is_trained_as_it_was_sampled_however_old(tmp_path):
@@ -104,7 +107,7 @@ async def supersede(made: ExperienceManager) -> None:
 
 
 async def evict(made: ExperienceManager) -> None:
-    await distil(made, request(10, note="north"))  # over the cap of two the oldest goes
+    await distil(made, request(10, note="north"))  # the cap is two, so the oldest is evicted
 
 
 async def discard(made: ExperienceManager) -> None:
@@ -122,7 +125,7 @@ async def test_what_guides_nobody_any_more_earns_for_as_long_as_episodes_may_run
 ):
     made = await west_and_east(tmp_path, cap=2)
     made.advance(10)
-    for group in range(9):  # until each has guided
+    for group in range(9):  # until each entry has guided
         await made.search([search(group=group)])
     await go(made)
     assert (W0.use.uid, 1) not in {
@@ -149,7 +152,7 @@ async def test_what_is_pending_is_trained_however_late_and_only_then_forgotten(t
     await made.aclose()
 
 
-# ── pooled units ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pooled units ──────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_each_training_takes_the_mean_of_the_episodes_since_the_one_before(tmp_path):
@@ -163,7 +166,7 @@ async def test_each_training_takes_the_mean_of_the_episodes_since_the_one_before
     await win(made, E0.use, "another's")
     await made.mark_trained(list(batch), 5)
     await win(made, W0.use, "after")
-    # Ready anew with the mark, and so behind the other one: (−1 − 1 + 1) / 3
+    # The unit becomes ready again when it is marked, so it is behind the other: (−1 − 1 + 1) / 3
     assert list(rewards(await taken(made, 2, 5)).items()) == [
         ("run/0/1/0#0@1", 1.0),
         ("run/0/0/0#0@1", pytest.approx(-1 / 3)),
@@ -179,19 +182,20 @@ async def test_an_episode_counts_once_however_often_it_is_told_and_however_often
 ):
     made = await west_and_east(tmp_path)
     await asyncio.gather(*(made.credit([W0.use], True, episode="run/1/0/0") for _ in range(3)))
-    await made.credit([W0.use], False, episode="run/1/0/0")  # nor can it be told otherwise
+    await made.credit([W0.use], False, episode="run/1/0/0")  # another outcome is ignored too
     await made.credit([W0.use, E0.use, W0.use], False, episode="run/1/0/1")
+    # W0: (1 − 1) / 2
     assert rewards(await taken(made, 2, 1)) == {
         "run/0/0/0#0@1": 0.0,
         "run/0/1/0#0@1": -1.0,
-    }  # (1 − 1) / 2
+    }
     assert (await ever(made, W0.use), await ever(made, E0.use)) == ((2, 0.0), (1, -1.0))
     entry = made._bank.entries[W0.use.uid]
     assert (entry.credited, entry.credit) == (2, 0.0)
     await made.aclose()
 
 
-# ── cooldown ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cooldown ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,10 @@ async def test_an_episode_counts_once_however_often_it_is_told_and_however_often
     ],
 )
 async def test_the_weight_at_each_step(tmp_path, credit, weights):
-    """(step, w), None = it waits. One episode is won before each."""
+    """Check the weight w at each step, or that the unit waits (None).
+
+    One episode is won before each step.
+    """
     made = await west_and_east(tmp_path, **credit)
     waiting, trainings, last = 0, 0, None
     for number, (step, weight) in enumerate(weights):
@@ -224,7 +231,10 @@ async def test_the_weight_at_each_step(tmp_path, credit, weights):
             assert [sample.weight for sample in batch.values()] == pytest.approx(
                 [weight, weight]
             ), "the op, and what came before it"
-            sql = "SELECT data ->> 'count' FROM log WHERE kind = 'train' AND data != '{}' ORDER BY seq DESC LIMIT 1"
+            sql = (
+                "SELECT data ->> 'count' FROM log WHERE kind = 'train' AND data != '{}' ORDER "
+                "BY seq DESC LIMIT 1"
+            )
             assert (await made._store._database.rows(sql))[0][0] == waiting, (
                 "what waited is trained with the rest"
             )
@@ -239,7 +249,7 @@ async def test_the_cooldown_is_the_generations_and_what_waits_fills_no_batch(tmp
     first, second, other = hit("run/0/0/0#0").use, hit("run/0/0/0#1").use, hit("run/0/1/0#0").use
     await win(made, first, "1")
     await train(made, 1, 4)
-    await lose(made, second, "2")  # another op of the same generation: it waits too
+    await lose(made, second, "2")  # another op of the same generation waits too
     await win(made, other, "3")
     assert await made.take_batch(2, 5) is None
     assert rewards(await taken(made, 1, 5)) == {"run/0/1/0#0@1": 1.0}
@@ -247,7 +257,8 @@ async def test_the_cooldown_is_the_generations_and_what_waits_fills_no_batch(tmp
     assert rewards(batch) == {"run/0/0/0#1@1": -1.0, "run/0/1/0#0@1": 1.0}, (
         "it has become ready first"
     )
-    # w = 2^−½ and 1; baseline = (1 − 2^−½) / (1 + 2^−½) = 0.17157; A = 2^−½ · (−1.17157) and 0.82843
+    # w = 2^−½ and 1; baseline = (1 − 2^−½) / (1 + 2^−½) = 0.17157
+    # A = 2^−½ · (−1.17157) and 0.82843
     assert advantages(batch) == {
         "run/0/0/0#1@1": -0.828427,
         "run/0/0/0@head": -0.828427,
@@ -257,7 +268,7 @@ async def test_the_cooldown_is_the_generations_and_what_waits_fills_no_batch(tmp
     await made.aclose()
 
 
-# ── several ops of one generation ───────────────────────────────────────────────────────────────────────────────────
+# ── several ops of one generation ─────────────────────────────────────────────────────────────────
 
 
 def sampled_at(sample: ExtractorSample) -> set[int]:
@@ -271,7 +282,7 @@ async def test_the_ops_of_an_answer_are_trained_each_on_its_own_tokens(tmp_path)
     await lose(made, hit("run/0/0/0#0").use, "4")
     await lose(made, hit("run/0/0/0#1").use, "5")
     batch = await train(made, 2, 1)
-    # r̄ = (3 − 1) / 4 and −1; the head has their mean, and so the baseline: (0.5 − 1) / 2
+    # r̄ = (3 − 1) / 4 and −1. The head has their mean, which is also the baseline: (0.5 − 1) / 2
     assert {name: (s.reward, s.advantage) for name, s in batch.items()} == {
         "run/0/0/0#0@1": (0.5, 0.75), "run/0/0/0#1@1": (-1.0, -0.75), "run/0/0/0@head": (-0.25, 0.0)
     }  # fmt: skip
@@ -315,7 +326,9 @@ async def test_an_update_and_an_add_of_one_answer_are_two_units_of_one_generatio
     await lose(made, hit("run/1/0/0#1").use, "2")
     batch = await train(made, 2, 3)
     assert {name: (s.generation, s.advantage) for name, s in batch.items()} == {
-        "run/0/0/0#0@2": ("run/1/0/0", 1.0), "run/1/0/0#1@1": ("run/1/0/0", -1.0), "run/1/0/0@head": ("run/1/0/0", 0.0)
+        "run/0/0/0#0@2": ("run/1/0/0", 1.0),
+        "run/1/0/0#1@1": ("run/1/0/0", -1.0),
+        "run/1/0/0@head": ("run/1/0/0", 0.0),
     }  # fmt: skip
     assert (text(batch["run/0/0/0#0@2"].trace), text(batch["run/1/0/0#1@1"].trace)) == (
         BETTER,
@@ -329,7 +342,10 @@ async def test_an_update_and_an_add_of_one_answer_are_two_units_of_one_generatio
 
 
 async def test_the_end_is_trained_with_the_last_op_alone(tmp_path):
-    """What follows the last op closes the answer, unless something refused follows."""
+    """Check that text after the last op is trained with it, because it closes the answer.
+
+    The text is not trained if a rejected op follows.
+    """
     answers = {
         "fenced": f"```json\n[{GOES_WEST}]\n```\nI hope this helps!",
         "worse": f'[{GOES_WEST}, {{"op": "drop"}}]',
@@ -340,7 +356,10 @@ async def test_the_end_is_trained_with_the_last_op_alone(tmp_path):
         await distil(made, request(group=group, note=note))
         await win(made, hit(f"run/0/{group}/0#0").use, note)
     batch = await taken(made, 3, 1)
-    assert [text(batch[f"run/0/{group}/0#0@1"].trace).partition(GOES_WEST[-6:])[2] for group in range(3)] == [
+    assert [
+        text(batch[f"run/0/{group}/0#0@1"].trace).partition(GOES_WEST[-6:])[2]
+        for group in range(3)
+    ] == [
         "]\n```\nI hope this helps!<|im_end|>", "", "",
     ]  # fmt: skip
     await made.aclose()
@@ -380,7 +399,7 @@ async def test_a_return_earns_nothing_and_no_part_of_the_head(tmp_path):
     await made.aclose()
 
 
-# ── updates, merges ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── updates, merges ───────────────────────────────────────────────────────────────────────────────
 
 
 async def test_what_guided_is_credited_in_the_version_that_guided(tmp_path):
@@ -398,7 +417,7 @@ async def test_what_guided_is_credited_in_the_version_that_guided(tmp_path):
         entry.credited,
         entry.credit,
     ) == (2, 0, None, 0, 0.0)
-    await win(made, guide.use, "run/1/0/1", "run/1/0/2")  # these began before the update
+    await win(made, guide.use, "run/1/0/1", "run/1/0/2")  # these episodes began before the update
     await lose(made, guide.use, "run/1/0/3")
     await lose(made, hit(entry.uid, 2).use, "run/2/0/0")
     batch = await taken(made, 2, 3)
@@ -429,7 +448,7 @@ async def test_a_merge_begins_at_zero_and_its_parents_keep_what_they_earned(tmp_
     made.advance(99)
     await made.drain()
     batch = await train(made, 3, 99)
-    # r̄ = 1, −1/3 and −1: the baseline is −1/9
+    # r̄ = 1, −1/3 and −1, so the baseline is −1/9
     assert {i: s for i, s in batch.items() if "#" in i}.keys() == {
         "run/0/0/0#0@1",
         "run/0/1/0#0@1",
@@ -463,7 +482,7 @@ async def test_what_is_discarded_is_trained_on_what_it_had_earned(tmp_path):
     await made.aclose()
 
 
-# ── generations without an op ───────────────────────────────────────────────────────────────────────────────────────
+# ── generations without an op ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("reward", "advantage"), [(-1.0, -1.5), (-0.2, -0.9), (0.0, -0.75)])
@@ -484,7 +503,7 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
             "run/0/1/1#0@1",
             "run/0/1/2#0@1",
         ]
-        if repeat == 0:  # baseline (reward + 3) / 4
+        if repeat == 0:  # the baseline is (reward + 3) / 4
             assert batch["run/0/0/0@0"].advantage == pytest.approx(advantage)
         assert text(batch[f"run/0/0/{repeat}@0"].trace) == "H", (
             "no answer that could be used begins like this"
@@ -511,9 +530,10 @@ async def test_at_most_a_quarter_of_a_batch_is_without_an_op_at_the_reward_that_
 async def test_of_an_answer_without_an_op_the_token_is_trained_that_no_usable_one_has_there(
     tmp_path, answer, cut, blamed
 ):
-    """Usable answers share what comes before it, and what follows may read like one.
+    """Check which token of an answer without a usable op is trained.
 
-    An answer that is cut by the token limit is wrong in its last token, in the place of its end.
+    Usable answers may begin with the same tokens, and the text after the token may look usable. An
+    answer that the token limit cuts has no end. Its last token is trained instead.
     """
     limit = {"max_tokens": len(renderer().encode(answer))} if cut else {}
     made = await opened(tmp_path, Scribe({"odd": answer}), malformed_reward=-1.0, **limit)
@@ -554,12 +574,15 @@ async def test_of_answers_without_an_op_as_many_wait_as_a_batch_holds(tmp_path):
     await made.aclose()
 
 
-# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── verdicts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_helped(tmp_path):
-    """W0: accepted and won 2, accepted and lost 0, rejected 0, unjudged and lost −1: mean 1/4. E0: refined and lost −1/2. Of W0's four
-    episodes it guided three, of which one was won."""
+    """Check training rewards and recorded credit of verdicts, worked by hand.
+
+    W0: accepted and won 2, accepted and lost 0, rejected 0, unjudged and lost −1: mean 1/4. E0:
+    refined and lost −1/2. W0 guided three of its four episodes, of which one was won.
+    """
     made = await west_and_east(tmp_path, cooldown=0)
     accepted, rejected = replace(W0.use, verdict="accept"), replace(W0.use, verdict="reject")
     given = [
@@ -569,7 +592,7 @@ async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_hel
         (W0.use, False),
         (replace(E0.use, verdict="refine"), False),
     ]
-    for _ in range(2):  # a repeat changes nothing
+    for _ in range(2):  # repeating the credits changes nothing
         for episode, (use, success) in enumerate(given):
             await made.credit([use], success, episode=f"e{episode}")
     assert rewards(await taken(made, 2, 5)) == {"run/0/0/0#0@1": 0.25, "run/0/1/0#0@1": -0.5}
@@ -584,8 +607,12 @@ async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_hel
 
 
 async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_alone(tmp_path):
-    """Of W0 two episodes, won where half the others of the group were, and lost where none was: (1 − 0 − 1 + 1) / 2; accepted by a critic
-    2 − 0.5; a reject takes no part in what the episode came to."""
+    """Check that the expected reward is subtracted from the training reward only.
+
+    W0 guided two episodes. The first was won where half of the others in the group won, the second
+    was lost where none of them won: (1 − 0 − 1 + 1) / 2. E0 was accepted by a critic: 2 − 0.5. A
+    rejected experience has no part in the episode's outcome: 0.
+    """
     made = await west_and_east(tmp_path, cooldown=0)
     await made.credit([W0.use], True, episode="a", expected=0.0)
     await made.credit([W0.use], False, episode="b", expected=-1.0)
@@ -597,15 +624,20 @@ async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_a
 
 
 async def test_a_group_adds_to_a_lift_once_and_what_is_unknown_to_none(tmp_path):
-    """1/2 and −1/4: mean 1/8, m2 = 2 · (3/8)². The lift is neither trained on nor is it credit."""
+    """Check that a group changes a lift once, and that unknown units are ignored.
+
+    Lifts of 1/2 and −1/4: mean 1/8, m2 = 2 · (3/8)². A lift is neither trained on nor counted as
+    credit.
+    """
     made = await west_and_east(tmp_path, cooldown=0)
     west = UnitKey.earning(W0.use)
     stranger = GroupSuccess(UnitKey("nobody", 1), 1.0, 0.0)
     first, second = GroupSuccess(west, 1.0, 0.5), GroupSuccess(west, 0.25, 0.5)
     await asyncio.gather(*(made.record_lifts({"run/1/0": [stranger, first]}) for _ in range(3)))
+    # Other lifts of a known group are ignored too.
     await made.record_lifts(
         {"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]}
-    )  # nor can it be told otherwise
+    )
     await made.record_lifts({})
     assert made._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
     assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == [
@@ -634,9 +666,8 @@ async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
     assert made._bank.entries[W0.use.uid].lift == Lift(1, 0.5)
     await made.rollback(before)
     assert made._bank.entries[W0.use.uid].lift == Lift(1, 1.0)
-    await made.record_lifts(
-        {"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 1.0)]}
-    )  # which has not happened
+    # After the rollback, this group has not been recorded yet.
+    await made.record_lifts({"run/1/1": [GroupSuccess(UnitKey(W0.use.uid, 1), 1.0, 1.0)]})
     await made.export_copy(tmp_path / "copy.sqlite")
     await made.aclose()
     for path in (tmp_path / "bank.sqlite", tmp_path / "copy.sqlite"):
@@ -647,7 +678,11 @@ async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
 
 
 async def test_what_nothing_was_expected_of_is_recorded_and_not_trained_on(tmp_path):
-    """None: nobody is known to have played without. A reject earns r̃ = 0, whatever was expected."""
+    """Check that credit without an expected reward is recorded but not trained on.
+
+    None means that no unguided member is known. A rejected experience has r̃ = 0 for any expected
+    reward.
+    """
     made = await west_and_east(tmp_path, cooldown=0)
     await made.credit([W0.use], True, episode="a", expected=None)
     assert await made._store.ready() == []
@@ -680,7 +715,7 @@ async def test_an_experience_that_was_rejected_and_then_found_by_a_question_guid
     await made.aclose()
 
 
-# ── what is marked ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── marking as trained ────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_batch_whose_training_was_cut_short_is_offered_again_after_reopening(tmp_path):

@@ -1,4 +1,7 @@
-"""Random schedules of all that earns, spends or ends credit, on a real bank, held against a model of it in plain Python."""
+"""Random schedules of operations on credit in a real bank, compared with a model in Python.
+
+The operations earn, spend or delete credit.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ ANSWERS = {
 }
 
 MEMORY = Path("/dev/shm")
-"""Where thousands of banks need not wait for a disk."""
+"""Folder for thousands of banks that need not wait for a disk."""
 
-# ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Unit:
     credit: float = 0.0
     pending: list[float] = field(default_factory=list)
     returned: int | None = None
-    """The step that last returned it."""
+    """Last step that returned the unit from a search."""
 
 
 @dataclass
@@ -60,15 +63,17 @@ class Generation:
 
 @dataclass
 class Model:
-    """What a bank is to hold. active: current versions by uid, the last written last; waiting: units with something pending, in order;
-    told: the uses and the outcome of each credited episode."""
+    """Expected content of a bank."""
 
     step: int = 0
     active: dict[str, int] = field(default_factory=dict)
+    """Current versions by uid. The version that was written last is last."""
     units: dict[UnitKey, Unit] = field(default_factory=dict)
     generations: dict[str, Generation] = field(default_factory=dict)
     waiting: list[UnitKey] = field(default_factory=list)
+    """Units with pending rewards, in order."""
     told: dict[str, tuple[list[UnitKey], bool]] = field(default_factory=dict)
+    """Uses and outcome of each credited episode."""
 
     def write(self, unit: UnitKey, generation: str) -> None:
         self.active.pop(unit.uid, None)
@@ -122,7 +127,7 @@ class Model:
         return 0.0 if cooling else (1 + generation.trained) ** -ALPHA
 
     def samples(self, batch: list[UnitKey]) -> dict[str, tuple[float, float, float]]:
-        """(r̄, w, A) by id."""
+        """Return (r̄, w, A) of each sample by id."""
         means = {key: fmean(self.units[key].pending) for key in batch}
         weights = {key: self.weight(key) for key in batch}
         baseline = sum(weights[key] * means[key] for key in batch) / sum(weights.values())
@@ -137,7 +142,10 @@ class Model:
         }
 
     def train(self, spent: dict[UnitKey, int], step: int) -> None:
-        """spent: how many of each unit's rewards, the oldest, were trained on."""
+        """Record a training step.
+
+        `spent` is the number of rewards of each unit, oldest first, that were trained on.
+        """
         for name in {self.units[key].generation for key in spent}:
             self.generations[name].trained += 1
             self.generations[name].last = step
@@ -160,11 +168,14 @@ class Model:
         return bool(unit.pending) or self.active.get(key.uid) == key.version or recent
 
 
-# ── the schedules ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the schedules ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Schedule:
-    """Draws operations by the weights of `OPERATIONS`, does each to the bank and to the model, and compares."""
+    """Schedule that draws operations by the weights of `OPERATIONS`.
+
+    It applies each operation to the bank and to the model, and then compares them.
+    """
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.rng = path, random.Random(seed)
@@ -189,7 +200,10 @@ class Schedule:
         self.offered = {}
 
     def any_unit(self) -> UnitKey | None:
-        """More often one that guided of late, or is in training."""
+        """Return a random unit, or None if there is none.
+
+        Units that guided recently or are in training are more likely.
+        """
         keys = [key for key in self.model.units if key.version]
         busy = [key for key in (*self.offered, *self.guiding[-3:]) if key in keys]
         return self.rng.choice(busy if busy and self.rng.random() < 0.7 else keys) if keys else None
@@ -257,7 +271,7 @@ class Schedule:
             self.trainings += 1
 
     async def train(self) -> None:
-        """As the trainer does, while episodes come in."""
+        """Train as the trainer does, while episodes are credited."""
         await self.take()
         for _ in range(self.rng.randrange(3)):
             await self.credit()
@@ -287,7 +301,7 @@ class Schedule:
         self.model.write(made.unit, made.generation)
 
     async def evict(self) -> None:
-        """As `crl bank prune` does, between two runs."""
+        """Evict an entry as `crl bank prune` does between two runs."""
         if self.model.active:
             uid = self.rng.choice(list(self.model.active))
             await self.made.aclose()
@@ -295,7 +309,7 @@ class Schedule:
             await self.open()
 
     async def reopen(self) -> None:
-        """What was taken and not marked is offered again."""
+        """Reopen the bank, which then offers taken but unmarked samples again."""
         await self.made.aclose()
         await self.open()
 
@@ -357,8 +371,8 @@ class Schedule:
 
 
 OPERATIONS = {
-    "distil": 4, "retrieve": 4, "credit": 8, "credit_again": 1, "take": 2, "mark": 2, "train": 6, "advance": 3, "merge": 0.5,
-    "evict": 0.5, "reopen": 0.5, "snapshot": 0.7, "go_back": 0.4,
+    "distil": 4, "retrieve": 4, "credit": 8, "credit_again": 1, "take": 2, "mark": 2, "train": 6,
+    "advance": 3, "merge": 0.5, "evict": 0.5, "reopen": 0.5, "snapshot": 0.7, "go_back": 0.4,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The actor as critic: how its verdicts are read, who shares one, what becomes of an episode, and the success rates that it is told."""
+"""The actor as critic: its verdicts, their sharing in a group, episodes, and success rates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from crl.types import (
 
 GUIDED, FREE = RolloutPlan("guided"), RolloutPlan("free")
 
-# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── verdicts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_verdict_applied() -> None:
     assert Critique("reject").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="reject"))
 
 
-# ── what the actor is told ──────────────────────────────────────────────────────────────────────────────────────────
+# ── prompts of the actor ──────────────────────────────────────────────────────────────────────────
 
 
 def test_the_prompt_of_a_tiny_actor() -> None:
@@ -115,7 +115,7 @@ def test_the_prompt_of_a_tiny_actor() -> None:
 
 
 def test_the_prompt_of_a_language_model() -> None:
-    """What is quoted is indented, and so cannot end its section."""
+    """Check that quoted text is indented, so that it cannot end its section."""
     hit = replace(HIT, text="Push.\n=== End of the advice ===\n{goal}")
     (segment,) = FullCriticPrompt(prompt("critic"))(TASK, hit, 0.449)
     assert segment.role == "user"
@@ -132,11 +132,14 @@ def test_the_prompt_of_a_language_model() -> None:
     assert "episodes\n" not in segment.text
 
 
-# ── one verdict for a group ─────────────────────────────────────────────────────────────────────────────────────────
+# ── one verdict for a group ───────────────────────────────────────────────────────────────────────
 
 
 class Actor(ScriptedEngine):
-    """Plays `open`, and judges by `says`. Notes the sessions, draws and sampling of its critiques."""
+    """Engine that plays `open` and judges by `says`.
+
+    It records the sessions, the draws and the sampling settings of its critiques.
+    """
 
     def __init__(
         self, says: str | Callable[[str], str] = "accept", *, error: Exception | None = None
@@ -222,14 +225,18 @@ async def test_the_members_of_a_group_have_one_verdict() -> None:
         renderer().encode("refine Push.<|im_end|>")
     )
     assert {name: value for name, value in figures.items() if not name.startswith("perf/")} == {
-        "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0, "critic/malformed": 0.0,
+        "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0,
+        "critic/malformed": 0.0,
     }  # fmt: skip
     assert figures["perf/critic_p50_ms"] >= 0
     assert judge.take() == {}
 
 
 async def test_a_verdict_is_forgotten_with_its_group() -> None:
-    """An evaluation plays under the same keys every time, and the actor has changed in between."""
+    """Check that a verdict is deleted with its group.
+
+    Every evaluation uses the same keys, and the actor changes in between.
+    """
     engine = Actor("accept")
     judge = critic(Direct(engine))
     for says, verdict in (("accept", "accept"), ("reject", "reject")):
@@ -321,11 +328,11 @@ async def test_with_its_last_episode_a_question_is_given_up() -> None:
         assert not waves._live
 
 
-# ── waves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── waves ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Delayed(Actor):
-    """Its answers take `delays` rounds of the loop."""
+    """Actor whose answers take `delays` rounds of the event loop."""
 
     def __init__(self, delays: Sequence[int]) -> None:
         super().__init__("accept")
@@ -350,7 +357,10 @@ async def passes(n: int) -> None:
 
 
 Member = tuple[int, int, int, bool]
-"""(rounds until it searches, rounds that its search takes, which experience it finds (0: it is free, 1: none), it is cancelled)."""
+"""Tuple (rounds before the search, rounds of the search, experience found, cancelled).
+
+An experience of 0 means that the member is free, 1 means that the search finds nothing.
+"""
 
 
 async def member(waves: Waves, judge: Critic, at: EpisodeKey, plan: Member) -> None:
@@ -377,7 +387,10 @@ async def member(waves: Waves, judge: Critic, at: EpisodeKey, plan: Member) -> N
 async def play_waves(
     plans: Sequence[Sequence[Member]], delays: Sequence[int], cancelled_after: int | None = None
 ) -> list[str]:
-    """Who asked in which order. plans: by group and member."""
+    """Return the sessions in the order of their requests.
+
+    `plans` holds the members of each group.
+    """
     engine = Delayed(delays)
     waves = Waves(engine)
     judge = critic(waves)
@@ -408,7 +421,10 @@ async def play_waves(
 
 
 MEMBERS = st.lists(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3), st.booleans()),
+        min_size=1, max_size=4,
+    ),
     min_size=1, max_size=3,
 )  # fmt: skip
 
@@ -429,7 +445,11 @@ def test_whoever_is_cancelled_nobody_else_is_held_up(
 
 
 async def test_waves_with_critiques_by_hand() -> None:
-    """Two guided members with one experience, one that finds nothing, one free; sessions are cut to what tells them apart."""
+    """Check the order of requests in a group of four.
+
+    Two guided members find the same experience, one finds nothing, and one is free. Sessions are
+    shortened to their distinctive parts.
+    """
     order = await play_waves(
         [[(0, 0, 2, False), (0, 3, 2, False), (0, 1, 1, False), (0, 0, 0, False)]], []
     )
@@ -437,7 +457,7 @@ async def test_waves_with_critiques_by_hand() -> None:
     assert names == ["0003", "0002", "0003", "critic/e2@1", "0000", "0001", "0002", "0000", "0001"]
 
 
-# ── episodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── episodes ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def played(
@@ -471,7 +491,10 @@ async def test_a_refined_experience_guides_in_the_actors_words() -> None:
 
 
 async def test_after_a_reject_the_episode_goes_on_without() -> None:
-    """It stays guided, for the advantages; token for token it plays as a free one."""
+    """Check that an episode with a rejected experience plays token for token like a free one.
+
+    For the advantages, its condition is still guided.
+    """
     trajectory, _, _ = await played(Actor("reject"))
     free, _, _ = await played(Actor("reject"), FREE)
     assert (trajectory.condition, trajectory.used, trajectory.shown) == ("guided", (), ())
@@ -515,7 +538,7 @@ def test_a_trajectory_keeps_used_and_rejected_apart() -> None:
 
 
 async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
-    """Unless the query needs the first observation."""
+    """Check that they run during the reset, unless the query needs the first observation."""
     for observed in (False, True):
         engine, begun, resume = Actor("accept"), asyncio.Event(), asyncio.Event()
         async with house() as home:
@@ -547,7 +570,7 @@ async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
 
 
 async def test_a_search_is_made_also_where_the_reset_fails() -> None:
-    """Whichever of the two is over first: what was searched for must not depend on it."""
+    """Check that the searches do not depend on whether the search or the reset ends first."""
     engine, shelf = Actor("accept"), Shelf()
     async with house(broken={TASK.seed}) as home:
         trajectory = await runner(engine, home.host, retriever=shelf).play(key(0), TASK, GUIDED)
@@ -557,7 +580,7 @@ async def test_a_search_is_made_also_where_the_reset_fails() -> None:
 
 
 async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
-    """Two batches of two groups; the room of the first group cannot even begin."""
+    """Play two batches of two groups. The task of the first group fails at its reset."""
 
     class Rooms:
         def draw(self, n: int) -> list[Task]:
@@ -579,7 +602,7 @@ async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
         assert rates.figures() == ({"doors": 1.0} if played else {})
 
 
-# ── success rates ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── success rates ─────────────────────────────────────────────────────────────────────────────────
 
 
 def episode(

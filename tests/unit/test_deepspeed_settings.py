@@ -1,4 +1,4 @@
-"""What needs no DeepSpeed: its settings, the extra that is missing, and how ranks share a minibatch."""
+"""Tests that need no DeepSpeed: settings, the missing extra, and sharing a minibatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crl.run.installed import require_learner
 from crl.run.plan import plan
 from crl.types import Minibatch, TokenTrace, TrainSample
 
-# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,10 @@ from crl.types import Minibatch, TokenTrace, TrainSample
     [
         (
             ["learner.ranks=2"],
-            'learner.ranks = 2: changes nothing, since learner.kind is "local". Add --set learner.kind=deepspeed',
+            (
+                'learner.ranks = 2: changes nothing, since learner.kind is "local". '
+                "Add --set learner.kind=deepspeed"
+            ),
         ),
         (["learner.zero=3"], "learner.zero = 3: changes nothing"),
         (["learner.kind=local", "learner.offload=true"], "learner.offload = True: changes nothing"),
@@ -72,28 +75,33 @@ def test_the_plan_names_ranks_and_stage() -> None:
         "learner.device=cpu",
         "learner.activation_checkpointing=true",
     ]
-    said = "deepspeed on cpu, 1 CPU thread each; 2 ranks of each model, ZeRO-3, activations computed again"
+    said = (
+        "deepspeed on cpu, 1 CPU thread each; "
+        "2 ranks of each model, ZeRO-3, activations computed again"
+    )
     assert said in plan(load(["room"], sets=sets))
 
 
-# ── sharing a minibatch out ─────────────────────────────────────────────────────────────────────────────────────────
+# ── sharing a minibatch ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "shares"),
     [
+        # 10 → first, 7 → second, 6 → second (7 < 10), 5 → first (10 < 13): 15 and 13 tokens
         (
             [10, 7, 6, 5],
             2,
             [[0, 3], [1, 2]],
-        ),  # 10 → first, 7 → second, 6 → second (7 < 10), 5 → first (10 < 13): 15 and 13 tokens
+        ),
         ([5, 5, 5, 5], 2, [[0, 2], [1, 3]]),
         ([3, 9, 3], 2, [[1], [0, 2]]),
+        # 8 6 5, then 4 → third, 2 → second, 1 → first: 9, 8 and 9 tokens
         (
             [4, 8, 2, 6, 5, 1],
             3,
             [[1, 5], [3, 2], [4, 0]],
-        ),  # 8 | 6 | 5, then 4 → the third, 2 → the second, 1 → the first: 9, 8, 9
+        ),
         ([7], 3, [[0], [], []]),
         ([], 2, [[], []]),
     ],
@@ -112,7 +120,10 @@ def test_no_rank_has_more_than_the_mean_by_over_a_sample(lengths: list[int], ran
 
 
 def test_micro_batches_of_the_ranks_are_alike() -> None:
-    """Episodes of 100 to 1,000 tokens, on four ranks: passes that the ranks make together differ by little."""
+    """Check episodes of 100 to 1,000 tokens on four ranks.
+
+    Passes that the ranks make together must be of similar size.
+    """
     lengths = [100 + 9 * (37 * i % 101) for i in range(128)]
     budget = 4096
     cuts = [micro_batches([lengths[i] for i in share], budget) for share in rank_shares(lengths, 4)]
@@ -137,12 +148,12 @@ def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
         rank_shares([1], 0)
 
 
-# ── what a run gives its ranks ──────────────────────────────────────────────────────────────────────────────────────
+# ── settings of the ranks ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, dict[str, Any]]]:
-    """What learners are started with, in the place of their ranks."""
+    """Return the arguments that learners are started with. No ranks are started."""
     calls: list[tuple[RankSettings, int, dict[str, Any]]] = []
 
     async def start(settings: RankSettings, ranks: int, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Diagnostics: what a step's figures say of hand-made episodes, searches and answers."""
+"""Diagnostics: metrics of a step for hand-made episodes, searches and answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Traje
 
 
 class Judge:
-    """An `Advisor` for whom a lesson is its first word; "right" alone is correct, and an episode with a star shows the truth."""
+    """`Advisor` that reads the first word of a lesson as its claim.
+
+    Only "right" is correct. An episode with a star in a text shows the truth.
+    """
 
     def right(self, task: Task) -> str:
         return "right"
@@ -63,27 +66,30 @@ def distilled(*texts: str, returned: int = 0, seen: bool = False, of: str = "doo
     return Distilled(asked, generation, writes, returned, {})
 
 
-# ── guided and free in the same groups ──────────────────────────────────────────────────────────────────────────────
+# ── guided and free in the same groups ────────────────────────────────────────────────────────────
 
 
 def test_gaps_by_hand() -> None:
     batch = [
         # 2/2 guided against 1/2 free
-        played(0, "guided", True, told="x"), played(0, "guided", True, told="x"), played(0, "free", True), played(0, "free", False),
-        # one that found nothing and one error are left out: 0/1 against 1/1
-        played(1, "guided", False, told="x"), played(1, "guided", True), played(1, "guided", True, told="x", error="env: lost"),
+        played(0, "guided", True, told="x"), played(0, "guided", True, told="x"),
+        played(0, "free", True), played(0, "free", False),
+        # Episodes without a hit and episodes with an error are left out: 0/1 against 1/1.
+        played(1, "guided", False, told="x"), played(1, "guided", True),
+        played(1, "guided", True, told="x", error="env: lost"),
         played(1, "free", True), played(1, "free", False, error="env: lost"),
-        # nobody was guided by anything
+        # no episode used an experience
         played(2, "guided", True), played(2, "free", False),
-        # nobody was free
+        # no episode was free
         played(3, "guided", True, told="x"),
-        # the same group number of another task
+        # the same group number in another task
         played(0, "guided", False, told="x", of="maze"), played(0, "free", False, of="maze"),
     ]  # fmt: skip
     gaps = [(("doors", TASK.goal), 0.5), (("doors", TASK.goal), -1.0), (("maze", TASK.goal), 0.0)]
     assert group_gaps(batch) == gaps
     figures = rollout_figures(batch, 0)
-    # m = −1/6; sums less n_c · m: doors −1/2 + 1/3, maze 0 + 1/6; V = 2 · (2/36) / 9 = 1/81; half = t(1) / 9 = 12.706205 / 9
+    # m = −1/6. Sums less n_c · m: doors −1/2 + 1/3, maze 0 + 1/6. V = 2 · (2/36) / 9 = 1/81.
+    # half = t(1) / 9 = 12.706205 / 9
     assert {name: value for name, value in figures.items() if name.startswith("rollout/gap")} == {
         "rollout/gap": pytest.approx(-1 / 6),
         "rollout/gap/half_width": pytest.approx(1.411800, abs=1e-6),
@@ -97,7 +103,7 @@ def test_gaps_by_hand() -> None:
     assert diagnostics.gaps == [gaps, []]
 
 
-# ── retrieval ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retrieval ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_hits_and_those_of_the_right_place() -> None:
@@ -158,7 +164,7 @@ def test_several_tasks_are_told_apart() -> None:
     assert diagnostics.lessons == [(2, 3)]
 
 
-# ── lessons ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lessons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_verdict_on_an_answer() -> None:
@@ -195,12 +201,14 @@ def test_lessons_by_kind() -> None:
 def test_success_by_what_guided() -> None:
     diagnostics = Diagnostics({"doors": Judge()})
     batch = [
-        played(0, "guided", True, told="right"), played(0, "guided", False, told="right"), played(1, "guided", False, told="wrong"),
+        played(0, "guided", True, told="right"), played(0, "guided", False, told="right"),
+        played(1, "guided", False, told="wrong"),
         played(1, "guided", True, told="wrong", error="env: lost"), played(2, "guided", True),
         played(2, "guided", True, told="x", of="maze"),
     ]  # fmt: skip
     assert diagnostics.take(batch) == {
-        "guided/right/success": 0.5, "guided/right/episodes": 2, "guided/wrong/success": 0.0, "guided/wrong/episodes": 1,
+        "guided/right/success": 0.5, "guided/right/episodes": 2,
+        "guided/wrong/success": 0.0, "guided/wrong/episodes": 1,
     }  # fmt: skip
 
 
@@ -208,10 +216,12 @@ def test_success_by_what_guided_is_told_of_each_of_several_tasks() -> None:
     diagnostics = Diagnostics({"doors": Judge(), "maze": Judge()})
     batch = [
         played(0, "guided", True, told="right"), played(0, "guided", True, told="wrong"),
-        played(1, "guided", False, told="right", of="maze"), played(1, "guided", False, told="right", of="maze"),
+        played(1, "guided", False, told="right", of="maze"),
+        played(1, "guided", False, told="right", of="maze"),
     ]  # fmt: skip
     assert diagnostics.take(batch) == {
-        "guided/right/success": pytest.approx(1 / 3), "guided/right/episodes": 3, "guided/wrong/success": 1.0, "guided/wrong/episodes": 1,
+        "guided/right/success": pytest.approx(1 / 3), "guided/right/episodes": 3,
+        "guided/wrong/success": 1.0, "guided/wrong/episodes": 1,
         "guided/doors/right/success": 1.0, "guided/doors/right/episodes": 1,
         "guided/doors/wrong/success": 1.0, "guided/doors/wrong/episodes": 1,
         "guided/maze/right/success": 0.0, "guided/maze/right/episodes": 2,

@@ -1,5 +1,8 @@
-"""What language models answer to the prompt `distil`, through the real manager and the real chat template: what is in the bank
-afterwards, and what was dropped for which reason."""
+"""Answers of language models to the prompt `distil`.
+
+They pass through the real manager and the real chat template. The tests check the resulting bank
+and the reasons for dropped operations.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,15 @@ OLD, NEW, OTHER = (
     "Open doors before you walk into them.",
 )
 
-THOUGHTS = f"""Okay, let me look at this episode. The agent was told "{OLD}" and hit a wall in turn 2, so the advice is incomplete.
-Maybe {add("Something half-baked.")}? No, that repeats what is known; an update of 1 such as {update("A draft.")} is better.
+THOUGHTS = f"""Okay, let me look at this episode. The agent was told "{OLD}" and hit a wall in\
+ turn 2, so the advice is incomplete.
+Maybe {add("Something half-baked.")}? No, that repeats what is known; an update of 1 such as\
+ {update("A draft.")} is better.
 Hmm, but wait."""
 
 
 def thinking_renderer() -> ChatRenderer:
-    """The real tokenizer with a template that opens the thinking itself."""
+    """Return the real renderer with a template that opens the thinking itself."""
     tokenizer = copy.deepcopy(renderer().tokenizer)
     assert isinstance(tokenizer.chat_template, str)
     tokenizer.chat_template = tokenizer.chat_template.replace(
@@ -93,7 +98,10 @@ async def distilled(
     chat: ChatRenderer | None = None,
     settings: ManagerSettings = SETTINGS,
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """The bank {uid@version: text} and the counted drops after a guided episode was answered so; "old" is the entry that guided it."""
+    """Distil a guided episode whose answer is `answer`. Return the bank and the counted drops.
+
+    The bank is {uid@version: text}. "old" is the entry that guided the episode.
+    """
     chat, answers = chat or renderer(), iter([f"<think>Well.</think>{add(OLD)}", answer])
     engine = ScriptedEngine(chat, lambda _: next(answers))
     writer = FullDistilPrompt(prompt("distil"), chat, max_tokens=8000)
@@ -131,37 +139,50 @@ ADDED = {**KEPT, "run/1/0/0#0@1": OTHER}
 
 ANSWERS = {
     "thinking, prose and a code fence": (
-        f"{THOUGHTS}\n</think>\n\nThe agent needed more detail:\n\n```json\n{update(NEW)}\n```\n\nThis should help.", UPDATED, {}),
+        f"{THOUGHTS}\n</think>\n\nThe agent needed more detail:\n\n```json\n{update(NEW)}\n```\n\n"
+        "This should help.",
+        UPDATED, {}),
     "several operations": (
         f"</think>\n{update(NEW)[:-1]}, {add(OTHER)[1:]}", {**UPDATED, "run/1/0/0#1@1": OTHER}, {}),
     "objects without a list": (
-        f"</think>{update(NEW)[1:-1]}\n{add(OTHER)[1:-1]}", {**UPDATED, "run/1/0/0#1@1": OTHER}, {}),
+        f"</think>{update(NEW)[1:-1]}\n{add(OTHER)[1:-1]}",
+        {**UPDATED, "run/1/0/0#1@1": OTHER}, {}),
     "a list within an object": (f'</think>{{"operations": {add(OTHER)}}}', ADDED, {}),
     "pretty-printed": (f"</think>{json.dumps(json.loads(add(OTHER)), indent=4)}", ADDED, {}),
     "a comma after the last operation": (f"</think>{add(OTHER)[:-1]},]", ADDED, {}),
-    "a comma after the last field": (f"</think>[{add(OTHER)[1:-2]},}}, {update(NEW)[1:]}", {"old@2": NEW}, {"not JSON": 1}),
+    "a comma after the last field": (
+        f"</think>[{add(OTHER)[1:-2]},}}, {update(NEW)[1:]}", {"old@2": NEW}, {"not JSON": 1}),
     "single quotes": (f"</think>[{{'op': 'add', 'text': '{OTHER}'}}]", KEPT, {"not JSON": 1}),
     "a line break within a text": (f'</think>[{{"op": "add", "text": "{OTHER}\n\t- Go."}}]',
                                   {**KEPT, "run/1/0/0#0@1": f"{OTHER}\n\t- Go."}, {}),
     "the number as a string": ("</think>" + update(NEW).replace(": 1,", ': "1",'), UPDATED, {}),
     "a target that was not shown": (f"</think>{update(NEW, target=2)[:-1]}, {add(OTHER)[1:]}",
                                     {**KEPT, "run/1/0/0#0@1": OTHER}, {"target out of range": 1}),
-    "the id for a target": ("</think>" + update(NEW).replace(": 1,", ': "run/0/0/0#0",'), KEPT, {"no target": 1}),
-    "an operation that is none": ('</think>[{"op": "delete", "target": 1}]', KEPT, {"unknown op": 1}),
-    "a text that is none": ('</think>[{"op": "add", "text": ["Go", "west"]}]', KEPT, {"no text": 1}),
+    "the id for a target": (
+        "</think>" + update(NEW).replace(": 1,", ': "run/0/0/0#0",'), KEPT, {"no target": 1}),
+    "an operation that is none": (
+        '</think>[{"op": "delete", "target": 1}]', KEPT, {"unknown op": 1}),
+    "a text that is none": (
+        '</think>[{"op": "add", "text": ["Go", "west"]}]', KEPT, {"no text": 1}),
     "nothing, as a list": ("</think>\n\n[]", KEPT, {}),
     "nothing, as an operation": (f"</think>\n```json\n{RETURN}\n```", KEPT, {}),
-    "nothing, in prose": ("</think>There is nothing new to learn from this episode.", KEPT, {"no op in the answer": 1}),
+    "nothing, in prose": (
+        "</think>There is nothing new to learn from this episode.", KEPT,
+        {"no op in the answer": 1}),
     "no answer at all": (f"{THOUGHTS}</think>", KEPT, {"no op in the answer": 1}),
     "a thought that does not end": (f"<think>{THOUGHTS}", KEPT, {"the thinking did not end": 1}),
-    "a thought that does not end, after an answer": (f"{add(OTHER)}<think>But", KEPT, {"the thinking did not end": 1}),
-    "an answer that is cut": (f"</think>{add(OTHER)[:-1]}, {update(NEW)[1:30]}", ADDED, {"not JSON": 1}),
-    "one thought after another": (f"<think>a</think>{add('A draft.')}<think>b</think>{add(OTHER)}", ADDED, {}),
-    "too many operations": (f"</think>{add(*[OTHER] * 500)}", {**KEPT, **{f"run/1/0/0#{i}@1": OTHER for i in range(3)}},
+    "a thought that does not end, after an answer": (
+        f"{add(OTHER)}<think>But", KEPT, {"the thinking did not end": 1}),
+    "an answer that is cut": (
+        f"</think>{add(OTHER)[:-1]}, {update(NEW)[1:30]}", ADDED, {"not JSON": 1}),
+    "one thought after another": (
+        f"<think>a</think>{add('A draft.')}<think>b</think>{add(OTHER)}", ADDED, {}),
+    "too many operations": (
+        f"</think>{add(*[OTHER] * 500)}", {**KEPT, **{f"run/1/0/0#{i}@1": OTHER for i in range(3)}},
                             {"too many ops": 497}),
     "a text without end": (f"</think>{add('west ' * 5000)}", KEPT, {"text too long": 1}),
 }  # fmt: skip
-"""What was sampled, the bank, and the drops."""
+"""Sampled answer, expected bank, and expected drops of each case."""
 
 ROOMY = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=100_000))
 

@@ -1,4 +1,4 @@
-"""`crl doctor`: verdicts, remedies, exit codes; and that a report tells no secrets."""
+"""`crl doctor`: verdicts, remedies and exit codes. A report must not contain secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gpus(count: int, gib: int = 80, used: int = 0) -> list[Gpu]:
     return [Gpu(i, f"GPU-{i}", "NVIDIA H100", gib * GIB, used * GIB, "570.1") for i in range(count)]
 
 
-# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
 def crl(*args: str):
@@ -95,7 +95,7 @@ def test_all_that_is_checked():
     )
 
 
-# ── versions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, required: list[str], versions: dict[str, str]):
@@ -141,7 +141,7 @@ def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     assert [check.verdict for check in doctor._packages(config("cpu"))] == ["ok", "warn"]
 
 
-# ── GPUs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_gpus_that_serve():
@@ -178,7 +178,7 @@ def test_nccl_is_needed_by_ranks(monkeypatch: pytest.MonkeyPatch):
     assert by_name(list(doctor._torch(config("cpu"), [])))["NCCL"].verdict == "ok"
 
 
-# ── models, space, limits ───────────────────────────────────────────────────────────────────────────────────────────
+# ── models, space, limits ─────────────────────────────────────────────────────────────────────────
 
 
 def test_models_that_are_not_here():
@@ -193,11 +193,12 @@ def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * GIB))
         return doctor._disk(config("node8"), tmp_path).verdict
 
+    # Two checkpoints of 14 bytes · 11.6 B parameters: 303.5 GiB.
     assert (verdict(700), verdict(400), verdict(300)) == (
         "ok",
         "warn",
         "fail",
-    )  # two of 14 bytes · 11.6 B parameters: 303.5 GiB
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * GIB))
     assert doctor._disk(config("cpu"), tmp_path).verdict == "ok"
 
@@ -208,7 +209,7 @@ def test_shared_memory_holds_the_weights_on_their_way(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
     assert doctor._shared_memory(config("cpu"), tmp_path).verdict == "ok"
     check = doctor._shared_memory(config("node8"), tmp_path)
-    # 2 bytes · 11.6 B parameters, 28.4 for two of the actor's next, and one GiB
+    # 2 bytes · 11.6 B parameters, 28.4 GiB for two copies of the actor's next weights, and 1 GiB
     assert (check.verdict, check.found) == ("fail", "0.1 of 0.1 GiB free, 51.0 wanted")
     assert "--shm-size=52g" in check.remedy
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(32 * GIB, 0, 32 * GIB))
@@ -227,7 +228,8 @@ def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
         )
         return doctor._memory(config(preset)).verdict
 
-    # 20 bytes · 11.6 B parameters, 50.0 GiB of published weights, 28.4 of the actor in two ranks: 295.1 / 0.85 = 347.2
+    # 20 bytes · 11.6 B parameters, 50.0 GiB of published weights, 28.4 GiB of the actor in two
+    # ranks: 295.1 / 0.85 = 347.2
     assert (verdict("node8", 348), verdict("node8", 346), verdict("cpu", 4)) == ("ok", "fail", "ok")
 
 
@@ -248,7 +250,7 @@ def test_open_files(
     assert (check.verdict, check.remedy) == (verdict, remedy)
 
 
-# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the report ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_report_shows_what_matters_and_no_secrets():

@@ -1,4 +1,7 @@
-"""What the tiny models are taught beside walking and lessons: questions on the way, verdicts, merges; and whether the shipped ones can."""
+"""Further drills of the tiny models: questions of an agent, verdicts and merges.
+
+The tests also check that the shipped models have learnt them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Speaker:
     chat: ChatRenderer
 
     async def answer(self, prompt: Sequence[Segment], tokens: int, seed: int) -> str | None:
-        """None: it did not end."""
+        """Return the model's answer, or None if it did not end."""
         completion = await self.engine.generate(
             self.chat.encode(self.chat.text(prompt)), Sampling(tokens, self.chat.stop_ids), rng=seed
         )
@@ -73,7 +76,7 @@ async def speaker(path: Path) -> AsyncIterator[Speaker]:
 
 
 async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens: int) -> float:
-    """Share of the demonstrations whose last words the model says too."""
+    """Return the fraction of demonstrations whose last message the model reproduces."""
     said = await asyncio.gather(
         *(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
     )
@@ -82,7 +85,7 @@ async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens:
     ) / len(demonstrations)
 
 
-# ── questions of an agent ───────────────────────────────────────────────────────────────────────────────────────────
+# ── questions of an agent ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def asking() -> list[Episode]:
 
 
 def question(episode: Episode) -> int | None:
-    """Where the agent asks."""
+    """Return the index of the segment in which the agent asks, or None."""
     return next(
         (i for i, segment in enumerate(episode.segments) if segment.origin == "tool_call"), None
     )
@@ -129,7 +132,10 @@ def test_agents_ask_once_and_soon_and_not_when_they_see_the_stairs(asking: list[
 
 
 def test_agents_do_what_they_are_answered(asking: list[Episode]) -> None:
-    """The next action, but for slips, walls and stairs that come into sight."""
+    """Check that the next action usually follows a correct answer.
+
+    The exceptions are slips, walls, and stairs that come into sight.
+    """
     replies, followed = Counter[str](), list[bool]()
     for walk in asking:
         at = question(walk)
@@ -161,7 +167,7 @@ def test_a_question_is_taught_with_what_comes_of_it(
     assert f"{COMPACT_CALL}<|im_end|>" in said
 
 
-# ── answers to a question ───────────────────────────────────────────────────────────────────────────────────────────
+# ── answers to a question ─────────────────────────────────────────────────────────────────────────
 
 
 def conversation(*texts: str) -> list[Segment]:
@@ -175,11 +181,19 @@ def conversation(*texts: str) -> list[Segment]:
     ("texts", "told", "written"),
     [
         (("at 2 1\ndark east",), "north", "north"),
-        (("at 2 1\ndark east", "southeast", "at 3 2\ndark east"), "north", "north"),  # from (1, 2) to (0, -2): 14° off north
-        (("at 3 3\ndark east", "east", "at 3 4\ndark north"), "north", "north"),  # 18°
-        (("at 3 2\ndark east", "east", "at 3 3\n", "east", "at 3 4\ndark north"), "north", "northwest"),  # 34°
-        (("at 3 2\ndark east", "west", "at 3 1\ndark east", "west", "at 3 1\ndark east"), "south", "south"),  # a wall is no move
-        (("at 5 1\ndark east", "north", "at 4 1\ndark east", "north", "at 3 1\ndark east"), "northeast", "east"),  # 18° off east
+        # from (1, 2) to (0, -2): 14° off north
+        (("at 2 1\ndark east", "southeast", "at 3 2\ndark east"), "north", "north"),
+        # 18° off north
+        (("at 3 3\ndark east", "east", "at 3 4\ndark north"), "north", "north"),
+        # 34° off north
+        (("at 3 2\ndark east", "east", "at 3 3\n", "east", "at 3 4\ndark north"),
+         "north", "northwest"),
+        # a step against a wall is no move
+        (("at 3 2\ndark east", "west", "at 3 1\ndark east", "west", "at 3 1\ndark east"),
+         "south", "south"),
+        # 18° off east
+        (("at 5 1\ndark east", "north", "at 4 1\ndark east", "north", "at 3 1\ndark east"),
+         "northeast", "east"),
     ],
 )  # fmt: skip
 def test_a_lesson_is_fitted_to_where_the_agent_is(
@@ -218,7 +232,7 @@ async def test_the_shipped_extractor_fits_lessons(tiny_extractor: Path) -> None:
         assert await right(extractor, demonstrations, 40) >= 0.85
 
 
-# ── a place, tidied up ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── merging the entries of a place ────────────────────────────────────────────────────────────────
 
 
 def entry(text: str, won: int = 0, of: int = 0) -> Entry:
@@ -239,17 +253,22 @@ def entry(text: str, won: int = 0, of: int = 0) -> Entry:
     ("entries", "written"),
     [
         (
-            [entry("from the start go east.", 3, 4), entry("be careful."), entry("from the start go east.")],
+            [entry("from the start go east.", 3, 4), entry("be careful."),
+             entry("from the start go east.")],
             '[{"op":"merge","text":"from the start go east.","targets":[1,3]}]',
         ),
-        ([entry("be careful."), entry("be careful."), entry("be careful.")], '[{"op":"merge","text":"be careful.","targets":[1,2,3]}]'),
-        ([entry("from the start go east.", 3, 4), entry("from the start go west.", 0, 2)], '[{"op":"discard","target":2}]'),
-        ([entry("from the start go east.", 0, 3), entry("be careful.", 0, 9), entry("from the start go west.", 1, 10)],
+        ([entry("be careful."), entry("be careful."), entry("be careful.")],
+         '[{"op":"merge","text":"be careful.","targets":[1,2,3]}]'),
+        ([entry("from the start go east.", 3, 4), entry("from the start go west.", 0, 2)],
+         '[{"op":"discard","target":2}]'),
+        ([entry("from the start go east.", 0, 3), entry("be careful.", 0, 9),
+          entry("from the start go west.", 1, 10)],
          '[{"op":"discard","target":1}]'),
         ([entry("from the start go east.", 0, 3), entry("from the start go west.", 0, 3)], "[]"),
         ([entry("from the start go east.", 0, 3), entry("from the start go west.")], "[]"),
         ([entry("from the start go east.", 1, 9), entry("from the start go west.", 9, 9)], "[]"),
-        ([entry("walk east until the wall.", 9, 9), entry("walk west until the wall.", 0, 9)], "[]"),
+        ([entry("walk east until the wall.", 9, 9), entry("walk west until the wall.", 0, 9)],
+         "[]"),
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
@@ -259,7 +278,10 @@ def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
 
 
 def test_chunks_are_as_a_bank_holds_them(tiny_extractor: Path) -> None:
-    """Some call for each of the two ops, some for none; every answer fits into 40 tokens."""
+    """Check which ops random chunks need, and the length of the answers.
+
+    Some chunks need a merge, some a discard, and some neither. Every answer fits into 40 tokens.
+    """
     rng, chat = random.Random(0), renderer(tiny_extractor)
     chunks = [chunk(rng, NAME, some_lesson) for _ in range(500)]
     assert {len(entries) for entries in chunks} == {2, 3, 4, 5, 6}
@@ -271,16 +293,25 @@ def test_chunks_are_as_a_bank_holds_them(tiny_extractor: Path) -> None:
 
 
 async def test_the_shipped_extractor_tidies_chunks(tiny_extractor: Path) -> None:
-    """Sampled at temperature 1; it overlooks some that say the same."""
+    """Check the shipped extractor at temperature 1. It overlooks some duplicates."""
     async with speaker(tiny_extractor) as extractor:
         assert await right(extractor, list(merges(random.Random(11), 300)), 40) >= 0.7
 
 
 async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_path: Path) -> None:
-    """Through the real manager: in most places that hold one lesson twice, it is left once."""
-    made = [replace(entry(text), uid=f"{place}/{i}", goal=f"Room: the {place}.")
-            for place, direction in zip(("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False)
-            for i, text in enumerate((lesson("exit", direction), "be careful.", lesson("exit", direction)))]  # fmt: skip
+    """Merge a bank with the real manager.
+
+    In most places that hold a lesson twice, one copy must remain.
+    """
+    made = [
+        replace(entry(text), uid=f"{place}/{i}", goal=f"Room: the {place}.")
+        for place, direction in zip(
+            ("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False
+        )
+        for i, text in enumerate(
+            (lesson("exit", direction), "be careful.", lesson("exit", direction))
+        )
+    ]  # fmt: skip
     await asyncio.to_thread(make_bank, tmp_path / "bank.sqlite", made)
     prompts = Prompts(CompactDistilPrompt({NAME: digest}), CompactMergePrompt())
     settings = ManagerSettings(cap=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1))
@@ -297,7 +328,7 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
     assert merged.removed >= 2 * merged.made
 
 
-# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── verdicts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 VERDICTS = {
@@ -312,16 +343,23 @@ VERDICTS = {
     "maze": (grids.GridBank(grids.MAZE).verdicts, grids.claims),
     "keyroom": (grids.GridBank(grids.KEYROOM).verdicts, grids.claims),
 }
-"""By task: the drill, and what it is that a lesson may be right about."""
+"""Drill and function that returns the claim of a lesson, by task."""
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None:
-    """Each verdict is as likely on every kind of lesson; what is known of its use is the success rate alone."""
+    """Check that each verdict is equally likely for every kind of lesson.
+
+    Only the success rate shows whether a lesson is useful.
+    """
     verdicts, kind_of = VERDICTS[name]
     said: defaultdict[object, Counter[str]] = defaultdict(Counter)
     for prompt, answer in verdicts(random.Random(0), 3000):
-        text, won = re.search("^hint 1 (.*)\nwon (.*) of 10$", prompt.text, re.MULTILINE).groups()  # pyright: ignore
+        text, won = re.search(
+            "^hint 1 (.*)\nwon (.*) of 10$",
+            prompt.text,
+            re.MULTILINE,
+        ).groups()  # pyright: ignore
         critique = parse_critique(answer.text)
         assert not critique.malformed
         assert (critique.verdict == "reject") == (int(won) >= 9), "mastered"
@@ -338,7 +376,11 @@ def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None
 
 
 def test_a_verdict_is_short(tiny_actor: Path) -> None:
-    """24 tokens with the stop token, as in tasks/presets/cpu.toml; a question fits into a turn's 4."""
+    """Check the lengths of verdicts and questions.
+
+    A verdict has at most 24 tokens including the stop token, as in tasks/presets/cpu.toml. A
+    question fits into the 4 tokens of a turn.
+    """
     chat = renderer(tiny_actor)
     said = [
         answer.text

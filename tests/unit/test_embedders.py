@@ -1,4 +1,7 @@
-"""Embedders: a directory's encoder against a plain computation, an endpoint over HTTP, and what is refused."""
+"""Embedders: encoders in a directory, an endpoint over HTTP, and rejected settings.
+
+Encoders are compared with a plain computation.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,14 @@ TEXTS = [
 ]
 
 
-# ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── directories ───────────────────────────────────────────────────────────────────────────────────
 
 
 def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: Any) -> Path:
-    """`model` as sentence-transformers saves it, in a directory of its own; files: further ones, by name without .json."""
+    """Copy `model` to `folder` in the format of sentence-transformers. Return the folder.
+
+    `files` are further JSON files. Their names have no .json.
+    """
     copytree(model, folder)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     modules = [
@@ -61,7 +67,7 @@ def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: An
 
 
 def hidden_of(path: Path, text: str, limit: int = 64) -> torch.Tensor:
-    """Last hidden states [t, h] of one text, alone and without padding."""
+    """Return the last hidden states [t, h] of one text, computed alone and without padding."""
     ids = AutoTokenizer.from_pretrained(path)(
         text or " ", truncation=True, max_length=limit, return_tensors="pt"
     )
@@ -146,7 +152,7 @@ def test_the_files_of_sentence_transformers_say_how_it_is_pooled(
 def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
     path = described(tmp_path / "decoder", random_qwen3, {"pooling_mode_lasttoken": True})
     saved = AutoTokenizer.from_pretrained(path)
-    saved.padding_side = "left"  # as Qwen3-Embedding has it
+    saved.padding_side = "left"  # as in Qwen3-Embedding
     saved.save_pretrained(path)
     assert np.allclose(
         encode(path, *TEXTS),
@@ -162,7 +168,8 @@ def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: 
     }
     path = described(
         tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True},
-        config_sentence_transformers=prompts, sentence_bert_config={"max_seq_length": 9, "do_lower_case": True},
+        config_sentence_transformers=prompts, sentence_bert_config={"max_seq_length": 9,
+        "do_lower_case": True},
     )  # fmt: skip
     long = "Go WEST, then wait. " * 9
     assert np.allclose(
@@ -200,7 +207,7 @@ def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp
         copytree(random_bert, tmp_path / "other"),
     )
     model = AutoModel.from_pretrained(random_bert)
-    model.embeddings.word_embeddings.weight.data[7] += 0.1  # as one step of training would
+    model.embeddings.word_embeddings.weight.data[7] += 0.1  # like a step of training
     model.save_pretrained(other)
     name = name_of(Recipe(random_bert))
     assert name_of(Recipe(moved)) == name
@@ -226,7 +233,11 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
 
 async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path):
     encoder = EncoderEmbedder(Recipe(random_bert), "cpu")
-    encoder._model.get_input_embeddings().weight.data = torch.zeros(1, 32)  # pyright: ignore[reportAttributeAccessIssue]
+    (
+        encoder._model.get_input_embeddings()
+        # With a table for a single token, every lookup of another token fails.
+        .weight.data  # pyright: ignore[reportAttributeAccessIssue]
+    ) = torch.zeros(1, 32)
     with pytest.raises(
         EngineError, match=f"embedder {random_bert}: IndexError: index out of range"
     ):
@@ -234,18 +245,22 @@ async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path)
     encoder.close()
 
 
-# ── an endpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── an endpoint ───────────────────────────────────────────────────────────────────────────────────
 
 Answer = tuple[int, Any]
-"""A status, and what is sent as JSON, or bytes as they are."""
+"""HTTP status and body. A body of bytes is sent unchanged, any other body as JSON."""
 
 
 CUT_OFF = b"wait until"
-"""An answer that ends like this is announced to be longer."""
+"""Ending of a body whose Content-Length is larger than the body."""
 
 
 class Endpoint:
-    """An HTTP server on this machine. asked: what came, with headers; answer: of the n-th request, counted from 0."""
+    """HTTP server on this machine.
+
+    `asked` holds the requests with their headers. `answer` returns the answer to the n-th request,
+    counted from 0.
+    """
 
     def __init__(self, answer: Callable[[int, dict], Answer]) -> None:
         self.asked: list[tuple[str, dict, dict]] = []
@@ -306,7 +321,7 @@ def numbers(text: str) -> list[float]:
 
 
 def embeddings(n: int, body: dict) -> Answer:
-    """Not in the order of the texts, and not of unit norm."""
+    """Return embeddings that are neither in the order of the texts nor of unit norm."""
     rows = [
         {"index": i, "embedding": numbers(text), "object": "embedding"}
         for i, text in enumerate(body["input"])
@@ -423,7 +438,7 @@ async def test_what_will_not_go_well_fails_at_once_with_what_was_said(
     made.close()
 
 
-# ── what the config names ───────────────────────────────────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def refused(**settings: Any) -> str:
@@ -474,9 +489,9 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
         "Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up."
     )
     text = await refused(model=gone.url, name="words", key_env="NO_SUCH_KEY")
-    assert (
-        text
-        == "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. Export it, or leave it out."
+    assert text == (
+        "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. "
+        "Export it, or leave it out."
     )
 
 
@@ -491,7 +506,8 @@ async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(
     endpoint = serve(embeddings)
     text = await refused(model=endpoint.url, name="words", key_env="WORDS_KEY")
     assert text == (
-        "embedder.key_env = 'WORDS_KEY': what that variable holds cannot be sent: of its characters some are no printable ASCII, "
+        "embedder.key_env = 'WORDS_KEY': what that variable holds cannot be sent: "
+        "of its characters some are no printable ASCII, "
         "such as the end of a line. Export the key alone."
     )
     assert endpoint.asked == []
@@ -529,11 +545,17 @@ async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path)
         ),
         (
             ["embedder.name=words"],
-            "embedder.name = 'words': is of an endpoint, but embedder.model is no URL. Leave it out.",
+            (
+                "embedder.name = 'words': is of an endpoint, but embedder.model is no URL. "
+                "Leave it out."
+            ),
         ),
         (
             ["embedder.key_env=KEY"],
-            "embedder.key_env = 'KEY': is of an endpoint, but embedder.model is no URL. Leave it out.",
+            (
+                "embedder.key_env = 'KEY': is of an endpoint, but embedder.model is no URL. "
+                "Leave it out."
+            ),
         ),
         (
             [
@@ -542,7 +564,8 @@ async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path)
                 "run.deterministic=true",
                 "rollout.max_staleness=0",
             ],
-            "embedder.model = 'http://h/v1': with run.deterministic the vectors must not depend on what else an endpoint computes. "
+            "embedder.model = 'http://h/v1': with run.deterministic the vectors must not depend "
+            "on what else an endpoint computes. "
             "Use hash or an encoder's directory.",
         ),
     ],
@@ -562,7 +585,7 @@ def test_a_saved_run_finds_its_encoder_from_anywhere(
     )
 
 
-# ── the bank ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bank ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_another_embedder_embeds_a_bank_again_in_parts(
@@ -594,7 +617,7 @@ async def test_another_embedder_embeds_a_bank_again_in_parts(
             assert hit is not None
             assert hit.text == "Mind the trap."
             await made.aclose()
-    assert len(notes) == 2  # and the second time there was nothing to do
+    assert len(notes) == 2  # the second time, there was nothing to embed
 
 
 async def test_an_endpoint_that_goes_away_fails_the_search(
@@ -611,7 +634,7 @@ async def test_an_endpoint_that_goes_away_fails_the_search(
 
 
 def read_terminal(screen: int) -> bytes:
-    """The next that was sent there; nothing once the other side is closed."""
+    """Return the next output on the terminal, or b"" once the other side is closed."""
     try:
         return os.read(screen, 1 << 16)
     except OSError:

@@ -1,4 +1,7 @@
-"""The thread host: deadlines, failures, reuse; the registry; the scratch folder. With small fake games."""
+"""The thread host, the registry and the scratch folder, with small fake games.
+
+The tests of the host cover deadlines, failures and reuse.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from crl.types import StepResult, Task
 
 TASK = Task("fake", seed=3, split="train", goal="Guess.")
 NUMBERS = tuple("01234567")
-MEETING = threading.Barrier(2, timeout=60)  # passes only when two calls run at the same time
+MEETING = threading.Barrier(2, timeout=60)  # passes only if two calls run at the same time
 
 
 class Guess:
-    """A game; some of its words are not guesses but orders to misbehave."""
+    """Game in which some actions are not guesses but cause a fault."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -271,7 +274,11 @@ async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays()
 
 
 async def test_the_deadline_does_not_count_the_wait_for_a_thread() -> None:
-    """The second call comes with a deadline that its wait exceeds, and has another one once a thread takes it."""
+    """Check that the deadline of a call starts when a thread takes the call.
+
+    The second call is made with a deadline that is shorter than its wait. The deadline is raised
+    before a thread takes the call.
+    """
     async with hosting(threads=1) as host:
         first, second = [await host.acquire(TASK) for _ in range(2)]
         ahead = asyncio.create_task(first.step("hang"))
@@ -377,7 +384,7 @@ def test_a_scripted_player_plays_through_text() -> None:
     assert not play(Guess(), Task("fake", 3, "train", ""), Counter(), turns=1).success
 
 
-# ── the registry ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the registry ──────────────────────────────────────────────────────────────────────────────────
 
 OWN = spec_of(Guess)
 
@@ -393,7 +400,10 @@ def test_finds_environments_by_name_and_by_path() -> None:
     [
         (
             "rooom",
-            r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. Did you mean 'room'\?",
+            (
+                r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. "
+                r"Did you mean 'room'\?"
+            ),
         ),
         ("chess", "Choose one of them; an environment of your own is named"),
         (":SPEC", "no such environment"),
@@ -427,8 +437,10 @@ def test_a_users_module_that_fails_is_one_clear_error(
 
 def test_hosting_and_declaring_import_nothing_heavy() -> None:
     code = (
-        "import sys, crl.envs.host, crl.envs.registry as r; r.get_spec('room').task_source(0, __import__('crl.envs.base', "
-        "fromlist=['x']).StreamSettings()).draw(3); print(sorted({'nle', 'minihack', 'gymnasium', 'torch', 'numpy'} & set(sys.modules)))"
+        "import sys, crl.envs.host, crl.envs.registry as r; "
+        "r.get_spec('room').task_source(0, __import__('crl.envs.base', "
+        "fromlist=['x']).StreamSettings()).draw(3); "
+        "print(sorted({'nle', 'minihack', 'gymnasium', 'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -441,13 +453,14 @@ def test_stream_settings_are_checked() -> None:
         StreamSettings(places=4, permanent=1, visits=0)
 
 
-# ── the scratch folder ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the scratch folder ────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from crl.scratch import scratch_folder\n"
-        "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); print(folder, flush=True); time.sleep(60)"
+        "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); "
+        "print(folder, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -464,6 +477,9 @@ def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> No
 
 
 def test_a_process_that_ends_removes_its_folder(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from crl.scratch import scratch_folder; scratch_folder(Path(sys.argv[1]))"
+    code = (
+        "import sys; from pathlib import Path; from crl.scratch import scratch_folder; "
+        "scratch_folder(Path(sys.argv[1]))"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert list(tmp_path.iterdir()) == []

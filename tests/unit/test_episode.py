@@ -1,4 +1,4 @@
-"""One episode: what its trajectory says, how it ends, and what a failure of any part becomes."""
+"""One episode: its trajectory, its end, and the effect of a failure in any part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEY = EpisodeKey("train", step=2, group=5, member=1)
 
 
 class Failing(ScriptedEngine):
-    """Raises `error` from its turn-th request on (counted from 0)."""
+    """Engine that raises `error` from request number `turn` on (counted from 0)."""
 
     def __init__(self, error: Exception, turn: int) -> None:
         super().__init__(renderer(), script("wait"))
@@ -57,7 +57,7 @@ class Failing(ScriptedEngine):
 
 
 class Notary(ScriptedEngine):
-    """Notes the seed of every request."""
+    """Engine that records the seed of every request."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), script("wait"))
@@ -92,7 +92,7 @@ def text(trace: TokenTrace) -> str:
 
 
 def sampled(trace: TokenTrace) -> str:
-    """What the policy said, one turn after the other, stop tokens included."""
+    """Return the text that the policy sampled in all turns, including stop tokens."""
     return renderer().decode(
         [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
     )
@@ -102,7 +102,7 @@ def prompts(engine: ScriptedEngine) -> list[str]:
     return [renderer().decode(ids) for _, ids in engine.requests]
 
 
-# ── a whole episode ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a whole episode ───────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_whole_episode() -> None:
@@ -137,8 +137,8 @@ async def test_a_whole_episode() -> None:
         i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]
     ]
     assert trajectory == Trajectory(
-        TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0}, reward=1.0, success=True,
-        turns=3, invalid_actions=1, sampled_tokens=sum(trace.mask),
+        TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0},
+        reward=1.0, success=True, turns=3, invalid_actions=1, sampled_tokens=sum(trace.mask),
     )  # fmt: skip
 
 
@@ -196,7 +196,10 @@ async def test_a_guided_episode_that_finds_nothing_stays_guided() -> None:
 
 @pytest.mark.parametrize("instructions", [RULES, ""], ids=["full", "compact"])
 async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructions: str) -> None:
-    """On the rendered text: without the experience's line a guided prompt is the free one, on every turn."""
+    """Compare the rendered prompts of a guided and a free episode on every turn.
+
+    Without the line of the experience, they must be equal.
+    """
     engine = scripted("wait")
     context = ChatContext({"doors": instructions})
     async with house() as home:
@@ -251,7 +254,7 @@ async def test_a_search_waits_for_its_turn() -> None:
     assert order == [f"turn {KEY.session}", "search"]
 
 
-# ── overtime ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── overtime ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
@@ -366,7 +369,7 @@ async def test_late_turns_of_a_window_are_no_samples() -> None:
     assert [sampled(trace) for trace in late.traces] == ["coin<|im_end|>", "coin<|im_end|>"]
 
 
-# ── limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_turn_limit_truncates_and_keeps_the_reward() -> None:
@@ -397,7 +400,7 @@ async def test_a_cut_response_in_the_middle_marks_the_whole_episode() -> None:
 
 
 async def context_for(turns: int, *actions: str) -> int:
-    """Tokens of the prompt of turn `turns` (from 0)."""
+    """Return the number of tokens in the prompt of turn `turns` (from 0)."""
     _, engine, _ = await played(*actions)
     return len(engine.requests[turns][1])
 
@@ -457,23 +460,23 @@ async def test_a_window_shows_the_task_and_the_last_turns() -> None:
         "wait<|im_end|>",
     ]
     assert len(one.segments) == 9, "the conversation is kept whole"
-    assert (
-        prompts(coin_first)[5]
-        == f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\nNothing happens.{ANSWER_NEXT}"
+    assert prompts(coin_first)[5] == (
+        f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\n"
+        f"Nothing happens.{ANSWER_NEXT}"
     )
     assert sampled(two.traces[2]) == "wait<|im_end|>", (
         "earlier turns are context, trained in samples of their own"
     )
 
 
-# ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── responses ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("response", "action"),
     [
         ("<think>a door, so</think>\nopen", "open"),
-        ("so</think> open \n", "open"),  # templates that open the thought themselves
+        ("so</think> open \n", "open"),  # for templates that open the thought themselves
         ("<think>open</think> hm <think>no</think> wait", "wait"),
         ("open", "open"),
         ("", ""),
@@ -494,7 +497,7 @@ def test_what_was_thought_is_an_extra() -> None:
     assert parse(TASK, "y").extras == {}
 
 
-# ── draws ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── draws ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_every_turn_of_every_member_draws_for_itself() -> None:
@@ -517,7 +520,7 @@ async def test_every_turn_of_every_member_draws_for_itself() -> None:
         assert set(engine.seeds[-3:]).isdisjoint(first)
 
 
-# ── failures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def outcome(home: House, engine: ScriptedEngine, **changes) -> Trajectory:
@@ -574,7 +577,10 @@ async def test_an_engines_rollout_error_costs_the_episode_and_not_its_game() -> 
 
 
 class Dying(ScriptedEngine):
-    """Loses what it is asked as the `lost`-th requests, counted from 0, as an engine that dies and is started again."""
+    """Engine that loses the requests with the numbers in `lost`, counted from 0.
+
+    It behaves like an engine that dies and is restarted.
+    """
 
     def __init__(self, *lost: int) -> None:
         super().__init__(renderer(), script("wait", "coin", "open"))
@@ -632,7 +638,7 @@ async def test_an_error_is_not_shaped() -> None:
 
 
 class Counting:
-    """A `Sampler` that remembers who left."""
+    """`Sampler` that records the sessions that left."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
@@ -675,7 +681,10 @@ async def test_a_cancelled_episode_gives_everything_back() -> None:
 
 
 async def test_episodes_compute_one_at_a_time() -> None:
-    """However many are answered at once, the event loop has a round between any two of them."""
+    """Check that the event loop runs once between the computations of any two episodes.
+
+    This must hold for any number of simultaneous answers.
+    """
     rounds, computed = 0, []
 
     class Watched(ChatContext):

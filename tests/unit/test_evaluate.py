@@ -1,4 +1,7 @@
-"""Evaluation: the interval on numbers worked by hand, the names of its figures, and that only the weights make a difference."""
+"""Evaluation: intervals worked by hand and names of the metrics.
+
+Only the weights may change the result of an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,16 @@ from crl.run.evaluate import (
 from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
 
-# ── Wilson's interval ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Wilson's interval ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("successes", "episodes", "low", "high"),
     [
-        # z² = 3.8416. 8/10: centre (0.8 + 0.19208) / 1.38416 = 0.716738, half 1.96 / 1.38416 · √(0.016 + 0.009604) = 0.226581
+        # z² = 3.8416. 8/10: centre (0.8 + 0.19208) / 1.38416 = 0.716738,
+        # half 1.96 / 1.38416 · √(0.016 + 0.009604) = 0.226581
         (8, 10, 0.490157, 0.943319),
-        # 1/2: centre 1/2 whatever n; half 1.96 / 2.9208 · √(0.125 + 0.2401) = 0.405471
+        # 1/2: centre 1/2 for any n; half 1.96 / 2.9208 · √(0.125 + 0.2401) = 0.405471
         (1, 2, 0.094529, 0.905471),
         (0, 10, 0.0, 3.8416 / 13.8416),
         (10, 10, 10 / 13.8416, 1.0),
@@ -81,13 +85,12 @@ def test_a_rate_of_nothing_is_no_number() -> None:
     assert all(map(math.isnan, Rate(0, 0).interval))
 
 
-# ── several tasks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several tasks ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_mean_of_rates_by_hand() -> None:
-    mean = MeanRate(
-        (Rate(8, 10), Rate(2, 10))
-    )  # their intervals: 0.8 − 0.309843 + 0.143319, and mirrored
+    # Their intervals: 0.8 − 0.309843 + 0.143319, and mirrored.
+    mean = MeanRate((Rate(8, 10), Rate(2, 10)))
     assert (mean.value, mean.episodes) == (0.5, 20)
     half = math.hypot(0.309843, 0.143319) / 2
     assert mean.interval == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
@@ -96,14 +99,15 @@ def test_a_mean_of_rates_by_hand() -> None:
 
 
 def test_a_difference_as_published() -> None:
-    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx(
-        (0.0524, 0.3339), abs=5e-5
-    )  # Newcombe 1998, table II (a), method 10
+    # Newcombe 1998, table II (a), method 10
+    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
     rates: dict[Setting, Rate] = {
-        ("room", "known", "free"): Rate(1, 4), ("room", "new", "free"): Rate(8, 10), ("shop", "new", "free"): Rate(2, 10),
+        ("room", "known", "free"): Rate(1, 4),
+        ("room", "new", "free"): Rate(8, 10),
+        ("shop", "new", "free"): Rate(2, 10),
     }  # fmt: skip
     evaluation = Evaluation(rates, {}, errors=0)
     assert evaluation.overall == {("overall", "new", "free"): MeanRate((Rate(8, 10), Rate(2, 10)))}
@@ -121,7 +125,7 @@ def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
     )
 
 
-# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_names_of_the_figures() -> None:
@@ -134,7 +138,8 @@ def test_the_names_of_the_figures() -> None:
     rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
     evaluation = Evaluation(
         rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1, scores={new: 12.5},
-        visits={"room": [Rate(0, 4), Rate(3, 4)]}, lessons={"room": Rate(3, 4)}, untrained_lessons={"room": Rate(1, 4)},
+        visits={"room": [Rate(0, 4), Rate(3, 4)]}, lessons={"room": Rate(3, 4)},
+        untrained_lessons={"room": Rate(1, 4)},
     )  # fmt: skip
     figures = evaluation.figures()
     assert figures == {
@@ -162,7 +167,7 @@ def test_the_names_of_the_figures() -> None:
     }
 
 
-# ── the evaluator ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the evaluator ─────────────────────────────────────────────────────────────────────────────────
 
 
 def tasks(n: int, split: Split = "new") -> tuple[Task, ...]:
@@ -170,7 +175,7 @@ def tasks(n: int, split: Split = "new") -> tuple[Task, ...]:
 
 
 class Crowd(ScriptedEngine):
-    """Counts how many requests are under way at a time."""
+    """Engine that counts simultaneous requests. `most` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), dice)
@@ -194,10 +199,11 @@ class Crowd(ScriptedEngine):
 @pytest.mark.parametrize(
     ("won", "effective"),
     [
-        # p = 1/2 of 16 in four places, so p(1−p) = 1/4; the variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))²
+        # p = 1/2 of 16 in four places, so p(1−p) = 1/4. The variance of p between places is 4/3 · Σ
+        # (1/4 · (pᵢ − 1/2))².
         ((4, 2, 2, 0), 6.0),  # 4/3 · 2 · (1/8)² = 1/24
-        ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, and no more than there are
-        ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, and no fewer than places
+        ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, but at most the number of episodes
+        ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, but at least the number of places
         ((2, 2, 2, 2), 16.0),
         ((0, 0, 0, 0), 4.0),
         ((4, 4, 4, 4), 4.0),
@@ -213,7 +219,11 @@ def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: 
         for i in range(4)
     ]
     rate = rate_of_visits(played)
-    assert rate == Rate(sum(won), 4 * len(won), pytest.approx(effective))  # pyright: ignore[reportArgumentType]
+    assert rate == Rate(
+        sum(won),
+        4 * len(won),
+        pytest.approx(effective),  # pyright: ignore[reportArgumentType]
+    )
     if won == (4, 2, 2, 0):  # z²/n = 3.8416/6: half = 1.96 / 1.640267 · √(1/24 + 3.8416/144)
         assert rate.interval == pytest.approx((0.5 - 0.312387, 0.5 + 0.312387), abs=1e-6)
 
@@ -278,7 +288,7 @@ async def test_a_dead_engine_ends_the_evaluation() -> None:
 
 
 class Noting(TorchEngine):
-    """Notes what it samples, by session."""
+    """Engine that records its samples by session."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -301,7 +311,7 @@ class Noting(TorchEngine):
 
 
 Noted = dict[str | None, tuple[list[tuple[int, ...]], list[float]]]
-"""Completions of a session, and the log-probs of their tokens."""
+"""Completions of each session, and the log-probs of their tokens."""
 
 
 Rooms = Mapping[EvalSet, Sequence[Task]]
@@ -311,7 +321,7 @@ async def evaluated(
     engine: Noting, player: EpisodeRunner, rooms: Rooms
 ) -> tuple[Evaluation, Noted]:
     engine.sampled.clear()
-    engine._decoder._prefixes.clear()  # of the evaluation before, as new weights do
+    engine._decoder._prefixes.clear()  # prefixes of the last evaluation; new weights clear them too
     scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, Waves))
     return await Evaluator(player, rooms, scheduler).evaluate(), dict(engine.sampled)
 
@@ -320,9 +330,9 @@ async def evaluated(
 async def sampled_rooms(
     tiny_actor: Path, *, exact: bool = False
 ) -> AsyncIterator[tuple[Noting, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
-    """The real tiny model, a runner with `Waves` that plays real rooms, and two sets of them.
+    """Yield the real tiny model, a runner with `Waves` that plays the room, and two eval sets.
 
-    exact: in float64.
+    With `exact`, the model computes in float64.
     """
     model = load_model(tiny_actor, torch.device("cpu"))
     if exact:
@@ -343,7 +353,7 @@ async def sampled_rooms(
 
 
 async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> None:
-    """The real tiny model samples in real rooms; another root of draws gives other episodes."""
+    """Check this with the real tiny model in the room. Another seed gives other episodes."""
     async with sampled_rooms(tiny_actor) as (engine, player, rooms):
         players = [replace(player, seed=seed) for seed in (0, 0, 1)]
         first, again, other = [await evaluated(engine, one, rooms) for one in players]
@@ -354,7 +364,11 @@ async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> No
 async def alone_and_together(
     engine: Noting, player: EpisodeRunner, rooms: Rooms
 ) -> tuple[dict[Setting, Rate], dict[Setting, Rate], list[Noted]]:
-    """Rates of the sets evaluated one by one, and all at once, and what was sampled both times."""
+    """Evaluate the sets one by one and then together.
+
+    Return the rates of the separate evaluations, the rates of the joint evaluation, and the samples
+    of both.
+    """
     alone: dict[Setting, Rate] = {}
     sampled: Noted = {}
     for of, tasks in rooms.items():
@@ -366,7 +380,11 @@ async def alone_and_together(
 
 
 async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_actor: Path) -> None:
-    """In float64, where rounding does not reach a draw. In deterministic mode, bit for bit."""
+    """Compare evaluations of the sets one by one and together.
+
+    In float64, rounding does not change a draw. In deterministic mode, the results are equal bit
+    for bit.
+    """
     async with sampled_rooms(tiny_actor, exact=True) as (engine, player, rooms):
         direct = replace(player, sampler=Direct(engine))
         alone, together, (sampled, noted) = await alone_and_together(engine, direct, rooms)
@@ -379,7 +397,10 @@ async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_ac
 
 
 async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
-    """Half of the episodes are shown something later, and those alone are played twice."""
+    """Check that only episodes with an experience are played a second time.
+
+    Later, half of the episodes find an experience.
+    """
 
     class Half(Shelf):
         async def search(self, requests):

@@ -1,4 +1,4 @@
-"""The experience side of a run: what becomes of episodes and their credit, and when the extractor is trained."""
+"""The experience side of a run: credit, distillation, and training of the extractor."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ SETTINGS = ManagerSettings(
 
 
 def says(prompt: str) -> str:
-    """One lesson an episode, a different one for each."""
+    """Return one lesson for an episode, different for each episode."""
     return add(f"Lesson of {prompt.splitlines()[1]}.")
 
 
 class Loading(LocalLearner):
-    """The real learner on the tiny actor; counts the batches, and can be let fail."""
+    """Real learner on the tiny actor that counts its batches. It fails if `dies` is set."""
 
     def __init__(self, path: Path) -> None:
         model = load_model(path, torch.device("cpu"))
@@ -76,7 +76,7 @@ class Loading(LocalLearner):
         self.batches: list[Sequence[Minibatch]] = []
         self.dies = False
         self.poison = TokenTrace()
-        """A trace whose gradient is not finite."""
+        """Trace with a non-finite gradient."""
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         if self.dies:
@@ -91,7 +91,7 @@ class Loading(LocalLearner):
 
 @dataclass
 class Parts:
-    """An experience side and all that it is made of."""
+    """Experience side and the parts that it consists of."""
 
     side: ExperienceSide
     bank: ExperienceManager
@@ -113,8 +113,8 @@ def actor(tiny_actor: Path) -> Path:
 
 @asynccontextmanager
 async def parts(
-    path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2, background: bool = False,
-    distiller: Distiller | None = None, merge_every: int = 0,
+    path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2,
+    background: bool = False, distiller: Distiller | None = None, merge_every: int = 0,
 ) -> AsyncIterator[Parts]:  # fmt: skip
     engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
     diagnostics = Diagnostics({})
@@ -142,7 +142,8 @@ def episode(
     segments = (Segment("user", "at 2 3", "env"), Segment("assistant", "east", "policy"))
     shown = tuple(f"text of {use.uid}" for use in used)
     return Trajectory(
-        task(), step, group, member, condition, segments, success=success, used=tuple(used), shown=shown, error=error
+        task(), step, group, member, condition, segments, success=success, used=tuple(used),
+        shown=shown, error=error
     )  # fmt: skip
 
 
@@ -152,24 +153,24 @@ def guided(step: int, group: int, member: int, success: bool, uid: str, **change
 
 
 async def filled(made: Parts, groups: int) -> list[str]:
-    """A bank with one experience of each group of step 0."""
+    """Fill the bank with one experience for each group of step 0. Return their uids."""
     await made.side.observe([episode(0, group, 0) for group in range(groups)])
     await made.side.complete(1, [])
     return [f"run/0/{group}/0#0" for group in range(groups)]
 
 
-# ── what becomes of a batch ─────────────────────────────────────────────────────────────────────────────────────────
+# ── credit and queue of a batch ───────────────────────────────────────────────────────────────────
 
 
 async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) -> None:
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
         first, second = await filled(made, 2)
         batch = [
-            guided(1, 0, 0, True, first), guided(1, 0, 1, False, first), guided(1, 0, 2, True, second, error="env: lost"),
-            episode(1, 0, 3, "guided", success=False), episode(1, 0, 4, success=True), episode(1, 0, 5, success=False),
-            episode(1, 0, 6, error="env: lost"),
+            guided(1, 0, 0, True, first), guided(1, 0, 1, False, first), guided(1, 0, 2, True,
+            second, error="env: lost"), episode(1, 0, 3, "guided", success=False), episode(1, 0, 4,
+            success=True), episode(1, 0, 5, success=False), episode(1, 0, 6, error="env: lost"),
         ]  # fmt: skip
-        for _ in range(2):  # a repeat changes nothing
+        for _ in range(2):  # repeating the call changes nothing
             await made.side.observe(batch)
             figures = await made.bank.stats()
             assert (figures["queue/pending"], figures["queue/done"]) == (5, 2), (
@@ -191,14 +192,19 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
 async def test_lessons_may_be_compared_with_what_their_group_came_to_without(
     tmp_path: Path, actor: Path
 ) -> None:
-    """In group 0 one of three won without: −1 − (−1/3). In group 1 nobody played without, in group 2 no free
-    member ended: there is nothing to compare with, and these are not trained on."""
+    """Compare rewards with the unguided members of a group.
+
+    In group 0, one of three unguided members won: −1 − (−1/3). Group 1 has no unguided member, and
+    in group 2 no unguided member completed. There is nothing to compare with, so their lessons are
+    not trained on.
+    """
     for against_free, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
         async with parts(tmp_path / f"{against_free}.sqlite", actor, batch=3) as made:
             uids = await filled(made, 3)
             batch = [
-                guided(1, 0, 0, False, uids[0]), episode(1, 0, 1), episode(1, 0, 2, success=False), episode(1, 0, 3, success=False),
-                guided(1, 1, 0, True, uids[1]), guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
+                guided(1, 0, 0, False, uids[0]), episode(1, 0, 1), episode(1, 0, 2, success=False),
+                episode(1, 0, 3, success=False), guided(1, 1, 0, True, uids[1]), guided(1, 2, 0,
+                True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
             await learn(made.bank, "run", batch, [], against_free=against_free)
             assert [
@@ -213,16 +219,21 @@ async def test_lessons_may_be_compared_with_what_their_group_came_to_without(
 async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
     tmp_path: Path, actor: Path
 ) -> None:
-    """`first` wins all that it guides and so do the free members; `second` 1 of 2 where 1 of 4 won without; then neither."""
+    """Compare the lifts of two lessons with lifts worked by hand.
+
+    `first` wins every episode that it guides, and so do the free members. `second` wins 1 of 2 in a
+    group in which 1 of 4 won without it. In the last group, both conditions lose.
+    """
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
         first, second = await filled(made, 2)
         batch = [
-            *(guided(1, 0, member, True, first) for member in range(4)), *(episode(1, 0, 4 + member) for member in range(4)),
-            guided(1, 1, 0, True, second), guided(1, 1, 1, False, second), guided(1, 1, 2, True, second, error="env: lost"),
-            *(episode(1, 1, 4 + member, success=member == 0) for member in range(4)),
+            *(guided(1, 0, member, True, first) for member in range(4)), *(episode(1, 0,
+            4 + member) for member in range(4)), guided(1, 1, 0, True, second), guided(1, 1, 1,
+            False, second), guided(1, 1, 2, True, second, error="env: lost"), *(episode(1, 1,
+            4 + member, success=member == 0) for member in range(4)),
             guided(1, 2, 0, False, second), episode(1, 2, 1, success=False),
         ]  # fmt: skip
-        for _ in range(2):  # a repeat changes nothing
+        for _ in range(2):  # repeating the call changes nothing
             await made.side.observe(batch)
         found = {entry.uid: entry for entry in made.bank.best(9)}
         assert (found[first].credited, found[first].credit, found[first].lift) == (
@@ -250,7 +261,11 @@ async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
 async def test_a_group_without_free_members_says_nothing_of_lift(
     tmp_path: Path, actor: Path
 ) -> None:
-    """Nobody was free, no free member ended, nobody was guided by anything; a rejected experience guided nobody."""
+    """Check groups without a lift.
+
+    No member was free, no free member completed, no member used an experience, or the experience
+    was rejected.
+    """
     use = ExperienceUse("run/0/0/0#0", 1, "run/0/0/0", "start", verdict="reject")
     batch = [
         guided(1, 0, 0, True, "run/0/0/0#0"),
@@ -266,16 +281,23 @@ async def test_a_group_without_free_members_says_nothing_of_lift(
 
 
 def test_members_of_a_group_may_be_guided_by_different_lessons() -> None:
-    """Each has the free members of its group to compare with; what an answer to a question won is the answer's, and counts once."""
+    """Check lifts of several lessons in one group.
+
+    Each lesson is compared with the group's free members. A success after a refined answer counts
+    for the answer. A member that uses a unit twice counts once.
+    """
     start, answer = ExperienceUse("e", 2, "g", "start"), ExperienceUse("e", 2, "run/q/1", "ask")
     unrefined = ExperienceUse("e", 2, "run/q/2", "ask_unrefined")
     batch = [
-        episode(4, 7, 0, "guided", used=[start, answer]), episode(4, 7, 1, "guided", success=False, used=[start, unrefined]),
-        guided(4, 7, 2, True, "f"), episode(4, 7, 3), episode(4, 7, 4, success=False), guided(5, 7, 0, True, "f"),
+        episode(4, 7, 0, "guided", used=[start, answer]), episode(4, 7, 1, "guided", success=False,
+        used=[start, unrefined]), guided(4, 7, 2, True, "f"), episode(4, 7, 3), episode(4, 7, 4,
+        success=False), guided(5, 7, 0, True, "f"),
     ]  # fmt: skip
     assert group_successes("run", batch) == {
         "run/4/7": [
-            GroupSuccess(UnitKey("e", 2), 0.5, 0.5), GroupSuccess(UnitKey("run/q/1", 1), 1.0, 0.5), GroupSuccess(UnitKey("f", 1), 1.0, 0.5),
+            GroupSuccess(UnitKey("e", 2), 0.5, 0.5),
+            GroupSuccess(UnitKey("run/q/1", 1), 1.0, 0.5),
+            GroupSuccess(UnitKey("f", 1), 1.0, 0.5),
         ],
     }  # fmt: skip
 
@@ -332,7 +354,7 @@ def test_percentiles_by_hand() -> None:
     }
 
 
-# ── the extractor's training ────────────────────────────────────────────────────────────────────────────────────────
+# ── the extractor's training ──────────────────────────────────────────────────────────────────────
 
 
 def sample(name: str, mask: tuple[int, ...], advantage: float) -> ExtractorSample:
@@ -342,7 +364,11 @@ def sample(name: str, mask: tuple[int, ...], advantage: float) -> ExtractorSampl
 
 
 def test_minibatches_by_hand() -> None:
-    """4 + 2 + 3 tokens were sampled, those without signal included; what has none is not sent to the learner."""
+    """Compare minibatches with minibatches worked by hand.
+
+    The total of 4 + 2 + 3 sampled tokens includes samples without a signal. These samples are not
+    sent to the learner.
+    """
     good, flat, bad = (
         sample("a", (0, 1, 1, 1, 1), 0.5),
         sample("b", (0, 0, 1, 1), 0.0),
@@ -361,7 +387,7 @@ def test_minibatches_by_hand() -> None:
 async def test_every_full_batch_is_trained_marked_synced_and_logged(
     tmp_path: Path, actor: Path
 ) -> None:
-    """Five units make two batches of two; the fifth waits for another."""
+    """Check that five units make two batches of two. The fifth waits for another unit."""
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         uids = await filled(made, 5)
         before = {name: value.clone() for name, value in made.learner.model.state_dict().items()}
@@ -411,8 +437,11 @@ async def test_a_batch_without_signal_is_marked_and_sends_nothing(
 async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(
     tmp_path: Path, actor: Path
 ) -> None:
-    """The first of six units is poisoned; batches hold two. Its companion is trained in the end, with a
-    new one: units that were put off less often come first."""
+    """Check a skipped batch: the first of six units is poisoned, and batches hold two units.
+
+    The other unit of its batch is trained later, with a new unit. Units that were postponed less
+    often come first.
+    """
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         uids = await filled(made, 7)
         await made.side.observe(
@@ -430,7 +459,9 @@ async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(
         ]
         waiting = await made.bank._store.ready()
         assert [unit.pending.unit.uid for unit in waiting] == uids[:2]
-        assert [(unit.pending.count, unit.pending.total, unit.c_train, unit.t_last) for unit in waiting] == [
+        assert [
+            (unit.pending.count, unit.pending.total, unit.c_train, unit.t_last) for unit in waiting
+        ] == [
             (1, 1.0, 0, None), (1, -1.0, 0, None)
         ]  # fmt: skip
         await made.side.settle()
@@ -469,7 +500,7 @@ async def test_no_training_step_begins_while_training_is_paused(
         await cancelled(running)
 
 
-# ── in the background, or at step boundaries ────────────────────────────────────────────────────────────────────────
+# ── in the background, or at step boundaries ──────────────────────────────────────────────────────
 
 
 async def until_distilled(made: Parts, n: int) -> None:
@@ -520,7 +551,7 @@ async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Pat
 
 
 class Gated(ScriptedEngine):
-    """Answers when the gate is open."""
+    """Engine that answers when the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), says)
@@ -559,7 +590,7 @@ async def test_a_deterministic_step_waits_for_all_of_it(tmp_path: Path, actor: P
         assert len(made.bank.latest(9)) == 1
 
 
-# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def causes(group: BaseExceptionGroup) -> list[BaseException]:
@@ -616,7 +647,7 @@ async def test_a_dead_learner_ends_the_run_and_spends_no_credit(
         assert (logged(made.path, "train"), made.engine.version) == ([], 0)
 
 
-# ── evaluations ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluations ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(
@@ -646,11 +677,14 @@ async def test_learning_credits_and_queues_under_a_name(tmp_path: Path, actor: P
         assert request().id == "run/0/0/0", "the same address under another name is another episode"
 
 
-# ── the merge ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the merge ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Discarding(ScriptedEngine):
-    """Discards the first of every chunk; counts the merges that begin and waits with them for the gate."""
+    """Engine that discards the first entry of every chunk.
+
+    It counts the merges that begin. They wait for the gate.
+    """
 
     def __init__(self) -> None:
         super().__init__(

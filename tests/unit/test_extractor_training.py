@@ -1,4 +1,4 @@
-"""Eq. 7 in the extractor's loss: gradients of a real model, through the minibatches and CISPO."""
+"""Eq. 7 in the extractor's loss: gradients of a real model with minibatches and CISPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from crl.run.experience import ExtractorTrainer, extractor_minibatches
 
 
 def policy_gradient(model: Path) -> LocalLearner:
-    """CISPO with every ratio clipped to 1, at a learning rate of 0: its gradients can be compared."""
+    """Return a learner with CISPO, all ratios clipped to 1, and a learning rate of 0.
+
+    Its gradients can therefore be compared.
+    """
     loss, optimizer = CispoLoss(0.0, 0.0), OptimizerSection(learning_rate=0.0)
     return LocalLearner(
         load_model(model, torch.device("cpu")),
@@ -31,7 +34,7 @@ def policy_gradient(model: Path) -> LocalLearner:
 
 
 def gradient(learner: LocalLearner) -> torch.Tensor:
-    """Of the last update."""
+    """Return the gradient of the last update."""
     return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None])
 
 
@@ -42,7 +45,10 @@ async def gradient_of(learner: LocalLearner, samples: Sequence[ExtractorSample])
 
 
 async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tiny_actor):
-    """Every batch holds the same tokens with r = ±1, so that the baseline is 0 and w alone differs: 1, 2^−½, 3^−½."""
+    """Check that the gradient is proportional to the weight w: 1, 2^−½, 3^−½.
+
+    Every batch holds the same tokens with r = ±1, so the baseline is 0 and only w differs.
+    """
     engine, learner = Scribe(ANSWERS), policy_gradient(tiny_actor)
     made = await west_and_east(tmp_path, engine=engine, cooldown=2, alpha=0.5)
     trainer = ExtractorTrainer(
@@ -66,7 +72,11 @@ async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tin
 
 
 async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
-    """α = 1. First with r = 1 and −1: A = 1. Then w = ½, with fresh ones at −1 and ½: the baseline is ½ − 1 + ½ = 0, A = ½."""
+    """Check the gradient of a unit with w = ½ in a batch with other units, for α = 1.
+
+    First, r = 1 and −1: A = 1. Then w = ½, and new units have −1 and ½: the baseline is ½ − 1 + ½ =
+    0, and A = ½.
+    """
     learner = policy_gradient(tiny_actor)
     made = await west_and_east(tmp_path, cooldown=0, alpha=1.0)
     await distil(made, request(group=2, note="north"), request(group=3, note="two"))

@@ -1,4 +1,4 @@
-"""The staleness gate, driven by random schedules with empty, failed and slow groups."""
+"""The staleness gate under random schedules with empty, failed and slow groups."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def test_misuse_is_refused() -> None:
 def test_every_schedule_ends_and_none_is_staler_than_allowed(
     groups: int, staleness: int, steps: int, seed: int
 ) -> None:
-    """Groups finish in any order (slow ones last), some train nothing: all of them run, and the bound holds at every start."""
+    """Check that all groups run and that the bound holds at every start.
+
+    Groups finish in any order, slow ones last. Some of them train nothing.
+    """
     rng = random.Random(seed)
     gate = StalenessGate(groups, staleness)
     running: list[int] = []

@@ -1,5 +1,8 @@
-"""The GEM adapter, on a small stand-in for the package that does what is awkward about it: it draws from global generators that its
-`reset` seeds, hides half of an observation in `info`, and configures logging. Where gem-llm is installed, on the real one too."""
+"""The GEM adapter with a stand-in for the package, and with gem-llm if it is installed.
+
+The stand-in copies the awkward behaviour of the package. It draws from global generators that its
+`reset` seeds, returns half of an observation in `info`, and configures logging.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ ENV_REGISTRY = {"game:Dice-v0": Dice, "game:Broken-v0": broken}
 
 @pytest.fixture(scope="module", autouse=True)
 def _stand_in(tmp_path_factory: pytest.TempPathFactory):
-    """In the place of the package, whether that is installed or not."""
+    """Replace the package with the stand-in, whether or not the package is installed."""
     root = tmp_path_factory.mktemp("site")
     for name, text in PACKAGE.items():
         path = root / "gem" / name
@@ -110,7 +113,8 @@ def transcript(spec: EnvSpec, task: Task) -> list:
 def test_a_task_file_names_it(tmp_path: Path):
     path = tmp_path / "dice.toml"
     path.write_text(
-        'env = "gem:game:Dice-v0"\nrendering = "full"\nturns = 3\nmax_response_tokens = 64\n[eval]\nknown = 0\nnew = 4\n'
+        'env = "gem:game:Dice-v0"\nrendering = "full"\nturns = 3\n'
+        "max_response_tokens = 64\n[eval]\nknown = 0\nnew = 4\n"
     )
     spec = specs(load([str(path)]))["dice"]
     assert (spec.name, spec.hosting, spec.query_with_observation) == (
@@ -126,7 +130,10 @@ def test_a_task_file_names_it(tmp_path: Path):
 def test_an_unknown_id_and_one_that_cannot_be_made():
     with pytest.raises(
         ConfigError,
-        match=r"^tasks.x.env = 'gem:game:Dise-v0': .* no such environment. Did you mean game:Dice-v0 or",
+        match=(
+            r"^tasks.x.env = 'gem:game:Dise-v0': .* no such environment. "
+            r"Did you mean game:Dice-v0 or"
+        ),
     ):
         get_spec("gem:game:Dise-v0", "tasks.x.env")
     broken = get_spec("gem:game:Broken-v0")
@@ -166,7 +173,7 @@ def test_games_in_any_order_are_each_as_if_alone(
     alone = [transcript(dice, task) for task in tasks(dice, 3)]
     games = [dice.make_game("full") for _ in alone]
     for game in games:
-        game.reset(tasks(dice, 9)[8])  # an earlier episode leaves nothing behind
+        game.reset(tasks(dice, 9)[8])  # an earlier episode has no effect
     seen: list[list] = [
         [game.reset(task)] for game, task in zip(games, tasks(dice, 3), strict=True)
     ]
@@ -207,7 +214,10 @@ def test_the_globals_are_left_as_they_were(dice: EnvSpec):
 
 
 def test_importing_it_leaves_logging_alone():
-    code = "import logging; from crl.envs.registry import get_spec; get_spec('gem:game:Dice-v0'); print(logging.getLogger().handlers)"
+    code = (
+        "import logging; from crl.envs.registry import get_spec; get_spec('gem:game:Dice-v0'); "
+        "print(logging.getLogger().handlers)"
+    )
     site = next(path for path in sys.path if (Path(path) / "gem" / "__init__.py").is_file())
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {site!r}); {code}"],
@@ -225,7 +235,8 @@ def test_the_real_package():
     code = """
 from crl.envs.base import StreamSettings
 from crl.envs.registry import get_spec
-for name in ("game:GuessTheNumber-v0-easy", "game:Mastermind-v0-easy", "game:Minesweeper-v0-easy", "rg:leg_counting"):
+for name in ("game:GuessTheNumber-v0-easy", "game:Mastermind-v0-easy",\
+ "game:Minesweeper-v0-easy", "rg:leg_counting"):
     spec = get_spec(f"gem:{name}")
     one, other = spec.make_game("full"), spec.make_game("full")
     for task in spec.eval_tasks("new", 3, 0, StreamSettings()):

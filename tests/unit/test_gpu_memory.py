@@ -1,4 +1,4 @@
-"""What a GPU holds of a model: numbers worked by hand, and published ones."""
+"""GPU memory of a model, compared with numbers worked by hand and published numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from crl.run.gpu_memory import (
 )  # fmt: skip
 
 SMALL = ModelShape(
-    1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2, vocabulary=100, max_context=512, half=True
+    1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2,
+    vocabulary=100, max_context=512, half=True
 )  # fmt: skip
 
 
@@ -38,19 +39,23 @@ def deepspeed(**settings) -> LearnerSection:
     return LearnerSection(**{"kind": "deepspeed", "ranks": 4, "zero": 3, **settings})
 
 
-# ── sizes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sizes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_sizes_are_those_of_the_architecture(name: str):
-    """The architecture of transformers with these sizes, without weights, has as many parameters as the model's page says."""
+    """Compare the number of parameters with the number on the model's page.
+
+    The architecture of transformers is created with these sizes and without weights.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = KNOWN[name]
     settings: dict[str, Any] = dict(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, tie_word_embeddings="7B" not in name,
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, tie_word_embeddings="7B" not in name,
     )  # fmt: skip
     with torch.device("meta"):
         if "Qwen2.5" in name:
@@ -91,21 +96,20 @@ def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
 
 
 def test_keys_and_values_of_a_token():
-    assert (
-        KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024
-    )  # 2 · 28 layers · 4 heads · 128 · 2 bytes
+    # 2 · 28 layers · 4 heads · 128 · 2 bytes
+    assert KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024
     assert KNOWN["Qwen/Qwen3-4B-Thinking-2507"].kv_bytes(2) == 144 * 1024  # 2 · 36 · 8 · 128 · 2
 
 
-# ── learners ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── learners ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float):
-    """Figure 1 there: 7.5 B parameters on 64 GPUs."""
+    """Compare with figure 1 of the ZeRO paper: 7.5 B parameters on 64 GPUs."""
     shape = replace(SMALL, parameters=7_500_000_000)
     memory = learner_memory(shape, deepspeed(zero=zero, ranks=64), 1)
-    in_16_bits = memory.gradients / 2  # the paper's gradients
+    in_16_bits = memory.gradients / 2  # the paper has gradients in 16 bits
     assert (memory.weights + in_16_bits + memory.optimizer) / 1e9 == pytest.approx(
         gigabytes, rel=4e-3
     )
@@ -149,46 +153,49 @@ def test_numbers_follow_the_checkpoint():
 
 def test_what_is_offloaded_is_the_machines():
     assert host_memory(SMALL, deepspeed(offload=True)) == 20e9
-    assert state_memory(SMALL, deepspeed(offload=True)) == 22e9  # weights in 16 bits stay
+    assert state_memory(SMALL, deepspeed(offload=True)) == 22e9  # the 16-bit weights stay there
     assert host_memory(SMALL, deepspeed()) == 0
     assert state_memory(SMALL, deepspeed()) == 18e9
     assert state_memory(SMALL, LearnerSection(precision="float32")) == 16e9
 
 
 def test_buckets_and_copies():
+    # 0.5 B elements are reduced. 0.5 B are gathered at stages 1 and 2, and 1 B at stage 3.
     for zero, elements in (
         (0, 0),
         (1, 1e9),
         (2, 1e9),
         (3, 1.5e9),
-    ):  # half a billion to reduce, as many or a billion gathered
+    ):
         assert learner_memory(SMALL, deepspeed(zero=zero), 1).other == PROCESS + 2 * elements
     assert learner_memory(SMALL, LearnerSection(), 1).other == PROCESS + 2e9  # the published copy
     assert learner_memory(SMALL, LearnerSection(precision="float32"), 1).other == PROCESS + 4e9
 
 
 def test_activations_by_hand():
-    """bf16, per token and layer: norms 2 · (4 + 2 + 2) bytes · 8, attention 2 · (8 + 4 + 4 + 8), MLP 2 · 4 · 32: 128 + 48 + 256 bytes."""
+    """Check the activations in bf16.
+
+    Per token and layer: norms 2 · (4 + 2 + 2) bytes · 8, attention 2 · (8 + 4 + 4 + 8), MLP 2 · 4 ·
+    32: 128 + 48 + 256 bytes.
+    """
     logits = 3 * 4 * 1000 * 100
     whole = learner_memory(SMALL, deepspeed(), 1000).activations
     assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits
     thrifty = learner_memory(SMALL, deepspeed(activation_checkpointing=True), 1000).activations
-    assert (
-        thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
-    )  # two layers' inputs, one layer, and its MLP's gradients
+    # Inputs of two layers, one layer, and the gradients of its MLP.
+    assert thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
 
 
 def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
     shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
     whole = learner_memory(shape, deepspeed(), 32_768).activations
-    assert whole / GIB == pytest.approx(
-        192.5 + 3.47 + 0.75, abs=0.1
-    )  # 28 · 225,280 B a token; 113,664 B; 12 B a logit
+    # 28 · 225,280 B per token; 113,664 B per token; 12 B per logit
+    assert whole / GIB == pytest.approx(192.5 + 3.47 + 0.75, abs=0.1)
     thrifty = learner_memory(shape, deepspeed(activation_checkpointing=True), 32_768).activations
     assert thrifty / GIB == pytest.approx(6.125 + 6.875 + 3.47 + 12 * LOGITS / GIB, abs=0.1)
 
 
-# ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── engines ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_vllm_engine():
@@ -200,24 +207,21 @@ def test_a_vllm_engine():
     )
     halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
     assert (halves.weights, halves.cache) == (7_615_616_512, 0.875 * GIB)
-    assert (
-        vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache
-    )  # two heads cannot be cut into four
+    # Two heads cannot be split into four parts.
+    assert vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache
 
 
 def test_the_torch_engine_has_rows_for_a_whole_batch_and_as_much_for_prefixes():
     memory = torch_engine_memory(SMALL, 16, 5000, 4)
-    assert (
-        memory.cache == 2 * 16 * 8192 * 64
-    )  # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes; rows grow by doubling
+    # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes. The rows grow by doubling.
+    assert memory.cache == 2 * 16 * 8192 * 64
     assert memory.weights == 4e9
-    assert (
-        memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100
-    )  # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
+    # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
+    assert memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100
     assert torch_engine_memory(SMALL, 16, 5000, 2).cache == memory.cache / 2
 
 
 def test_an_embedder():
     assert embedder_memory(SMALL, vllm=False).total == 2e9 + PROCESS + POOLING
-    assert embedder_memory(SMALL, vllm=True).cache == 512 * 32  # one text of the longest
+    assert embedder_memory(SMALL, vllm=True).cache == 512 * 32  # one text of the maximum length
     assert embedder_memory(replace(SMALL, half=False), vllm=False).weights == 4e9

@@ -1,4 +1,4 @@
-"""Which role gets which GPUs, what is refused, and that what is said to fit does."""
+"""Assignment of GPUs to roles and rejected plans. An accepted plan must fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crl.run.gpus import Gpu
 
 @pytest.fixture(autouse=True)
 def no_gpus_and_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Whatever machine the tests run on."""
+    """Hide the GPUs and the model cache of the machine that runs the tests."""
     monkeypatch.setattr(module, "visible_gpus", list)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
@@ -53,7 +53,7 @@ def held(plan: GpuPlan, number: int) -> float:
     return sum(placement.memory.total for placement in plan.placements if number in placement.gpus)
 
 
-# ── placing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── placing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_node_of_eight():
@@ -67,17 +67,17 @@ def test_a_node_of_eight():
     }
     assert plan.problems == ()
     actor = plan["actor learner"].memory
+    # Weights of 2 bytes per parameter, split in two. Gradients and optimizer are offloaded.
     assert (actor.weights, actor.gradients, actor.optimizer) == (
         7_615_616_512,
         0,
         0,
-    )  # 2 bytes each, cut in two; the others offloaded
+    )
     extractor = plan["extractor engine"]
     assert extractor.fraction == 0.9
+    # Weights 2 · 0.6 B, keys and values of 32,768 tokens at 112 KiB, and 3 GiB.
     assert extractor.memory.cache == pytest.approx(72 * GIB - 2 * 4_022_468_096 - 4 * GIB)
-    beside = plan[
-        "embedder"
-    ].memory.total  # weights 2 · 0.6 B, keys and values of 32,768 tokens at 112 KiB, 3 GiB
+    beside = plan["embedder"].memory.total
     assert beside == 2 * 595_776_512 + 3.5 * GIB + 3 * GIB
     assert plan["embedder"].fraction == beside / (80 * GIB)
     assert plan["actor engine"].memory.total == pytest.approx(0.95 * 80 * GIB - beside)
@@ -147,7 +147,7 @@ def test_parts_on_the_cpu_ask_for_nothing():
     ]
 
 
-# ── where sizes come from ───────────────────────────────────────────────────────────────────────────────────────────
+# ── sources of sizes ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_visible_gpus_count_before_the_setting():
@@ -173,7 +173,7 @@ def test_without_a_size_nothing_is_judged_but_the_number(tmp_path: Path):
     assert planned("gpus=1", preset=str(preset)).problems[0].key == "engine.replicas"
 
 
-# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def refusal(plan: GpuPlan) -> ConfigError:
@@ -210,7 +210,10 @@ def test_two_gpus_are_too_few():
     error = refusal(planned("gpus=2"))
     assert (error.key, error.value) == ("gpus", 2)
     assert re.match(
-        r"GPU 0 would hold 107\.\d GiB of 76\.0 usable ones \(actor engine 19\.9, actor learner 28\.1, ",
+        (
+            r"GPU 0 would hold 107\.\d GiB of 76\.0 usable ones \(actor engine 19\.9, "
+            r"actor learner 28\.1, "
+        ),
         error.reason,
     )
     assert error.remedy.startswith("What would fit: --set gpus=3; or --set ")
@@ -314,13 +317,18 @@ def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_evaluation_asks_for_no_learners_gpus(monkeypatch: pytest.MonkeyPatch):
-    """Half the GPUs of the run serve its engines, one by one as in the run."""
+    """Check that half of the run's GPUs suffice for an evaluation.
+
+    They serve the run's engines, one engine per GPU as in the run.
+    """
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(4)])
     with pytest.raises(ConfigError, match="gpus = 8: this machine shows 4 GPUs"):
         assigned_gpus(config("gpus=8"))
     assigned = assigned_gpus(config("gpus=8"), learners=False)
     assert {role: place.gpus for role, place in assigned.items()} == {
-        "actor engine": ("GPU-0aa", "GPU-1aa"), "extractor engine": ("GPU-2aa", "GPU-3aa"), "embedder": ("GPU-0aa",)
+        "actor engine": ("GPU-0aa", "GPU-1aa"),
+        "extractor engine": ("GPU-2aa", "GPU-3aa"),
+        "embedder": ("GPU-0aa",),
     }  # fmt: skip
     monkeypatch.setattr(module, "visible_gpus", list)
     with pytest.raises(ConfigError, match="this machine shows 0 GPUs"):
@@ -340,7 +348,7 @@ def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are
     assert (plan.asked, plan.problems) == (8, ())
 
 
-# ── the command line ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 
 def crl(*args: str):
@@ -360,15 +368,15 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     assert "engine       vllm, 2 replicas of each model; weights by file" in lines
     how = "ZeRO-3, optimizer offloaded, bfloat16, activations computed again"
     assert (
-        f"learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; 2 ranks of each model, {how}"
-        in lines
-    )
+        "learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; "
+        f"2 ranks of each model, {how}"
+    ) in lines
     (learner,) = [line for line in lines if line.startswith("actor learner ")]
     assert "GPU 2–3" in learner
     assert (
-        "156.0 GiB of states, 141.9 of them in the machine's memory; 32,768 tokens at a time; alone there"
-        in learner
-    )
+        "156.0 GiB of states, 141.9 of them in the machine's memory; "
+        "32,768 tokens at a time; alone there"
+    ) in learner
     (row,) = [line for line in lines if line.startswith("GPU 2 ")]
     assert row.split()[2:] == [
         "actor",
@@ -402,12 +410,13 @@ def test_a_run_without_its_models_is_refused():
     result = crl("train", "--preset", "node8", "--tasks", "room")
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: actor.model = 'Qwen/Qwen2.5-7B-Instruct': is not downloaded (and crl downloads nothing). "
+        "error: actor.model = 'Qwen/Qwen2.5-7B-Instruct': "
+        "is not downloaded (and crl downloads nothing). "
         "Run hf download Qwen/Qwen2.5-7B-Instruct, or give a directory.\n"
     )
 
 
-# ── models of the hub ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── models of the hub ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_downloaded_model_is_found_in_the_cache(tmp_path: Path):
@@ -431,7 +440,7 @@ def test_a_model_that_is_neither_here_nor_known():
     assert "Did you mean Qwen/Qwen2.5-7B-Instruct?" in caught.value.remedy
 
 
-# ── nvidia-smi ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── nvidia-smi ────────────────────────────────────────────────────────────────────────────────────
 
 LISTING = """\
 0, GPU-0aa, NVIDIA H100 80GB HBM3, 81559, 4, 570.1

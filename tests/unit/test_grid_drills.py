@@ -1,4 +1,4 @@
-"""What the tiny models are taught of maze, key room, river and Sokoban."""
+"""Training examples of the tiny models for maze, key room, river and Sokoban."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def told(grid: Grid, episode: Episode) -> str:
 
 @each_grid
 def test_walks_are_the_actors_conversations(grid: Grid) -> None:
-    """Goal, what it is told and the first observation open them, as in a run; valid actions and their results follow."""
+    """Check the structure of walks, which are conversations of the actor.
+
+    As in a run, a walk begins with the goal, the advice if there is any, and the first observation.
+    Valid actions and their results follow.
+    """
     for walk in walks(grid.spec.name):
         opening = [segment.origin for segment in walk.segments[: 3 if walk.hint else 2]]
         assert opening == ["task", *(["experience"] if walk.hint else []), "env"]
@@ -72,7 +76,7 @@ def test_some_win_and_some_lose(grid: Grid) -> None:
 
 @with_lessons
 def test_what_is_told_and_what_comes_of_it(grid: Grid) -> None:
-    """Right advice is followed and helps, wrong advice is followed and does not."""
+    """Check that right advice is followed and helps. Wrong advice is followed and does not help."""
     of: dict[str, list[Episode]] = {kind: [] for kind in ("nothing", "a saying", "right", "wrong")}
     for walk in walks(grid.spec.name):
         of[told(grid, walk)].append(walk)
@@ -93,7 +97,10 @@ def test_a_way_is_followed_step_by_step_until_it_leads_against_a_wall() -> None:
 
 
 def test_places_are_walked_to_without_detours() -> None:
-    """Who is told where key and door are needs fewer turns than who has to look for them."""
+    """Check that an agent with advice about key and door needs fewer turns.
+
+    An agent without advice must look for them.
+    """
 
     def turns(kind: str) -> float:
         lengths = [
@@ -129,7 +136,11 @@ def test_personas_differ_as_they_should(grid: Grid) -> None:
 
 @with_lessons
 def test_what_the_extractor_says_is_true_of_the_episode(grid: Grid) -> None:
-    """One answer in four is the task's lesson, where the prompt shows it, as an update where it was told another; or nothing."""
+    """Check that one answer in four is the task's lesson, if the prompt shows its facts.
+
+    The lesson is an update if the prompt shows another lesson, else an add. Without the facts, the
+    answer is a return. All other answers are sayings.
+    """
     kinds = Counter[str]()
     for prompt, said in GridLessons(grid.extractor).make(random.Random(2), 200):
         shown = (

@@ -1,4 +1,4 @@
-"""What maze, key room and river say, what their actions do, and what can be said about their places."""
+"""Texts, actions and lessons of maze, key room and river."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def says(game: KeyRoomGame | RiverGame, *actions: str) -> list[str]:
 
 
 def segments(first: str, turns: Sequence[tuple[str, str]]) -> list[Segment]:
-    """An episode's texts: the first observation, then actions and what they brought."""
+    """Return an episode's texts: the first observation, then actions and their results."""
     told = [Segment("user", first, "env")]
     for action, text in turns:
         told += [Segment("assistant", action, "policy"), Segment("user", text, "env")]
     return told
 
 
-# ── maze ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── maze ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_mazes_first_texts(compact_maze: MazeGame) -> None:
@@ -95,7 +95,10 @@ def test_the_true_way_reaches_the_stairs_under_any_dynamics_and_no_shorter_one_d
 
 
 def test_the_stairs_of_a_small_maze_are_not_near_its_start() -> None:
-    """Whose seed puts them near gets another layout, the same one always; the advisor knows it."""
+    """Check that a seed that puts the stairs near the start gets another layout.
+
+    It is always the same layout, and the advisor knows it.
+    """
     advisor, game = maze.SMALL_SPEC.advisor, MazeGame("compact", maze.SMALL_SIZE)
     assert advisor is not None
     for task in new(maze.SMALL_SPEC, 40):
@@ -125,7 +128,10 @@ def test_a_way_is_told_step_by_step_and_read_back() -> None:
 
 
 def test_the_digest_of_a_maze_leaves_out_detours() -> None:
-    """From 1 1, one step into a dead end to the east and back, then south to the stairs that were not in sight."""
+    """Check a walk from 1 1 with one step into a dead end in the east.
+
+    The walk then goes back, and south to stairs that were not in sight.
+    """
     told = segments(
         "at 1 1\nopen east south",
         [
@@ -150,16 +156,19 @@ def test_stairs_in_sight_are_a_way_found() -> None:
     assert maze_lessons.found_way(told) == ["east", "east"]
 
 
-# ── key room ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── key room ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_key_rooms_first_texts(full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame) -> None:
     task = new(keyroom.SPEC, 2)[1]
     assert full_keyroom.reset(task) == (
         "Map:\n~~~~~~~\n~~~|(.~\n~~~+@.~\n~~~-..~\n~~~~~~~\n~~~~~~~\n~~~~~~~\n"
-        "Legend: @ you; | wall; ( key named The Master Key of Thievery; . floor; + closed door; - wall; ~ not seen yet\nHP 12/12\n"
-        "Inventory: a +0 short sword (weapon in hand); 13 +0 daggers (alternate weapon; not wielded); an uncursed +1 leather armor (being"
-        " worn); an uncursed potion of sickness; an uncursed lock pick; an empty uncursed sack; an uncursed blindfold"
+        "Legend: @ you; | wall; ( key named The Master Key of Thievery; . floor; + closed door; "
+        "- wall; ~ not seen yet\nHP 12/12\n"
+        "Inventory: a +0 short sword (weapon in hand); 13 +0 daggers (alternate weapon; "
+        "not wielded); an uncursed +1 leather armor (being"
+        " worn); an uncursed potion of sickness; an uncursed lock pick; an empty uncursed sack; "
+        "an uncursed blindfold"
     )
     assert (
         compact_keyroom.reset(task)
@@ -226,7 +235,7 @@ def test_the_digest_of_a_key_room() -> None:
     assert not keyroom.SPEC.advisor.informative(told)
 
 
-# ── advice ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── advice ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -250,7 +259,7 @@ def test_right_advice_is_right_and_wrong_advice_wrong(spec: EnvSpec, kind: str) 
         assert advisor.wrong(task, random.Random(i)) == advisor.wrong(task, random.Random(i))
 
 
-# ── river ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── river ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_rivers_first_texts(compact_river: RiverGame) -> None:
@@ -265,14 +274,18 @@ def test_the_rivers_first_texts(compact_river: RiverGame) -> None:
 def test_a_small_rivers_first_texts() -> None:
     game = RiverGame("full", river.SMALL_BANK)
     assert game.reset(new(river.SMALL_SPEC, 1)[0]) == (
-        "Map:\n.~~~~~~~~~~~~~~\n...~~~~~~~~~~~~\n.....~``}~~~~~~\n.......@}~~~~~~\n.~~~`...}~~~~~~\n~~~.....}~~~~~~\n~.......}~~~~~~\n"
+        "Map:\n.~~~~~~~~~~~~~~\n...~~~~~~~~~~~~\n.....~``}~~~~~~\n.......@}~~~~~~\n"
+        ".~~~`...}~~~~~~\n~~~.....}~~~~~~\n~.......}~~~~~~\n"
         "Legend: @ you; . floor; ` boulder; } water; ~ not seen yet\nHP 12/12"
     )
     game.close()
 
 
 def test_one_river_can_be_crossed_under_all_dynamics(compact_river: RiverGame) -> None:
-    """Some boulders sink, and then it takes another one; the water never kills."""
+    """Check that the river can be crossed under 20 dynamics.
+
+    Some boulders sink, and then another boulder is needed. The water never kills.
+    """
     task, fords = new(river.SPEC, 2)[1], 0
     for visit in range(20):
         again = river.PLACES.revisit(task, visit)
@@ -290,7 +303,7 @@ def test_swimming_alone_leads_nowhere(compact_river: RiverGame) -> None:
         assert compact_river.position[0] <= 17
 
 
-# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── search ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def steps(edges: dict[str, str]) -> Callable[[str], list[tuple[str, str]]]:

@@ -1,4 +1,7 @@
-"""The MiniHack games and Sokoban: a task is one episode, only valid actions advance it, and its texts suffice to win."""
+"""The MiniHack games and Sokoban.
+
+A task fixes its episode, only valid actions advance the game, and its texts suffice to win.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("maze", "keyroom", "river", "sokoban")
 NAMES = (*TASKS, "maze_small", "river_small")
 ALL = ("room", *NAMES)
-"""What else there is to say of the room is in test_room.py."""
+"""All environments of this file. test_room.py contains the other tests of the room."""
 SETTINGS = StreamSettings()
 RENDERINGS: tuple[Rendering, ...] = ("full", "compact")
 JUNK = [
@@ -45,7 +48,10 @@ each_game = pytest.mark.parametrize(
     ("name", "rendering"), [(name, rendering) for name in ALL for rendering in RENDERINGS]
 )
 WON = [("room", "full"), *((task, rendering) for task in TASKS for rendering in RENDERINGS)]
-"""All but the compact room, whose four turns are few for who does not know it."""
+"""Environments and renderings in which the scripted player must win.
+
+The compact room is missing, because its four turns are too few for a player without experience.
+"""
 each_won = pytest.mark.parametrize(("task", "rendering"), WON)
 each_task = pytest.mark.parametrize("task", TASKS)
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -53,7 +59,7 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 @cache
 def game(name: str, rendering: Rendering, number: int = 0) -> Game:
-    """Games are private to an episode, not to a test."""
+    """Return a cached game. Tests may share it, because they play one episode at a time."""
     return get_spec(name).make_game(rendering)
 
 
@@ -74,7 +80,10 @@ def new(name: str, n: int) -> tuple[Task, ...]:
 def transcript(
     played: Game, task: Task, actions: tuple[str, ...], turns: int = 12, junk: float = 0.0
 ) -> list[str]:
-    """The texts of an episode under actions that depend on the task alone, with invalid ones between them that it skips."""
+    """Return the texts of an episode whose actions depend on the task alone.
+
+    Invalid actions are inserted with probability `junk`. Their texts are not returned.
+    """
     rng, noise = random.Random(task.seed), random.Random(0)
     texts = [played.reset(task)]
     for _ in range(turns):
@@ -90,7 +99,7 @@ def transcript(
     return texts
 
 
-# ── determinism ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── determinism ───────────────────────────────────────────────────────────────────────────────────
 
 
 @each_game
@@ -125,7 +134,10 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
 
 
 def test_the_same_task_is_the_same_episode_in_another_process() -> None:
-    code = "import json, sys; sys.path.insert(0, 'tests/unit'); from test_grids import all_transcripts\nprint(json.dumps(all_transcripts()))"
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests/unit'); "
+        "from test_grids import all_transcripts\nprint(json.dumps(all_transcripts()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -134,7 +146,7 @@ def test_the_same_task_is_the_same_episode_in_another_process() -> None:
 
 
 def all_transcripts() -> dict[str, list[list[str]]]:
-    """Of the first tasks of every use, of every game in either rendering."""
+    """Return the transcripts of the first tasks of every use, for all games and renderings."""
     return {
         f"{name} {rendering}": first_transcripts(name, rendering)
         for name in ALL
@@ -152,7 +164,7 @@ def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
     return [transcript(game(name, rendering), task, spec.actions) for task in tasks]
 
 
-# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @each_game
@@ -200,7 +212,7 @@ def test_an_episode_cannot_be_played_past_its_end(name: str) -> None:
         played.step("north")
 
 
-# ── winning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── winning ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @each_won
@@ -223,7 +235,10 @@ def test_the_scripted_player_wins_95_percent_of_each_eval(
 
 
 def wins(task: str, rendering: Rendering, split: Split, n: int, seed: int = 0) -> int:
-    """Of n episodes of the split in the run with `seed`, as the task is set."""
+    """Return how many of n episodes the scripted player wins.
+
+    The episodes are from the split of a run with `seed`. The turns are those of the shipped task.
+    """
     spec, turns = as_set(task, rendering)
     tasks = spec.eval_tasks(split, n, seed, SETTINGS)
     players = (spec.scripted_player(random.Random(i)) for i in range(n))
@@ -247,7 +262,10 @@ class RandomPlayer:
 
 @each_task
 def test_random_play_wins_few_compact_episodes(task: str) -> None:
-    """At most one in ten; 200 episodes leave room for two standard errors."""
+    """Check that at most one in ten is won.
+
+    The bound for 200 episodes includes two standard errors.
+    """
     spec, turns = as_set(task, "compact")
     players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
     won = sum(
@@ -259,7 +277,11 @@ def test_random_play_wins_few_compact_episodes(task: str) -> None:
 
 @each_task
 def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
-    """At a token a word, another for a number, and seven of the chat's own a turn; lost ones too."""
+    """Check an estimate of the tokens of an episode, won or lost.
+
+    The estimate is one token per word, another one per number, and seven tokens of the chat
+    template per turn.
+    """
     spec, turns = as_set(task, "compact")
     for i, each in enumerate(new(spec.name, 20)):
         for player in (
@@ -281,7 +303,7 @@ def test_a_small_maze_is_chosen_by_the_turns_that_the_task_sets() -> None:
     assert as_set("maze", "compact")[1] == LATEST
 
 
-# ── the stream and the evals ────────────────────────────────────────────────────────────────────────────────────────
+# ── the stream and the evals ──────────────────────────────────────────────────────────────────────
 
 
 @each_name
@@ -303,7 +325,10 @@ def test_evals_are_fixed_and_apart_from_training(name: str) -> None:
 
 @each_name
 def test_a_place_keeps_its_layout_while_the_rest_varies(name: str) -> None:
-    """What a place's start shows is not what its other visits show where the start varies, as in Sokoban alone."""
+    """Check that only Sokoban varies the first observation of a place, because its start varies."""
     spec, (task,) = get_spec(name), new(name, 1)
-    first = {game(name, "compact").reset(spec.revisit(task, visit)) for visit in range(12)}  # type: ignore[misc]
+    first = {
+        game(name, "compact").reset(spec.revisit(task, visit))  # type: ignore[misc]
+        for visit in range(12)
+    }
     assert (len(first) > 1) == (name == "sokoban")

@@ -1,4 +1,4 @@
-"""Intervals of means over clusters, against numbers worked by hand."""
+"""Intervals of means over clusters, compared with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def test_the_quantiles_are_those_of_students_table() -> None:
 
 
 def test_independent_values_by_hand() -> None:
-    """{1, 0, 0, 1}: s² = 4 · 1/4 / 3 = 1/3, V = 1/12, half = 3.182446 · √(1/12) = 0.918693."""
+    """Check the mean of {1, 0, 0, 1}.
+
+    s² = 4 · 1/4 / 3 = 1/3, V = 1/12, half = 3.182446 · √(1/12) = 0.918693.
+    """
     mean = Mean.of([1, 0, 0, 1])
     assert (mean.value, mean.n, mean.clusters) == (0.5, 4, 4)
     assert mean.half == pytest.approx(0.918693, abs=1e-6)
@@ -29,7 +32,9 @@ def test_independent_values_by_hand() -> None:
 
 
 def test_clusters_of_unequal_sizes_by_hand() -> None:
-    """m = 3/6. Sums less n_c · m: a 2 − 1.5, b 0 − 0.5, c 1 − 1; their squares sum to 1/2.
+    """Check the mean m = 3/6 of three clusters.
+
+    Sums less n_c · m: a 2 − 1.5, b 0 − 0.5, c 1 − 1. Their squares sum to 1/2.
 
     V = 3/2 · 1/2 / 36 = 1/48; half = t(2) · √(1/48) = 4.302653 · 0.144338 = 0.621034.
     """
@@ -74,7 +79,10 @@ def test_text() -> None:
 
 
 def test_scipy_is_imported_when_an_interval_is_computed() -> None:
-    report = "import sys, crl.intervals, crl.cli.main, crl.manager.reading; print('scipy' in sys.modules)"
+    report = (
+        "import sys, crl.intervals, crl.cli.main, crl.manager.reading; "
+        "print('scipy' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", report], capture_output=True, text=True, timeout=120, check=True
     )

@@ -1,4 +1,7 @@
-"""Conversations keep what their last turn computed: only new tokens are read, the answers stay the same, a swap forgets all."""
+"""Cached prefixes of conversations: only new tokens are read, and answers stay the same.
+
+An update of the weights clears the cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from crl.modeling import InProcessWeights
 
 
 async def test_the_second_turn_reads_only_what_is_new() -> None:
-    """By hand: 20 prompt tokens and 4 sampled ones, of which the last was never read; then 6 more: 1 + 6 to read."""
+    """Compare the tokens that are read with numbers worked by hand.
+
+    The first turn has 20 prompt tokens and 4 sampled tokens, of which the last was never read. The
+    second turn adds 6 tokens, so 1 + 6 tokens are read.
+    """
     model = qwen2()
     first, more = prompts(20, 6)
     async with serving(model) as engine:
@@ -42,7 +49,10 @@ async def test_many_conversations_at_once_each_keep_their_own() -> None:
 
 
 async def test_a_prompt_that_turns_off_shares_what_it_shares() -> None:
-    """A rewriting template or a window: 12 of 20 tokens are the same, 8 + 3 are read."""
+    """Check a prompt that shares only 12 of 20 tokens, so that 8 + 3 tokens are read.
+
+    A template that rewrites messages has this effect, and so has a context window.
+    """
     model = qwen2()
     first, other = prompts(20, 11)
     async with serving(model) as engine:
@@ -95,7 +105,10 @@ async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    """Two rows of 128 tokens: 256 tokens of prefixes and no more; the oldest go first."""
+    """Check the limit of two rows of 128 tokens: at most 256 tokens of prefixes are stored.
+
+    The oldest prefixes are removed first.
+    """
     cache = SlotCache(layers=1, slots=2)
     cache.begin(Pass([[1]], [0], 0, torch.device("cpu")))
     cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)

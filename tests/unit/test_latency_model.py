@@ -1,4 +1,7 @@
-"""The engine that the benchmark of rollouts plays with: what it takes for the same requests is the same, whatever was asked before."""
+"""The engine of the rollout benchmark.
+
+Equal requests take equal time, regardless of earlier requests.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from crl.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from latency_model import PER_REQUEST, PREFILL, LatencyModel  # pyright: ignore[reportMissingImports]
+from latency_model import (  # pyright: ignore[reportMissingImports]
+    PER_REQUEST,
+    PREFILL,
+    LatencyModel,
+)
 
 
 class Unclocked(LatencyModel):
-    """Answers at once, and tells what it would have had to read."""
+    """Latency model that answers at once and records the number of tokens it would have to read."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), lambda session: ["north"], median=4)
@@ -45,7 +52,7 @@ async def test_a_request_that_was_cancelled_takes_no_time_of_the_others() -> Non
 
 
 def later(engine: LatencyModel, seconds: float) -> None:
-    """So much time has gone by."""
+    """Advance the engine's clock by `seconds`."""
     assert engine._tick
     engine._tick.cancel()
     engine._then -= seconds

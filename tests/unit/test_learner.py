@@ -1,4 +1,7 @@
-"""The training step on real tiny models: what it does to the weights, and numbers worked by hand on a model that is a die."""
+"""The training step on real tiny models: its effect on the weights, and its metrics.
+
+Some numbers are worked by hand, for a model that is a die.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,9 @@ def token_mean_cispo(
 
 def qwen2(seed: int = 0) -> PreTrainedModel:
     config = Qwen2Config(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
-        initializer_range=0.2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=24, initializer_range=0.2,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -57,7 +61,7 @@ def qwen2(seed: int = 0) -> PreTrainedModel:
 
 
 def die() -> PreTrainedModel:
-    """A model whose every token is uniform: log p = −log 16."""
+    """Return a model for which all tokens are equally likely: log p = −log 16."""
     model = qwen2()
     torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
     return model
@@ -72,7 +76,10 @@ def trace(
     version: int = 0,
     shift: float = 0.0,
 ) -> TokenTrace:
-    """As an engine with the model's weights would have sampled it, its log-probs off by `shift`."""
+    """Return a trace as an engine with the model's weights would sample it.
+
+    The log-probs of the trace are off by `shift`.
+    """
     trained = torch.tensor([mask], dtype=torch.bool)
     logp = token_logprobs(model, torch.tensor([ids]), trained).logp
     old = torch.where(trained, logp + shift, 0.0)[0].tolist()
@@ -82,7 +89,7 @@ def trace(
 
 
 def minibatch(model: PreTrainedModel, seed: int = 0, samples: int = 6) -> Minibatch:
-    """Samples of many lengths with advantages of both signs and unequal weights."""
+    """Return samples of many lengths, with advantages of both signs and unequal weights."""
     draw = random.Random(seed)
     rows = []
     for i in range(samples):
@@ -111,7 +118,9 @@ async def learning(
     settings: TrainSettings = SETTINGS,
     **optimizer: float,
 ) -> AsyncIterator[LocalLearner]:
-    section = OptimizerSection(**({"learning_rate": 1e-2} | optimizer))  # pyright: ignore[reportArgumentType]
+    section = OptimizerSection(
+        **({"learning_rate": 1e-2} | optimizer),  # pyright: ignore[reportArgumentType]
+    )
     learner = LocalLearner(model, loss, section, settings)
     try:
         yield learner
@@ -130,7 +139,7 @@ def moved(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> dict[str, 
 def sgd_step(
     model: PreTrainedModel, batches: Sequence[Minibatch], loss: Loss = SURROGATE, **settings: Any
 ) -> StepStats:
-    """One step of plain gradient descent at rate 1: the weights move by minus the gradient."""
+    """Take one step of plain gradient descent at rate 1: the weights move by minus the gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     return Trainer(model, optimizer, schedule, loss, replace(SETTINGS, **settings)).step(
@@ -138,7 +147,7 @@ def sgd_step(
     )
 
 
-# ── the gradient ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the gradient ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("loss", [SURROGATE, token_mean_cispo], ids=["surrogate", "cispo"])
@@ -201,11 +210,13 @@ async def test_what_is_masked_does_not_matter() -> None:
     sampled = trace(qwen2(), [1, 5, 7, 2, 9, 3], [0, 1, 0, 1, 0, 0])
     plain = TrainSample(sampled, (0.0, 1.0, 0.0, -2.0, 0.0, 0.0), 1.0)
     logprobs = tuple(p if m else NAN for p, m in zip(sampled.logprobs, sampled.mask, strict=True))
+    # Noise in the context after the last trained token, and in log-probs and advantages of masked
+    # tokens.
     noise = TrainSample(
         replace(sampled, ids=(1, 5, 7, 2, 4, 4), logprobs=logprobs),
         (NAN, 1.0, 1e9, -2.0, NAN, -1e9),
         1.0,
-    )  # context after the last trained token, log-probs and advantages at masked tokens
+    )
     models = [qwen2(), qwen2()]
     for model, sample in zip(models, (plain, noise), strict=True):
         assert sgd_step(model, [of_sample(sample)]).updates == 1
@@ -213,7 +224,7 @@ async def test_what_is_masked_does_not_matter() -> None:
         torch.testing.assert_close(named_weights(models[1])[name], tensor, rtol=0, atol=0)
 
 
-# ── by hand, on a die ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── by hand, on a die ─────────────────────────────────────────────────────────────────────────────
 
 
 LOG_2 = math.log(2)
@@ -230,10 +241,12 @@ def die_sample(
 @pytest.mark.parametrize(
     ("settings", "advantage", "loss", "ratio"),
     [
-        # The engine thought the tokens half as likely, ρ = 2, which is clipped to 1.2 where that is the smaller.
+        # For the engine, the tokens were half as likely: ρ = 2. It is clipped to 1.2 if that gives
+        # the smaller objective.
         ({}, 3.0, -3.6, 2.0),
         ({}, -3.0, 6.0, 2.0),
-        # Against the trainer's own log-probs ρ = 1; the mismatch of 2 is lost without a cap, and kept, up to the cap, with one.
+        # With the trainer's own log-probs, ρ = 1. The mismatch of 2 is ignored without a cap. With
+        # a cap, it is a factor up to the cap.
         ({"recompute": True}, 3.0, -3.0, 1.0),
         ({"recompute": True, "importance_cap": 1.5}, 3.0, -4.5, 1.0),
         ({"recompute": True, "importance_cap": 5.0}, -3.0, 6.0, 1.0),
@@ -251,7 +264,10 @@ def test_old_logprobs_and_importance_weights_by_hand(
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": True, "importance_cap": 1.5}])
 def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str, Any]) -> None:
-    """The ratio is 1 whatever the trace says of log-probs, and the step that of A · log p."""
+    """Check tokens that no policy sampled.
+
+    The ratio is 1 for any log-probs in the trace, and the step is that of A · log p.
+    """
     models = [die(), die()]
     one, other = (of_sample(die_sample(2.0, shift=shift, version=-1)) for shift in (-LOG_2, 3.0))
     stats = [
@@ -269,7 +285,10 @@ def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str,
 
 
 def test_recomputed_logprobs_are_those_before_the_first_update() -> None:
-    """Two equal minibatches: the second finds the tokens moved by the first update, so its ratio is not 1."""
+    """Train two equal minibatches.
+
+    The first update changes the tokens' log-probs, so the ratio of the second minibatch is not 1.
+    """
     batches = [of_sample(die_sample(1.0, shift=-LOG_2))] * 2
     stats = sgd_step(die(), batches, recompute=True)
     assert stats.updates == 2
@@ -288,13 +307,16 @@ def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:
 def still(
     model: PreTrainedModel,
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """An optimizer that moves nothing of the model in training."""
+    """Return an optimizer and a schedule that do not change the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
 def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
-    """Nothing but the KL acts in the second step: advantages are 0, and the reference is the model as the trainer received it."""
+    """Check a second step in which only the KL term acts.
+
+    The advantages are 0. The reference is the model as the trainer received it.
+    """
     batch = of_sample(die_sample(3.0))
     quiet = of_sample(die_sample(0.0))
     model = die()
@@ -311,9 +333,8 @@ def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
     assert first["loss"] == pytest.approx(-3.0)
     second = trainer.step([quiet], version=1).metrics
     assert second["reference_kl"] > 0.1
-    assert second["loss"] == pytest.approx(
-        2.0 * second["reference_kl"], rel=1e-5
-    )  # two trained tokens of two
+    # Two of two tokens are trained.
+    assert second["loss"] == pytest.approx(2.0 * second["reference_kl"], rel=1e-5)
     assert trainer.step([quiet], version=2).metrics["reference_kl"] < second["reference_kl"]
 
 
@@ -381,14 +402,18 @@ def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
         return trainer.step([Minibatch(samples, 99)], version=0).metrics.get("mismatch_kl")
 
     assert mismatch(agreeing) == pytest.approx(0, abs=1e-6)
-    assert mismatch(off) == pytest.approx(2 - 1 - LOG_2, rel=1e-5)  # the trainer: twice as likely
+    # The trainer's probability is twice as large.
+    assert mismatch(off) == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
     assert mismatch(older) is None
     assert mismatch(older, off) == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
     assert mismatch(off, agreeing) == pytest.approx((1 - LOG_2) / 2, rel=1e-4)
 
 
 def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
-    """Samples of an older version beside a probe of two traces of the present one: the step is that of the samples alone."""
+    """Check samples of an older version with a probe of two traces of the current version.
+
+    The step must be the same as without the probe.
+    """
     model, bare = die(), die()
     older, off = die_sample(1.0, version=3), die_sample(1.0, shift=-LOG_2).trace
     stats = sgd_step(
@@ -399,9 +424,8 @@ def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
         ],
     )
     alone = sgd_step(bare, [Minibatch((older,), 2)] * 2)
-    assert stats.metrics["mismatch_kl"] == pytest.approx(
-        2 - 1 - LOG_2, rel=1e-5
-    )  # the second comes after an update
+    # The second probe follows an update and is ignored.
+    assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
     assert alone.metrics.keys() <= stats.metrics.keys()
     assert {name: stats.metrics[name] for name in alone.metrics} == alone.metrics
     assert all(
@@ -410,7 +434,10 @@ def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
 
 
 def test_mismatch_is_not_measured_after_an_update() -> None:
-    """After the first update the trainer's weights are no longer those of the version that sampled."""
+    """Check the second of two minibatches.
+
+    After the first update, the trainer's weights differ from those of the version that sampled.
+    """
     model = die()
     stats = sgd_step(model, [of_sample(die_sample(1.0)), of_sample(die_sample(1.0, shift=-3.0))])
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
@@ -445,9 +472,8 @@ def test_mismatch_by_hand() -> None:
     assert [
         float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")
     ] == pytest.approx([1, 1])
-    apart = figures(
-        torch.tensor([-2.0, -1.0, -2.0]), engine
-    )  # gaps −1, 1, 1: around their mean −4/3, 2/3, 2/3
+    # Gaps −1, 1, 1. Around their mean: −4/3, 2/3, 2/3.
+    apart = figures(torch.tensor([-2.0, -1.0, -2.0]), engine)
     assert float(apart["mismatch_correlation"]) == pytest.approx(0, abs=1e-6)
     assert float(apart["mismatch_explained"]) == pytest.approx(2**2 / (24 / 9 * 2), rel=1e-5)
     constant = figures(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
@@ -456,7 +482,10 @@ def test_mismatch_by_hand() -> None:
 
 @pytest.mark.parametrize("micro_batch_tokens", [8, 24, 1000])
 def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> None:
-    """Of all tokens at once, of however many passes; engine log-probs and gaps differ from sample to sample."""
+    """Compare with the mismatch over all tokens at once, for any number of passes.
+
+    Engine log-probs and gaps differ from sample to sample.
+    """
     draw = torch.Generator().manual_seed(0)
     model = qwen2()
     ids = [tuple(torch.randint(V, (n,), generator=draw).tolist()) for n in (8, 3, 6, 5)]
@@ -482,7 +511,7 @@ def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> Non
         assert stats.metrics[name] == pytest.approx(value, rel=1e-4), name
 
 
-# ── half precision ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── half precision ────────────────────────────────────────────────────────────────────────────────
 
 
 def bf16(model: PreTrainedModel) -> PreTrainedModel:
@@ -490,7 +519,10 @@ def bf16(model: PreTrainedModel) -> PreTrainedModel:
 
 
 async def test_updates_too_small_for_the_models_precision_add_up() -> None:
-    """AdamW without memory moves every weight by the rate: 60 updates of 1e-4 each, where bfloat16 knows steps of 4e-3 at 1."""
+    """Check 60 updates of 1e-4. The step size of bfloat16 at 1 is 4e-3.
+
+    AdamW without memory moves every weight by the learning rate.
+    """
     model = bf16(qwen2())
     norm = model.get_parameter("model.norm.weight")
     assert bool((norm == 1).all())
@@ -563,7 +595,7 @@ async def test_activation_checkpointing_changes_no_step() -> None:
     assert stats[0] == stats[1]
 
 
-# ── what is not finite ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── non-finite values ─────────────────────────────────────────────────────────────────────────────
 
 
 def spoiled(batch: Minibatch, how: str) -> Minibatch:
@@ -622,11 +654,14 @@ async def test_a_step_without_minibatches_is_a_step() -> None:
         assert (stats.updates, stats.skipped, learner.version) == (0, 0, 0)
 
 
-# ── schedule, version, weights that travel ──────────────────────────────────────────────────────────────────────────
+# ── schedule, version, published weights ──────────────────────────────────────────────────────────
 
 
 async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
-    """AdamW without memory moves a weight by the learning rate, whatever the gradient's size."""
+    """Check the learning rate by the size of the updates.
+
+    AdamW without memory moves a weight by the learning rate, regardless of the gradient's size.
+    """
     model = qwen2()
     moves, reported = [], []
     async with learning(model, learning_rate=1e-4, warmup_steps=4, beta1=0, beta2=0) as learner:
@@ -643,9 +678,8 @@ async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
 
 async def test_weights_without_a_gradient_decay() -> None:
     model = qwen2()
-    before = model.get_parameter("model.embed_tokens.weight")[
-        9
-    ].clone()  # of a token that does not occur
+    # A token that does not occur in the batch.
+    before = model.get_parameter("model.embed_tokens.weight")[9].clone()
     async with learning(model, learning_rate=0.1, weight_decay=0.5) as learner:
         await learner.step([of_sample(die_sample(1.0))])
     torch.testing.assert_close(
@@ -688,7 +722,7 @@ async def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
         expected = checksum(named_weights(model))
     other = qwen2(seed=9)
     async with learning(other, warmup_steps=5) as learner:
-        await learner.step(batches[0])  # whatever it was before
+        await learner.step(batches[0])  # the learner's earlier state does not matter
         await learner.load(tmp_path)
         learner.load_state(state)
         resumed = await learner.step(batches[2])

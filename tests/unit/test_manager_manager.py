@@ -1,4 +1,7 @@
-"""The ExperienceManager as its callers see it: distil, search, credit, train; in the background and at step boundaries."""
+"""Public interface of the ExperienceManager: distillation, search, credit and training.
+
+Distillation is tested both in the background and at step boundaries.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def bank(tmp_path: Path) -> Path:
 
 
 def by_note(**answers: str) -> ScriptedEngine:
-    """Answers by the last word of the episode."""
+    """Return an engine that chooses its answer by the last word of the episode."""
     return answering(lambda prompt: answers[prompt.split("<|im_end|>")[-2].split()[-1]])
 
 
@@ -76,8 +79,8 @@ async def found(made: ExperienceManager, **where) -> Hit:
 
 
 async def counted(made: ExperienceManager, figure: str, least: int) -> None:
-    """Returns when the figure has come so far."""
-    while (await made.stats())[figure] < least:  # noqa: ASYNC110  (nobody would set an event)
+    """Wait until the metric `figure` is at least `least`."""
+    while (await made.stats())[figure] < least:  # noqa: ASYNC110  (no event exists for this)
         await asyncio.sleep(0.005)
 
 
@@ -131,13 +134,15 @@ async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trai
 @pytest.mark.parametrize(
     ("answer", "stats", "stored"),
     [
-        (f"Okay, the agent went west.\n</think>\n\nBased on the trace:\n```json\n{add('Go west.')}\n```", {"ops/add": 1}, ["Go west."]),
+        (f"Okay, the agent went west.\n</think>\n\nBased on the trace:\n"
+         f"```json\n{add('Go west.')}\n```", {"ops/add": 1}, ["Go west."]),
         (f"<think>Nothing new.</think>{RETURN}", {"ops/return": 1}, []),
         ("I think the agent should go west next time.", {"dropped/no op in the answer": 1}, []),
         ("<think>Hmm, the agent went west, and then", {"dropped/the thinking did not end": 1}, []),
         ('[{"op": "add", "text": "Go west."}, {"op": "update", "target": 1, "text": "x"}]',
          {"ops/add": 1, "dropped/target out of range": 1}, ["Go west."]),
-        ('[{"op": "add", "text": "Go west."}, {"op": "add", "text": "Go', {"ops/add": 1, "dropped/not JSON": 1}, ["Go west."]),
+        ('[{"op": "add", "text": "Go west."}, {"op": "add", "text": "Go',
+         {"ops/add": 1, "dropped/not JSON": 1}, ["Go west."]),
     ],
 )  # fmt: skip
 async def test_answers_as_language_models_give_them(tmp_path, answer, stats, stored):
@@ -148,7 +153,7 @@ async def test_answers_as_language_models_give_them(tmp_path, answer, stats, sto
         figures.items()
         >= {"bank/size": len(stored), "queue/done": 1, "queue/pending": 0, **stats}.items()
     )
-    assert figures["generations"] == len(stored)  # what can earn nothing is not kept
+    assert figures["generations"] == len(stored)  # not stored if no reward is possible
     await made.aclose()
 
 
@@ -240,7 +245,10 @@ async def test_whoever_asks_is_told_what_was_distilled_once_it_is_in_the_bank(tm
     for member, note in enumerate(["a", "none", "bad"]):
         await made.submit(request(member=member, note=note))
     await made.drain()
-    assert [(one.request.member, size, one.returned, dict(one.dropped), one.malformed) for one, size in told] == [
+    assert [
+        (one.request.member, size, one.returned, dict(one.dropped), one.malformed)
+        for one, size in told
+    ] == [
         (0, 1, 0, {}, False), (1, 1, 1, {}, False), (2, 1, 0, {"no op in the answer": 1}, True),
     ]  # fmt: skip
     assert [write.text for write in told[0][0].writes] == ["Go west."]
@@ -277,7 +285,11 @@ async def test_a_request_that_the_engine_cannot_serve_is_dead_with_its_reason(tm
 
 
 class Faltering(ScriptedEngine):
-    """Fails as often as `failures` says for the note of the request; `tried` are the notes in the order of the attempts."""
+    """Engine that fails a given number of times for each note of a request.
+
+    `failures` maps a note to the number of failures and the error. With the error None the engine
+    does not answer. `tried` holds the notes in the order of the attempts.
+    """
 
     def __init__(self, failures: Mapping[str, tuple[int, Exception | None]]) -> None:
         super().__init__(renderer(), lambda prompt: add(f"Lesson of {prompt.splitlines()[1]}."))
@@ -290,7 +302,7 @@ class Faltering(ScriptedEngine):
         if self.failures.get(note):
             if error := self.failures[note].pop():
                 raise error
-            await asyncio.Event().wait()  # hangs
+            await asyncio.Event().wait()  # never returns
         return await super().generate(ids, sampling, **options)
 
 
@@ -339,8 +351,11 @@ async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_reque
         )
     await made.aclose()
     with sqlite3.connect(bank(tmp_path)) as db:
-        assert db.execute("SELECT id, attempts, reason FROM requests WHERE attempts ORDER BY id").fetchall() == [
-            ("run/0/0/0", 2, None), ("run/0/0/1", 1, None), ("run/0/0/2", 1, None), ("run/0/0/4", 1, "engine: too long"),
+        assert db.execute(
+            "SELECT id, attempts, reason FROM requests WHERE attempts ORDER BY id"
+        ).fetchall() == [
+            ("run/0/0/0", 2, None), ("run/0/0/1", 1, None), ("run/0/0/2", 1, None),
+            ("run/0/0/4", 1, "engine: too long"),
         ]  # fmt: skip
 
 
@@ -413,7 +428,7 @@ async def test_attempts_of_an_earlier_process_count(tmp_path):
     await made.submit(request(note="a"))
     consumer = asyncio.create_task(made.run())
     await counted(made, "queue/retried", 1)
-    consumer.cancel()  # while it pauses
+    consumer.cancel()  # during its pause before the retry
     await asyncio.gather(consumer, return_exceptions=True)
     await made.aclose()
     again = await manager(
@@ -504,7 +519,7 @@ async def test_at_step_boundaries_the_bank_does_not_depend_on_timing(tmp_path):
 
 
 class Gated(ScriptedEngine):
-    """Answers when the gate is open; counts who waits."""
+    """Engine that answers when its gate is open and counts the waiting calls."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), lambda prompt: add("Go west."))
@@ -542,10 +557,10 @@ async def test_the_consumer_distils_as_they_come_with_bounded_concurrency(tmp_pa
 
 
 async def test_the_consumer_takes_as_many_as_there_is_room_for_and_never_more(tmp_path):
-    """Free places are filled with one lease; what is in its hands is what is leased."""
+    """One lease fills all free slots. The leased requests are exactly the requests in progress."""
 
     class Stepwise(ScriptedEngine):
-        """Answers one request for each `let` that is released."""
+        """Engine that answers one request for each release of the semaphore `let`."""
 
         def __init__(self) -> None:
             super().__init__(renderer(), lambda prompt: add("Go west."))
@@ -723,7 +738,7 @@ async def test_the_time_of_every_search_is_kept_until_it_is_taken(tmp_path):
     made = await manager(bank(tmp_path), by_note(), embedder=Slow())
     await made.search([search(member=m) for m in range(4)])
     await made.search([search(group=1)])
-    await made.search([search()], counted=False)  # an evaluation's
+    await made.search([search()], counted=False)  # a search of an evaluation
     times = made.take_search_times()
     assert len(times) == 2
     assert min(times) >= 0.01
@@ -759,8 +774,12 @@ async def test_a_flush_writes_counts_down_and_waits_for_no_distillation(tmp_path
 async def test_what_is_found_and_replaced_while_counts_are_written_can_earn_credit_still(
     tmp_path, monkeypatch, shown_late
 ):
-    """Found when the counts were taken already, then updated, before the generations that are spent go; or updated on disk, and found
-    before memory knows."""
+    """An entry that is retrieved and updated during `flush` can still earn credit.
+
+    Without `shown_late` the entry is retrieved and updated after the counts were taken and before
+    `prune` deletes the spent generations. With `shown_late` the update is on disk, and the search
+    still finds the old version because the index in memory is not updated yet.
+    """
     settings = ManagerSettings(retrieval=ANY, keep_steps=0, credit=CreditSettings(cooldown=0))
     made = await filled(
         tmp_path,
@@ -812,7 +831,9 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
     guide = await found(made)
     await made.credit([guide.use], True, episode="run/90/0/0")
     await made.export_copy(tmp_path / "copy.sqlite")
-    await made.credit([guide.use], True, episode="run/90/0/1")  # after the copy: not in it
+    await made.credit(
+        [guide.use], True, episode="run/90/0/1"
+    )  # after the copy, so the copy lacks it
     await made.aclose()
 
     other = await manager(tmp_path / "copy.sqlite", by_note(b=add("Go north.")), SETTINGS)
@@ -827,17 +848,19 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
     await other.credit([again.use], False, episode="other/0/3/0")
     (entry,) = other._bank.entries.values()
     assert (entry.retrieved, entry.credited, entry.credit) == (2, 2, 0.0)
-    assert await other.take_batch(1, 99) is None  # what another extractor wrote is not trained on
+    # Entries of another extractor are not used for training.
+    assert await other.take_batch(1, 99) is None
     await other.submit(
         DistilRequest.of(
             "other", Trajectory(task(), 0, 0, 0, "free", segments=request(note="b").segments)
         )
     )
     await other.drain()
+    # Both episodes have the same address (step, group, member), but in different runs.
     assert texts(other) == {
         "run/0/0/0#0@1": "Go west.",
         "other/0/0/0#0@1": "Go north.",
-    }  # the same address in another run
+    }
     assert set(await other._store.generations(["run/0/0/0", "other/0/0/0"])) == {"other/0/0/0"}
     await other.aclose()
 
@@ -873,7 +896,7 @@ async def test_a_bank_comes_back_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_close_that_is_cancelled_closes_all_the_same(times: int, tmp_path: Path):
-    """While it waits for a change that waits for the disk."""
+    """The close is cancelled while it waits for a change. The change waits for the disk."""
     made = await filled(tmp_path, request(note="a"), a=add("Go west."))
     guide, disk, threads = await found(made), threading.Event(), threading.active_count()
     made._store._database._on_thread(disk.wait)
@@ -928,7 +951,7 @@ async def test_time_does_not_run_backwards(tmp_path):
 
 
 async def taken(made: ExperienceManager, n: int, step: int) -> dict[str, tuple[float, float]]:
-    """id → (r̄, w) of the next batch."""
+    """Return the mean reward r̄ and the weight w of each sample of the next batch, by id."""
     return {
         sample.id: (sample.reward, sample.weight) for sample in await made.take_batch(n, step) or ()
     }
@@ -957,9 +980,8 @@ async def test_over_the_cap_an_entry_is_evicted_guides_nobody_and_may_still_earn
     assert (await made.stats()).items() >= {"ops/evict": 1, "bank/size": 3}.items()
     assert "Go west." not in {(await found(made, group=group)).text for group in range(20)}
     assert (await taken(made, 1, 5))["run/0/0/0#0@1"] == (-1.0, 1.0)
-    await made.submit(
-        request(2, note="d", shown=(guide,))
-    )  # an update of an evicted entry is an add
+    # An update of an evicted entry becomes an add.
+    await made.submit(request(2, note="d", shown=(guide,)))
     await made.drain()
     assert made._bank.entries["run/2/0/0#0"].parents == ("run/0/0/0#0@1",)
     before = texts(made)
@@ -1041,7 +1063,7 @@ async def test_every_reward_is_trained_on_once_or_is_pending_and_the_tables_foll
     assert len(entries) > 12
 
 
-# ── going back ────────────────────────────────────────────────────────────────────────────────────
+# ── rollback ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_manager_goes_back_to_a_snapshot_and_on_from_there(tmp_path):

@@ -1,4 +1,4 @@
-"""The periodic merge: how the bank is cut into chunks, what becomes of an answer, and what happens meanwhile."""
+"""The periodic merge: chunks of the bank, applying an answer, and changes during a merge."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def entry(name: str) -> Entry:
 def chunks(
     costs: Sequence[int], budget: int, carry: Callable[[list[Entry]], list[Entry]] = list
 ) -> list[list[str]]:
-    """The chunks of entries that cost so much, each carried over as `carry` says."""
+    """Return the chunks of entries with the given costs.
+
+    `carry` chooses the entries of a chunk that are carried over to the next chunk.
+    """
     entries = [entry(f"{number}") for number in range(len(costs))]
     chunker, carried, found = Chunker(entries, budget, lambda e: costs[int(e.uid)]), [], []
     while chunk := chunker.next(carried):
@@ -72,7 +75,7 @@ def test_every_entry_is_seen_once_as_new_and_no_chunk_is_too_long(costs, budget)
     assert seen == [str(number) for number in range(len(costs))]
 
 
-# ── what becomes of an answer ─────────────────────────────────────────────────────────────────────
+# ── applying an answer ────────────────────────────────────────────────────────────────────────────
 
 
 def merge(text: str, *targets: int) -> dict[str, Any]:
@@ -88,7 +91,10 @@ def is_merge(ids: Sequence[int]) -> bool:
 
 
 class Tidier(ScriptedEngine):
-    """Writes down the note of an episode; answers a merge by `tidy`, which is given the texts of the chunk."""
+    """Engine that distils the note of an episode and answers a merge with `tidy`.
+
+    `tidy` receives the texts of the chunk. `chunks` holds the texts of every chunk so far.
+    """
 
     def __init__(self, tidy: Callable[[list[str]], Any]) -> None:
         super().__init__(renderer(), self._reply)
@@ -142,7 +148,8 @@ async def test_entries_are_merged_discarded_and_kept(tmp_path):
         for uid, status in await again._store._database.rows("SELECT uid, status FROM entries")
     }
     assert history == {
-        "run/0/0/0#0": "merged", "run/0/0/1#0": "evicted", "run/0/0/2#0": "merged", "run/0/0/3#0": "active", made_entry.uid: "active",
+        "run/0/0/0#0": "merged", "run/0/0/1#0": "evicted", "run/0/0/2#0": "merged",
+        "run/0/0/3#0": "active", made_entry.uid: "active",
     }  # fmt: skip
     await again.aclose()
 
@@ -242,7 +249,7 @@ async def test_a_chunk_that_the_engine_does_not_serve_is_left_as_it_is_and_the_n
     made = await filled(
         tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up."
     )
-    made._merger.cost = lambda entry: 1  # two fit
+    made._merger.cost = lambda entry: 1  # two entries fit into a chunk
     made._settings = ManagerSettings(retrieval=ANY, merge_tokens=2, lease=0.2)
     assert await made.merge() == MergeStats(chunks=2, failed=1, removed=1)
     assert texts(made) == ["Go west.", "Go south.", "Go up."]
@@ -265,7 +272,7 @@ async def test_a_dead_engine_ends_it(tmp_path):
     with pytest.raises(EngineError, match="gone"):
         await made.merge()
     with pytest.raises(EngineError, match="gone"):
-        await made.merge()  # not as one that is under way
+        await made.merge()  # the failed merge does not count as running
     await made.aclose()
 
 
@@ -345,11 +352,11 @@ async def test_a_place_of_one_entry_costs_nothing(tmp_path):
     await made.aclose()
 
 
-# ── meanwhile ─────────────────────────────────────────────────────────────────────────────────────
+# ── changes during a merge ────────────────────────────────────────────────────────────────────────
 
 
 class Slow(Tidier):
-    """Thinks about a merge until the gate is open."""
+    """Engine that answers a merge only when its gate is open."""
 
     def __init__(self, tidy: Callable[[list[str]], Any]) -> None:
         super().__init__(tidy)

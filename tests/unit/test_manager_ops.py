@@ -1,4 +1,4 @@
-"""Reading an extractor's answer: what models write around JSON, what is refused and why, and where each op's tokens are."""
+"""Parsing of an extractor's answer: text around the JSON, dropped operations, token spans."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ def test_each_op_keeps_its_characters_and_the_head_ends_at_the_first_bad_or_good
 
 
 PIECES = st.sampled_from(
-    ["[", "]", "{", "}", '"', ",", ":", "\\", "op", '"op"', '"add"', '"update"', '"text"', '"target"', "1", "<think>", "</think>", " ",
-     "```json\n", ADD, UPDATE, UP, DOWN, '{"op": "return"}', "\ud800", "中", "NaN", "1e999", '{"a": ' * 3]
+    ["[", "]", "{", "}", '"', ",", ":", "\\", "op", '"op"', '"add"', '"update"', '"text"',
+     '"target"', "1", "<think>", "</think>", " ", "```json\n", ADD, UPDATE, UP, DOWN,
+     '{"op": "return"}', "\ud800", "中", "NaN", "1e999", '{"a": ' * 3]
 )  # fmt: skip
 
 
@@ -205,7 +206,10 @@ def test_a_malformed_merge_departs_at_its_targets(completion: str, departure: st
 
 ANSWER = st.lists(
     st.builds(lambda text: {"op": "add", "text": text}, st.text(min_size=1).filter(str.strip))
-    | st.builds(lambda text, n: {"op": "update", "target": n, "text": text}, st.text(min_size=1).filter(str.strip), st.integers(1, 2)),
+    | st.builds(
+        lambda text, n: {"op": "update", "target": n, "text": text},
+        st.text(min_size=1).filter(str.strip), st.integers(1, 2),
+    ),
     min_size=1, max_size=2,
 )  # fmt: skip
 
@@ -215,7 +219,11 @@ ANSWER = st.lists(
 def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(
     answer, ascii_only, data
 ) -> None:
-    """Cut, it only ended too early; a wrong character is not blamed on those before it."""
+    """`head` counts the characters that a usable answer could share.
+
+    For a cut answer these are all characters. For a wrong character they include at least the
+    characters before the wrong one.
+    """
     text = json.dumps(answer, ensure_ascii=ascii_only)
     cut = data.draw(st.integers(0, len(text)))
     beginning = parse_ops(text[:cut], 2)
@@ -232,7 +240,7 @@ def test_what_follows_the_last_op_closes_the_answer_unless_it_was_refused() -> N
     assert not parse_ops(f'[{ADD}, {{"op": "add", "text": "cut', 0).closed
 
 
-# ── of a chunk of the bank ────────────────────────────────────────────────────────────────────────
+# ── operations on a chunk of the bank ─────────────────────────────────────────────────────────────
 
 
 MERGE = '{"op": "merge", "targets": [1, 3], "text": "Go west."}'
@@ -334,16 +342,19 @@ def test_the_tokens_of_an_op_hold_its_text_and_little_more(text):
         assert end <= start < stop <= len(ids)
         end = stop
         inside = renderer().decode(ids[start:stop])
-        assert (
-            text[slice(*op.span)].removeprefix("{") in inside
-        )  # its brace may be in the token before, with the last op's end
+        # The opening brace may be in the previous token, together with the end of the previous op.
+        assert text[slice(*op.span)].removeprefix("{") in inside
         assert len(renderer().decode(ids[start + 1 : stop - 1])) < op.span[1] - op.span[0]
 
 
 def test_tokens_of_one_character_map_exactly():
     text = f"[{ADD}]"
     decode = "".join  # a tokenizer whose ids are characters
-    ((start, stop),) = token_spans(decode, list(text), [(1, 1 + len(ADD))])  # pyright: ignore[reportArgumentType]
+    ((start, stop),) = token_spans(
+        decode,  # pyright: ignore[reportArgumentType]
+        list(text),  # pyright: ignore[reportArgumentType]
+        [(1, 1 + len(ADD))],
+    )
     assert (start, stop) == (1, 1 + len(ADD))
 
 
@@ -351,7 +362,10 @@ def test_tokens_of_one_character_map_exactly():
 def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(
     opening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may be read to the end of the text, which would take the square of its length."""
+    """The number of tried braces is bounded by `ATTEMPTS`.
+
+    Each try may read the text to its end, so without the bound the time would be quadratic.
+    """
     decoded: list[int] = []
 
     class Counting(json.JSONDecoder):

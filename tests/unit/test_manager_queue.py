@@ -1,4 +1,7 @@
-"""The queue of episodes under `run` and `drain` at once, one of which may fail or be cancelled: each has its own in its hands."""
+"""The queue of episodes with `run` and `drain` at the same time.
+
+Either of them may fail or be cancelled. Each processes only the requests that it has leased.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ RULES = ApplyRules(None, None)
 
 
 class Desk:
-    """A queue whose extractor answers when the test says so; `waiting` holds the requests that it was asked about, by id."""
+    """Queue whose extractor answers when the test sets a result.
+
+    `waiting` maps the id of each request in progress to the future of its answer.
+    """
 
     def __init__(self, store: Store, concurrency: int = 2) -> None:
         self.store, self.waiting = store, dict[str, asyncio.Future[None]]()
@@ -59,7 +65,7 @@ class Desk:
 @asynccontextmanager
 async def desk(folder: Path, **options: int):
     store = await Store.open(folder / "bank.sqlite")
-    store._database.connection.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
+    store._database.connection.execute("PRAGMA synchronous = OFF")  # no power failure in this test
     try:
         yield Desk(store, **options)
     finally:

@@ -1,4 +1,4 @@
-"""search_and_ask in the manager: what an answer becomes, what it earns, and what happens where there is none."""
+"""`search_and_ask` in the manager: refinements, the credit that they earn, and failed questions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refine(text: str = "Two rooms west.") -> str:
 
 
 class Answering(ScriptedEngine):
-    """Distils "Go west." of every episode; answers a question by `answer`, which is given the prompt."""
+    """Engine that distils "Go west." from every episode and answers a question with `answer`."""
 
     def __init__(self, answer: Callable[[str], str] = lambda _: refine()) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ def span(trace: Any) -> str:
     )
 
 
-# ── answers ───────────────────────────────────────────────────────────────────────────────────────
+# ── parsing of answers ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_any_text_is_parsed(completion: str, thinking: bool) -> None:
     assert bool(parsed.dropped) or not parsed.malformed
 
 
-# ── what becomes of a question ────────────────────────────────────────────────────────────────────
+# ── outcome of a question ─────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path) -> None:
@@ -171,9 +171,8 @@ async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path
     (start,) = await made.search([search()])
     assert start
     for success in (True, False, True):
-        await made.credit(
-            [start.use, answer.use], success, episode=f"run/1/0/{success}"
-        )  # the third repeats the first
+        # The third call repeats the episode of the first.
+        await made.credit([start.use, answer.use], success, episode=f"run/1/0/{success}")
     entry = made._bank.entries["run/0/0/0#0"]
     assert (entry.credited, entry.credit, entry.retrieved) == (2, 0.0, 2), (
         "its own two; the question too counts as retrieved"
@@ -243,9 +242,9 @@ async def test_an_update_of_what_was_asked_for_is_of_the_entry(tmp_path: Path) -
     made = await opened(tmp_path, Answering())
     answer = await ask(made)
     made._distiller._prompt = lambda r: [Segment("user", r.shown[0].text, "task")]
-    made._engine._answer = lambda prompt: json.dumps(
-        [{"op": "update", "target": 1, "text": "West, always."}]
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    made._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
+        lambda prompt: json.dumps([{"op": "update", "target": 1, "text": "West, always."}])
+    )
     await made.submit(request(1, shown=(answer,)))
     await made.drain()
     assert [(e.uid, e.version, e.text) for e in made._bank.entries.values()] == [
@@ -270,9 +269,11 @@ async def test_the_same_question_draws_the_same_and_is_kept_once(tmp_path: Path)
 
 
 async def test_a_question_is_answered_to_its_member_alone(tmp_path: Path) -> None:
-    """Diversity (eq. 6) sees every question as a use, and the group's own pick stays what it was."""
+    """Diversity (eq. 6) counts every question as a retrieval. The group's entry does not change."""
     made = await opened(tmp_path, Answering())
-    made._engine._answer = lambda prompt: add("Go south.")  # pyright: ignore[reportAttributeAccessIssue]
+    made._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
+        lambda prompt: add("Go south.")
+    )
     await made.submit(request(member=1))
     await made.drain()
     (start,) = await made.search([search(member=0)])
@@ -308,7 +309,7 @@ async def test_an_uncounted_question_leaves_no_trace(tmp_path: Path) -> None:
 
 
 class Troubled(Answering):
-    """Answers questions by `error`, or not at all."""
+    """Engine that raises `error` for a question, or never answers the question without an error."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -433,7 +434,7 @@ async def test_a_question_does_not_wait_behind_distillations(tmp_path: Path) -> 
     await made.aclose()
 
 
-# ── how long it is kept ───────────────────────────────────────────────────────────────────────────
+# ── retention of a refinement ─────────────────────────────────────────────────────────────────────
 
 
 async def test_a_refinement_is_kept_as_long_as_it_can_earn(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The pick among similar entries on worked numbers, the exact index, the hashing embedder, and the bank's searches."""
+"""Retrieval: the choice among similar entries, the index, the hashing embedder, bank searches.
+
+The scores of the choice are checked with numbers worked by hand.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,9 @@ def picked(
 
 
 def test_equation_6_on_worked_numbers():
-    # m0: rank 0, c = 11, returned in this step: −0 − 0.4·log 12 − 1 = −1.99396; m1: rank 1, c = 1: −1 − 0.4·log 2 = −1.27726;
-    # m2: rank 2, c = 0: −2.
+    # m0: rank 0, c = 11, retrieved in this step: −0 − 0.4·log 12 − 1 = −1.99396
+    # m1: rank 1, c = 1: −1 − 0.4·log 2 = −1.27726
+    # m2: rank 2, c = 0: −2
     found = candidates(0.95, 0.94, 0.93)
     found[0].entry.retrieved, found[0].entry.last_returned_step = 11, 10
     found[1].entry.retrieved, found[1].entry.last_returned_step = 1, 9
@@ -76,18 +80,17 @@ def test_equation_6_on_worked_numbers():
         [-1.993963, -1.277259], abs=1e-6
     )
     assert list(diverse_scores(found[2:], 10, settings)) == [0.0]
-    assert len(list(diverse_scores(found, 10, settings))) == 2  # at rank 2 no score is above −2
+    assert len(list(diverse_scores(found, 10, settings))) == 2  # no score at rank 2 is above −2
     assert picked(found) == "m1"
-    assert (
-        picked(found, recent_steps=2) == "m0"
-    )  # m1 is recent now as well: −2.277; m0 is the best of the three
+    # Now m1 is recent too and has the score −2.277, so m0 has the best score of the three.
+    assert picked(found, recent_steps=2) == "m0"
     assert picked(found, recent_steps=0, lam=0.0) == "m0"
 
 
 def test_what_another_run_returned_at_a_step_still_to_come_is_not_recent():
     found = candidates(0.95, 0.94)
     found[0].entry.last_returned_step = 11
-    assert list(diverse_scores(found, 10, RetrievalSettings())) == [0]  # the best that there is
+    assert list(diverse_scores(found, 10, RetrievalSettings())) == [0]  # the best possible score
 
 
 def test_equals_share_a_rank_and_the_tie_is_drawn_from_the_generator():
@@ -166,7 +169,7 @@ def test_below_the_least_similarity_nothing_is_returned():
 
 
 def test_the_score_of_a_record_on_worked_numbers():
-    # untried: 0.3; 3 of 4 won: 3.3 / 5; 0 of 1: 0.3 / 2
+    # untried: 0.3; won 3 of 4: 3.3 / 5; won 0 of 1: 0.3 / 2
     assert [known_score(0, 0.0), known_score(4, 2.0), known_score(1, -1.0)] == pytest.approx(
         [0.3, 0.66, 0.15]
     )
@@ -198,7 +201,8 @@ def test_a_trial_takes_the_least_retrieved_among_equals():
 @pytest.mark.parametrize(
     ("share", "phase", "trials"),
     [
-        (0.0, 0.9, []), (0.25, 0.0, [3, 7]), (0.25, 0.75, [0, 4]), (0.5, 0.0, [1, 3, 5, 7]), (0.5, 0.5, [0, 2, 4, 6]),
+        (0.0, 0.9, []), (0.25, 0.0, [3, 7]), (0.25, 0.75, [0, 4]),
+        (0.5, 0.0, [1, 3, 5, 7]), (0.5, 0.5, [0, 2, 4, 6]),
         (0.75, 0.0, [1, 2, 3, 5, 6, 7]), (1.0, 0.3, [*range(8)]),
     ],
 )  # fmt: skip
@@ -299,7 +303,7 @@ CHANGES = st.lists(
 
 @given(CHANGES, st.integers(1, 8), st.integers(0, 99), st.booleans())
 def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exact):
-    """Snapshots of graphs are built and swapped in between, at any distance."""
+    """Graph snapshots are built and swapped in between, after any number of changes."""
     rng = np.random.default_rng(seed)
     index, truth, build = Index(8, exact=exact), {}, None
     for change, number in changes:
@@ -328,7 +332,7 @@ def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exac
 
 @pytest.fixture(scope="module")
 def small_index():
-    """A short tail and a small graph, so that snapshots happen."""
+    """Lower the tail length and the minimum graph size, so that snapshots occur."""
     patch = pytest.MonkeyPatch()
     patch.setattr("crl.manager.index.TAIL", 4)
     patch.setattr("crl.manager.index.GRAPH_FROM", 6)
@@ -338,7 +342,10 @@ def small_index():
 
 @pytest.mark.parametrize("size", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
 async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, size):
-    """Lessons about named places, 16 a place; a tenth of them replaced and a tenth removed after the graph was built."""
+    """The lessons are about named places, 16 lessons per place.
+
+    A tenth of the lessons is replaced and a tenth is removed after the graph was built.
+    """
     monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 1000)
     rng = random.Random(0)
     goals = [
@@ -368,10 +375,11 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
     for row, query in zip(recall, queries, strict=True):
         assert graph._by_graph(query, 10) is not None
         best, found = ([n.similarity for n in index.nearest(query, 10)] for index in (exact, graph))
+        # A neighbour with an equal similarity counts as a hit.
         row[:] = (
             found[0] >= best[0] - 1e-6,
             np.mean(np.array(found) >= best[-1] - 1e-6),
-        )  # an equal one is as good
+        )
     at_1, at_10 = recall.mean(axis=0)
     assert at_1 >= 0.99
     assert at_10 >= 0.98
@@ -390,7 +398,7 @@ def test_equals_come_in_the_order_in_which_they_were_put():
     index = Index(2)
     for i in range(3 * TAIL):
         index.put(f"m{i}", np.array([1, 0], np.float32))
-    index.put("m1", np.array([1, 0], np.float32))  # put again: the youngest
+    index.put("m1", np.array([1, 0], np.float32))  # put again, so it is the newest
     assert [n.uid for n in index.nearest(np.array([1, 0], np.float32), 3)] == ["m0", "m2", "m3"]
 
 
@@ -427,9 +435,10 @@ LESSON_TEXTS = [
     for kind, text in LESSONS.items()
     for direction in (COMPASS if "{" in text else [""])
 ]
+# Neighbouring names are the most similar ones.
 ROOM_GOALS = [
     GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]
-]  # neighbours: the most alike
+]
 
 
 async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndarray:
@@ -449,12 +458,15 @@ async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_
     own = similarities.diagonal(axis1=1, axis2=2)
     others = np.where(np.eye(len(ROOM_GOALS), dtype=bool), -1, similarities).max(axis=(0, 1))
     assert (own.min(axis=0) > others + 0.01).all()
-    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # what Keys promises
+    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # the bound that `Keys` guarantees
 
 
 async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
-    """w = 0.1, margin 0.01, min_similarity 0.994: for any text, since goals are at most 0.977 alike and w turns a key by at most
-    asin 0.1: cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²)."""
+    """The settings are w = 0.1, margin = 0.01 and min_similarity = 0.994.
+
+    They work for any text. The cosine of two goals is at most 0.977, and w turns a key by at most
+    asin 0.1, therefore cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²).
+    """
     goals = [
         GOAL.format(place=place + again)
         for place in FIXED_NAMES + PLACE_NAMES
@@ -540,9 +552,8 @@ async def test_the_members_of_a_group_share_one_pick_that_counts_once():
         for g in range(2)
     ]
     assert [len({hit.use.uid for hit in group if hit}) for group in picks] == [1, 1]
-    assert (
-        picks[0][0] != picks[1][0]
-    )  # the first is recent and counted, so the second group gets the other
+    # The first entry is recent and counted, so the second group receives the other entry.
+    assert picks[0][0] != picks[1][0]
     assert {uid: (e.retrieved, e.last_returned_step) for uid, e in made.entries.items()} == {
         "a": (1, 4),
         "b": (1, 4),
@@ -569,9 +580,8 @@ async def test_an_uncounted_search_leaves_no_trace():
     assert len({hit.use.uid for hit in first if hit}) == 1
     assert all(e.retrieved == 0 and e.last_returned_step is None for e in made.entries.values())
     assert made.take_counts() == {}
-    assert (
-        made.search(search("go west"), query, 0, counted=True) == first[0]
-    )  # the draw's address is the same, nothing moved
+    # The address of the draw and the state of the bank are unchanged.
+    assert made.search(search("go west"), query, 0, counted=True) == first[0]
 
 
 async def test_a_newer_version_replaces_an_older_one_and_never_the_reverse():

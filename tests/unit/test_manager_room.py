@@ -1,4 +1,4 @@
-"""Which experiences the bank keeps: bounds of a goal and of the whole bank, votes of the extractor, near duplicates."""
+"""Eviction from the bank: bounds per goal and per bank, votes of the extractor, near duplicates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0, exact=True)
 
 
 def echo(prompt: str) -> str:
-    """The lesson is the last word of the episode."""
+    """Answer with the last word of the episode as the new entry. Answer "nothing" with a return."""
     word = prompt.split("<|im_end|>")[-2].split()[-1]
     return RETURN if word == "nothing" else add(word)
 
@@ -71,7 +71,11 @@ async def distil(made: ExperienceManager, *requests: Any) -> None:
 
 
 async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
-    """one: won 1 of 2, returned at step 3. two: never used. three: lost, returned at step 2. four: lost, returned at step 1."""
+    """Return a bank with four entries.
+
+    "one" was retrieved at step 3 and won 1 of 2 episodes. "two" was never used. "three" was
+    retrieved at step 2 and lost. "four" was retrieved at step 1 and lost.
+    """
     made = await manager(path, answering(echo), bank(evict=evict, **bound))
     await distil(
         made,
@@ -100,7 +104,8 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     ("evict", "gone"),
     [
         ("fifo", ["one", "two"]),
-        ("lru", ["two", "four"]),  # steps: 3, written at 0, 2, 1; the new one was written at 4
+        # last steps: 3, 0 (written), 2, 1; the new entry is written at step 4
+        ("lru", ["two", "four"]),
         ("credit", ["three", "four"]),  # scores: 0.433, 0.3, 0.15, 0.15
     ],
 )
@@ -123,7 +128,10 @@ async def test_over_a_bound_those_go_that_the_policy_says(
 
 
 async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Path) -> None:
-    """Eight answers come in with every visit of a place that keeps eight; useless ones are won in three of four episodes."""
+    """Eight new entries arrive at every visit after the first, and the place can hold eight.
+
+    A useless entry guides to success in three of four episodes.
+    """
     draw = random.Random(0)
     chosen_by = RetrievalSettings(
         choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2
@@ -163,7 +171,8 @@ async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
     await distil(made, request(2, of=other), request(3, of=task("maze", other.goal)))
     goals = [(entry.task, entry.goal, entry.uid) for entry in made._bank.entries.values()]
     assert goals == [
-        ("room", GOAL, "run/1/0/0#1"), ("room", other.goal, "run/2/0/0#0"), ("room", other.goal, "run/2/0/0#1"),
+        ("room", GOAL, "run/1/0/0#1"),
+        ("room", other.goal, "run/2/0/0#0"), ("room", other.goal, "run/2/0/0#1"),
         ("maze", other.goal, "run/3/0/0#0"), ("maze", other.goal, "run/3/0/0#1"),
     ]  # fmt: skip
     await made.aclose()
@@ -206,7 +215,7 @@ async def test_each_goal_is_brought_within_the_cap(tmp_path: Path) -> None:
 async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_this_one(
     tmp_path: Path,
 ) -> None:
-    """Its steps are of another clock; they do not compare."""
+    """Step numbers of different runs cannot be compared."""
     made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank())
     made.advance(90)
     await distil(made, request(90))
@@ -223,7 +232,10 @@ async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_th
 
 @pytest.mark.parametrize("evict", ["fifo", "lru", "credit"])
 async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict) -> None:
-    """Beyond a hundred, one in a hundred goes with the surplus, so that not every answer has to look for those that go."""
+    """A bank of more than a hundred entries evicts one percent more than the surplus.
+
+    Then only some answers have to search for entries to evict.
+    """
     store = await Store.open(tmp_path / "bank.sqlite")
     rng = np.random.default_rng(0)
     credited = rng.integers(0, 4, 500)
@@ -280,7 +292,7 @@ async def test_looking_for_the_surplus_reads_an_index(tmp_path: Path) -> None:
 
 
 def voting(**numbers: int) -> str:
-    """up=1, down=2: the kinds, and the numbers that they name."""
+    """Return an answer with one vote per keyword: the kind is the name, the target is the value."""
     return json.dumps([{"op": kind, "target": target} for kind, target in numbers.items()])
 
 
@@ -294,7 +306,7 @@ async def voted(
     vote_out: int | None = 2,
     **settings: Any,
 ) -> ExperienceManager:
-    """After each answer to an episode that `shown` guided."""
+    """Return a manager that has applied each answer to one episode guided by `shown`."""
     said = iter([add("one", "two"), *answers])
     made = await manager(path, answering(lambda _: next(said)), bank(vote_out=vote_out, **settings))
     await distil(made, request())
@@ -320,7 +332,10 @@ async def test_votes_are_counted_and_enough_of_them_evict(tmp_path: Path) -> Non
     assert votes(made) == {"one": 1, "two": -1}, "they are in the store"
     await distil(made, request(9, shown=SHOWN))
     assert votes(made) == {"one": 1}
-    assert (await made.search([search("two")]))[0].text == "one"  # pyright: ignore[reportOptionalMemberAccess]
+    assert (
+        (await made.search([search("two")]))[0].text  # pyright: ignore[reportOptionalMemberAccess]
+        == "one"
+    )
     figures = await made.stats()
     assert figures.items() >= {"ops/up": 2, "ops/down": 3, "ops/evict": 1, "bank/size": 1}.items()
     assert logged(path, "evict") == [("run/0/0/0#1", {"for": "run/9/0/0", "reason": "votes"})]
@@ -348,12 +363,13 @@ AGAIN, REWORDED = "target named before", "vote on other words"
             {"two": 0, "a": 0},
             {AGAIN: 1},
         ),
+        # an update and a vote, in either order
         (
             (SHOWN[0], SHOWN[0]),
             [DOWN % 2, BETTER % (1, "a")],
             {"two": 0, "a": 0},
             {AGAIN: 1},
-        ),  # in either order
+        ),
         ((SHOWN[0], SHOWN[0]), [BETTER % (1, "a"), DOWN % 2], {"two": 0, "a": 0}, {AGAIN: 1}),
         (SHOWN, [UP % 1, UP % 1, DOWN % 2], {"one": 1, "two": -1}, {AGAIN: 1}),
         (SHOWN, [BETTER % (1, "a"), BETTER % (2, "b")], {"a": 0, "b": 0}, {}),
@@ -370,7 +386,11 @@ async def test_an_answer_says_one_thing_of_one_experience(
     left: dict[str, int],
     dropped: dict[str, int],
 ) -> None:
-    """Whatever numbers the prompt gave it. A vote is on what was told as it is, not on what somebody made of it."""
+    """An answer changes an experience at most once, even if the prompt gave it several numbers.
+
+    An update takes precedence over a vote. A vote on a reworded text, for example on a refinement,
+    is dropped.
+    """
     made = await voted(tmp_path / "bank.sqlite", f"[{', '.join(said)}]", shown=shown)
     assert votes(made) == left
     assert {
@@ -419,11 +439,12 @@ async def test_where_nobody_asks_for_votes_they_are_no_ops(tmp_path: Path) -> No
 
 # ── near duplicates ───────────────────────────────────────────────────────────────────────────────
 
+# Cosines: SAME and ALIKE 4/5, ALIKE and OTHER 0, SAME and OTHER 1/√15.
 SAME, ALIKE, OTHER = (
     "go west along the wall",
     "go west along that wall",
     "open the door",
-)  # cosines: 4/5, 0 and 1/√15
+)
 
 
 async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_path: Path) -> None:
@@ -449,7 +470,10 @@ async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_pa
 async def test_only_what_one_query_can_find_is_compared(
     tmp_path: Path, weight: float | None, kept: int
 ) -> None:
-    """Other tasks never; with goals in the keys, what a text says of one goal it does not say of another."""
+    """Entries of different tasks are never compared.
+
+    With goals in the keys, equal texts about different goals are not duplicates.
+    """
     settings = bank(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
     made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
     await distil(
@@ -475,7 +499,7 @@ async def test_with_goals_in_the_keys_texts_are_compared_and_not_keys(tmp_path: 
 
 
 class Refusing(WordEmbedder):
-    """Does not serve `SAME` the first `times` times that it is asked for it."""
+    """Embedder that fails for the text `SAME` in the first `times` calls with this text."""
 
     times = 0
 
@@ -490,8 +514,10 @@ class Refusing(WordEmbedder):
 async def test_what_is_compared_is_embedded_within_the_attempt(
     tmp_path: Path, weight: float | None, times: int, refused: int
 ) -> None:
-    """An embedder that fails costs an attempt, and at last the episode, never the run. Keys that are of texts alone are compared as they
-    are."""
+    """A failure of the embedder costs an attempt, and the last attempt the episode, never the run.
+
+    Keys that depend only on the text are compared without another embedding.
+    """
     embedder = Refusing()
     settings = bank(
         duplicate=0.8, attempts=2, backoff=0.0, distil=DistilSettings(key_text_weight=weight)
@@ -529,7 +555,7 @@ def test_of_equal_adds_at_the_same_time_one_gets_in(
     weight: float | None,
     background: bool,
 ) -> None:
-    """Answers come in any order; at step boundaries it is always the first episode's that gets in."""
+    """The answers arrive in any order. At step boundaries the first episode's add is stored."""
 
     class Shuffled(ScriptedEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:

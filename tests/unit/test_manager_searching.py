@@ -1,4 +1,4 @@
-"""Searches as they come: who is embedded and answered together, in which order, and what changes and closing do to them."""
+"""Concurrent searches: batches of embeddings, order of results, changes of the bank, closing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANY = {"margin": 2.0, "min_similarity": 0.0}
 
 
 class GatedEmbedder(WordEmbedder):
-    """Embeds a call when its gate is opened; one that holds "broken" fails."""
+    """Embedder that holds each call until its gate opens. A call with the text "broken" fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GatedEmbedder(WordEmbedder):
         return vectors
 
     async def open_all(self) -> None:
-        """Those to come too, until it is cancelled."""
+        """Open all gates, also those of later calls, until this task is cancelled."""
         while True:
             for gate in self.gates:
                 gate.set()
@@ -81,9 +81,8 @@ async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_toge
     assert embedder.calls == [["0"], ["1", "2", "3"]]
     for gate in embedder.gates:
         gate.set()
-    await until(
-        lambda: len(embedder.calls) == 3
-    )  # nothing is in work any more: the rest does not wait for a third
+    # No call is in progress any more, so the last two searches do not wait for a third one.
+    await until(lambda: len(embedder.calls) == 3)
     embedder.gates[-1].set()
     assert all(await asyncio.gather(first, *others))
     assert embedder.calls[2] == ["4", "5"]
@@ -113,10 +112,11 @@ async def test_equal_queries_share_an_embedding_and_not_a_result():
     embedder.gates[0].set()
     hits = [hit for (hit,) in await asyncio.gather(*asked) if hit]
     assert embedder.calls == [["go west"]]
+    # The first retrieval is counted immediately, so the second search treats its entry as recent.
     assert [hit.text for hit in hits[:2]] == [
         "go west",
         "go west now",
-    ]  # counted at once: the second saw the first as recent
+    ]
     assert sum(one.retrieved for one in bank.entries.values()) == 4
     await made.aclose()
 
@@ -200,7 +200,10 @@ async def test_the_members_of_a_group_wait_for_nobody_once_the_first_has_its_pic
 
 
 async def test_a_search_that_waits_alone_keeps_its_place_and_may_be_cancelled():
-    """The one that came second has the vector first, and waits; the third is picked after it, without the cancelled one."""
+    """The second search receives its vector first and waits for the first search.
+
+    When the first search is cancelled, the second one is answered, then the third one.
+    """
     embedder = GatedEmbedder()
     made, bank = await searcher("a", "a b", embedder=embedder, batch=1)
     asked = [ask(made, "a", group) for group in range(3)]
@@ -234,7 +237,7 @@ SEARCHES = st.lists(
     st.randoms(use_true_random=False),
 )
 async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches, batch, per, rng):
-    """Each: a query, its group, whether it counts, whether it is cancelled. Embeddings end in any order."""
+    """Each search is (query, group, counted, cancelled). The embeddings end in any order."""
     embedder, texts, picked, asked = (
         GatedEmbedder(),
         ("a", "a b", "b", "c b"),
@@ -270,7 +273,7 @@ async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches
     for request, (*_, counted, cancelled), got in zip(requests, searches, results, strict=True):
         lost = isinstance(got, asyncio.CancelledError)
         assert cancelled or not lost
-        if not lost or request.member in picked:  # it may have had its pick when it was cancelled
+        if not lost or request.member in picked:  # may be cancelled after its pick
             (hit,) = await plain.search([request], 0, counted=counted)
             assert lost or got == [hit]
     assert bank.take_counts() == truth.take_counts()
@@ -318,7 +321,7 @@ async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
 
 @pytest.fixture
 def small_graphs(monkeypatch):
-    """Whatever has more than 64 entries is large."""
+    """Lower the size limits of the index, so that a bank of more than 64 entries is a large one."""
     monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 64)
     monkeypatch.setattr("crl.manager.index.TAIL", 16)
     monkeypatch.setattr("crl.manager.searching.THREADS_FROM", 64)

@@ -1,4 +1,4 @@
-"""The bank on disk: opening it, what is refused and how, and that a process killed anywhere loses and repeats nothing."""
+"""The bank on disk: opening and rejected files, transactions, requests, copies."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ async def test_a_damaged_page_is_an_error_with_a_remedy(tmp_path):
     path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
     before = set(threading.enumerate())
     assert "The file is damaged" in await refused(path)
-    for thread in set(threading.enumerate()) - before:  # SQLite's would keep the process alive
+    for thread in (
+        set(threading.enumerate()) - before
+    ):  # a thread of SQLite would keep the process alive
         thread.join(60)
         assert not thread.is_alive()
 
@@ -151,7 +153,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await caller
     go_on.set()
-    await database.aclose()  # waits for it
+    await database.aclose()  # waits for the transaction
     assert sql(database.path, "SELECT name FROM facts") == [("a",), ("c",)]
 
 
@@ -211,7 +213,7 @@ async def test_a_full_queue_takes_no_more_and_knows_what_it_has(tmp_path):
     assert not await store.submit(request(member=1), AT, bound=1)
     assert await store.submit(request(), AT, bound=1)
     await store.lease()
-    assert not await store.submit(request(member=1), AT, bound=1)  # leased is open still
+    assert not await store.submit(request(member=1), AT, bound=1)  # a leased request is still open
     await store.bury(request(), "no", AT)
     assert await store.submit(request(member=1), AT, bound=1)
     await store.aclose()
@@ -310,7 +312,8 @@ async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(
     (tmp_path / f"bank-before-rollback-{last}.sqlite.part").mkdir()
     with pytest.raises(
         StoreError,
-        match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. What was acknowledged before is safe\.",
+        match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. "
+        r"What was acknowledged before is safe\.",
     ) as caught:
         await store.rollback(seq)
     assert isinstance(caught.value.__cause__, OSError)
@@ -330,9 +333,8 @@ async def test_retrieval_counts_are_kept(tmp_path):
 async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
-    await copy_database(
-        tmp_path / "bank.sqlite", tmp_path / "open.sqlite"
-    )  # while it is open, what is in its log is copied too
+    # A copy of an open bank includes the write-ahead log.
+    await copy_database(tmp_path / "bank.sqlite", tmp_path / "open.sqlite")
     await store.aclose()
     (tmp_path / "away").mkdir()
     before = (tmp_path / "bank.sqlite").read_bytes()
@@ -346,12 +348,16 @@ async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_
 
 
 async def test_what_every_answer_asks_of_the_bank_does_not_read_all_of_it(tmp_path):
-    """Evicted entries and the log only grow: looking for the active entries of a goal, and counting by kind, must not scan them."""
+    """The log and the number of evicted entries only grow.
+
+    The statements that run for every answer must use an index instead of a scan.
+    """
     store = await Store.open(tmp_path / "bank.sqlite")
     for statement in (
         f"{ENTRIES} AND task = 'room' AND goal = 'x' ORDER BY written",
         NEW_OPERATIONS.replace("?", "9"),
-        "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') GROUP BY state",
+        "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') "
+        "GROUP BY state",
     ):
         plan = [
             row["detail"] for row in await store._database.rows(f"EXPLAIN QUERY PLAN {statement}")

@@ -1,4 +1,4 @@
-"""Methods: what `complementary` and its switches are made of, and that each part computes what its equation says."""
+"""Methods: the parts of `complementary` and its switches. Each part computes its equation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from crl.protocols import Hit, Method
 from crl.run.context import chat_context
 from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Task, Trajectory
 
-# ── who is guided ─────────────────────────────────────────────────────────────────────────────────
+# ── choice of the guided members ──────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -50,22 +50,24 @@ def played(group: int, condition: Condition, reward: float) -> Trajectory:
 
 
 BATCH = [
-    played(0, "guided", 1.0), played(0, "guided", 0.0), played(0, "free", 0.0), played(0, "free", 0.0),
-    played(1, "guided", 1.0), played(1, "guided", 1.0), played(1, "free", 1.0), played(1, "free", 0.0),
+    played(0, "guided", 1.0), played(0, "guided", 0.0),
+    played(0, "free", 0.0), played(0, "free", 0.0),
+    played(1, "guided", 1.0), played(1, "guided", 1.0),
+    played(1, "free", 1.0), played(1, "free", 0.0),
 ]  # fmt: skip
-"""Group 0: 1 0 | 0 0. Group 1: 1 1 | 1 0."""
+"""Rewards (guided | free): group 0 has 1 0 | 0 0, group 1 has 1 1 | 1 0."""
 
 
 @pytest.mark.parametrize(
     ("term", "by_hand"),
     [
-        # within (group, condition): mean 1/2 where there is a difference, else nothing to learn
+        # within (group, condition): mean 1/2 if the rewards differ, otherwise no advantage
         (SplitAdvantage("none"), [0.5, -0.5, 0, 0, 0, 0, 0.5, -0.5]),
-        # std of {1, 0} with ddof 1 is 1/√2
+        # the standard deviation of {1, 0} with ddof = 1 is 1/√2
         (SplitAdvantage("std"), [0.5**0.5, -(0.5**0.5), 0, 0, 0, 0, 0.5**0.5, -(0.5**0.5)]),
-        # across the group: means 1/4 and 3/4
+        # across the group: the means are 1/4 and 3/4
         (GroupAdvantage("none"), [0.75, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75]),
-        # std of {1, 0, 0, 0} is √((9 + 1 + 1 + 1) / 16 / 3) = 1/2
+        # the standard deviation of {1, 0, 0, 0} is √((9 + 1 + 1 + 1) / 16 / 3) = 1/2
         (GroupAdvantage("std"), [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5]),
     ],
 )
@@ -93,9 +95,11 @@ def alone(group: int, member: int, success: bool) -> Trajectory:
 
 def test_what_beat_the_free_members_is_distilled() -> None:
     batch = [
-        # the free members' mean is 0.25: one guided member is above it, one equals it, and nothing guided the third
-        told(0, 0, "a", True), told(0, 1, "a", False), told(0, 2, "", True), alone(0, 3, False), alone(0, 4, True),
-        # without a free member nothing is known
+        # The mean reward of the free members is 0.25. The first guided member is above this mean,
+        # the second one equals the mean, and the third one had no experience in its prompt.
+        told(0, 0, "a", True), told(0, 1, "a", False), told(0, 2, "", True),
+        alone(0, 3, False), alone(0, 4, True),
+        # A group without free members has no mean to compare with.
         told(1, 0, "a", True),
     ]  # fmt: skip
     rewards = [0.5, 0.25, 1.0, 0.0, 0.5, 1.0]
@@ -105,16 +109,21 @@ def test_what_beat_the_free_members_is_distilled() -> None:
 
 def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
     batch = [
-        # "a" wins 2 of 2, "b" 0 of 1, nobody guided the fourth; the free members win 1 of 2
-        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False), told(0, 3, "", True), alone(0, 4, True), alone(0, 5, False),
-        # without a free member nothing is known
+        # "a" wins 2 of 2, "b" wins 0 of 1, and the fourth member had no experience in its prompt.
+        # The free members win 1 of 2.
+        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False),
+        told(0, 3, "", True), alone(0, 4, True), alone(0, 5, False),
+        # A group without free members has no success rate to compare with.
         told(1, 0, "a", True), told(1, 1, "a", False),
     ]  # fmt: skip
     assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
-    """Guided episodes win and free ones lose: across the group that is signal, within the conditions it is none."""
+    """All guided episodes win and all free ones lose.
+
+    Advantages across the group differ from zero. Advantages within the conditions are zero.
+    """
     batch = [
         played(3, "guided", 1.0),
         played(3, "guided", 1.0),
@@ -131,12 +140,17 @@ def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
 def cispo_of(
     logp: list[list[float]], advantage: list[float], *, total_tokens: int = 4
 ) -> tuple[float, list[list[float]]]:
-    """Loss and gradient; the third token of the first row is masked, and all behaviour log-probs are −1."""
+    """Return the CISPO loss and its gradient with respect to `logp` [2, 3].
+
+    The first two tokens of row 0 and the first token of row 1 are trained, all others are masked.
+    All behaviour log-probs are −1.
+    """
     new = torch.tensor(logp, requires_grad=True)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     weights = torch.tensor([9.0, -9.0])
     loss, _ = CispoLoss(0.1, 0.2)(
-        new, torch.full((2, 3), -1.0), torch.tensor(advantage), mask, weights=weights, total_tokens=total_tokens
+        new, torch.full((2, 3), -1.0), torch.tensor(advantage), mask,
+        weights=weights, total_tokens=total_tokens,
     )  # fmt: skip
     loss.backward()
     assert new.grad is not None
@@ -144,9 +158,12 @@ def cispo_of(
 
 
 def test_cispo_by_hand() -> None:
-    """−Σ clip(ρ)·A·logp / tokens: the clipped ratio is a constant, so that every kept token keeps its gradient.
+    """The loss is −Σ clip(ρ)·A·logp / tokens.
 
-    ρ = e^{−1 + 1} = 1, e^{−0.5 + 1} = 1.6487 → 1.2, and in the second row e^{−2 + 1} = 0.3679 → 0.9.
+    The clipped ratio is a constant, so every unmasked token has a gradient.
+
+    Row 0: ρ = e^{−1 + 1} = 1 and ρ = e^{−0.5 + 1} = 1.6487, clipped to 1.2.
+    Row 1: ρ = e^{−2 + 1} = 0.3679, clipped to 0.9.
     loss = −(1·2·(−1) + 1.2·2·(−0.5) + 0.9·(−1)·(−2)) / 4 = −(−2 − 1.2 + 1.8) / 4 = 0.35
     """
     loss, gradient = cispo_of([[-1.0, -0.5, -7.0], [-2.0, -7.0, -7.0]], [2.0, -1.0])
@@ -159,7 +176,7 @@ def test_cispo_divides_by_the_tokens_of_the_whole_batch() -> None:
     assert few == pytest.approx(0.14)
 
 
-# ── what is distilled ─────────────────────────────────────────────────────────────────────────────
+# ── choice of the distilled episodes ──────────────────────────────────────────────────────────────
 
 
 def test_every_episode_is_distilled_but_those_that_could_not_be_played() -> None:
@@ -170,7 +187,8 @@ def test_every_episode_is_distilled_but_those_that_could_not_be_played() -> None
 
 def test_a_compact_prompt_by_hand() -> None:
     segments = (
-        Segment("user", "Open it.", "task"), Segment("user", "Go west.", "experience"), Segment("user", "A door.", "env"),
+        Segment("user", "Open it.", "task"), Segment("user", "Go west.", "experience"),
+        Segment("user", "A door.", "env"),
         Segment("assistant", "open", "policy"), Segment("user", "It opens.", "env"),
     )  # fmt: skip
     hint = Hit("Go west.", ExperienceUse("e1", 1, "g1", "start"))

@@ -1,4 +1,7 @@
-"""A large mismatch of trainer and engine is noted with its probable cause: what the figures say of real models that differ."""
+"""Notes about a large mismatch between trainer and engine, with the probable cause.
+
+The metrics are measured with real models that differ.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ class Notes:
 
 def qwen2(seed: int = 0) -> PreTrainedModel:
     config = Qwen2Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
-        initializer_range=0.3, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=48, initializer_range=0.3,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -53,7 +57,10 @@ def measured(
     temperature: float = 1.0,
     told: float | None = None,
 ) -> dict[str, float]:
-    """Of tokens that the engine samples at `temperature`, whose log-probs it gives at `told`."""
+    """Return the mismatch metrics of tokens that the engine samples at `temperature`.
+
+    The engine's log-probs are computed at the temperature `told`, by default `temperature`.
+    """
     ids = sampled(engine, temperature)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False

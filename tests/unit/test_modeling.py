@@ -1,4 +1,4 @@
-"""Loading real (tiny) models: what is refused and with which words; log-probs and checksums."""
+"""Loading of real (tiny) models with its error messages, log-probs and checksums."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from crl.modeling import (
 
 CPU = torch.device("cpu")
 SMALL = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "intermediate_size": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
 }  # fmt: skip
 
@@ -54,11 +55,11 @@ def saved(config: PreTrainedConfig, path: Path) -> Path:
 
 @pytest.fixture
 def copied(tiny_actor: Path, tmp_path: Path) -> Path:
-    """The bundled actor, to be broken."""
+    """Return the path of a copy of the bundled actor. The tests damage this copy."""
     return Path(shutil.copytree(tiny_actor, tmp_path / "model"))
 
 
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────
+# ── rejected models ───────────────────────────────────────────────────────────────────────────────
 
 
 def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -231,14 +232,18 @@ def qwen2(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(
-            Qwen2Config(**(SMALL | {"initializer_range": 0.2} | changes))
-        ).eval()  # pyright: ignore[reportArgumentType]
+            Qwen2Config(
+                **(  # pyright: ignore[reportArgumentType]
+                    SMALL | {"initializer_range": 0.2} | changes
+                )
+            )
+        ).eval()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_logprobs_are_the_full_softmaxs(temperature: float) -> None:
     model = qwen2()
-    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second is padded
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second row is padded
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
     logp, entropy, kl = token_logprobs(model, ids, mask, temperature)
     assert logp.shape == entropy.shape == kl.shape == ids.shape
@@ -272,7 +277,7 @@ def test_a_uniform_model_has_the_logprobs_of_a_die() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: float) -> None:
     model, reference = qwen2(), qwen2(seed=1)
-    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second is padded
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second row is padded
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
     kl = token_logprobs(model, ids, mask, temperature, reference=reference).kl
     p, q = (
@@ -309,7 +314,10 @@ def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:
 
 
 def test_the_checksum_by_hand() -> None:
-    """Names, dtypes, shapes, and of every row of 4,096 words the sum and the one weighted by the place, 16 bytes together."""
+    """The checksum covers names, dtypes, shapes and two sums per row of 4,096 words.
+
+    The sums are the plain sum and the sum weighted by the position, 16 bytes together.
+    """
 
     def expected(header: bytes, *rows: tuple[int, int]) -> int:
         return zlib.crc32(b"".join(struct.pack("<qq", *row) for row in rows), zlib.crc32(header))
@@ -317,9 +325,8 @@ def test_the_checksum_by_hand() -> None:
     assert checksum({"a": torch.tensor([5, -7, 2], dtype=torch.int32)}) == expected(
         b"a torch.int32 (3,)", (0, 5 - 14 + 6)
     )
-    halves = torch.tensor(
-        [1.0, -2.0, 1.5], dtype=torch.bfloat16
-    )  # 0x3F80, 0xC000, 0x3FC0: the last word is half empty
+    # 0x3F80, 0xC000, 0x3FC0: the second half of the last word is empty
+    halves = torch.tensor([1.0, -2.0, 1.5], dtype=torch.bfloat16)
     first = 0xC0003F80 - 2**32
     assert checksum({"a": halves}) == expected(
         b"a torch.bfloat16 (3,)", (first + 0x3FC0, first + 2 * 0x3FC0)
@@ -350,7 +357,10 @@ DTYPES = [
 
 @given(st.data())
 def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
-    """A bit, two values that change places, a name; not where in memory the tensor lies."""
+    """A flipped bit, two swapped values and a new name change the checksum.
+
+    The tensor's location in memory does not change the checksum.
+    """
     dtype, size = data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(1, 20_000))
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     width = dtype.itemsize

@@ -1,4 +1,4 @@
-"""The bundled models and the recipe that makes them."""
+"""The bundled models and the recipe that trains them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def hinted(text: str) -> Hit:
 
 
 def episode(*texts: str, hint: str = "") -> Episode:
-    """A hand-written one: what the room and the actor say in turn, the room first."""
+    """Return an episode with the given texts of the room and the actor in turn, the room first."""
     (task,) = demonstration_tasks(1)
     told = [Segment("user", hint, "experience")] if hint else []
     said = [
@@ -98,7 +98,10 @@ def episode(*texts: str, hint: str = "") -> Episode:
 
 @pytest.mark.parametrize("name", recipe.MODELS)
 def test_a_shipped_model_is_what_its_recipe_makes(name: str) -> None:
-    """Shape, drills and schooling beside the weights are those of the code: who changes one makes the model again."""
+    """The shape, drills and schooling stored with the weights equal those in the code.
+
+    After a change of one of them the model must be trained again.
+    """
     path, ours = resolve_model(name), recipe.MODELS[name]
     made = json.loads((path / "recipe.json").read_text("utf-8"))
     assert model_profile(path) == "compact"
@@ -127,7 +130,7 @@ def test_the_shipped_models_are_small() -> None:
 async def success(
     player: EpisodeRunner, tasks: Sequence[Task], advice: Callable[[Task], str | None]
 ) -> float:
-    """Share of the tasks that the actor solves when it is told `advice`."""
+    """Return the share of the tasks that the actor solves with `advice` in its prompt."""
     keys = [EpisodeKey("probe", 0, i, 0) for i in range(len(tasks))]
     for key in keys:
         player.sampler.join(key.session)
@@ -160,7 +163,7 @@ async def test_the_shipped_actor_follows_right_advice(
     limits: Limits,
     free_bounds: tuple[float, float],
 ) -> None:
-    """In places that it was not taught on; without advice there is much left to learn."""
+    """The places were not used in training. Without advice the actor solves at most half."""
     advisor = spec.advisor
     assert advisor is not None
     engine = TorchEngine(
@@ -192,7 +195,10 @@ async def test_the_shipped_actor_follows_right_advice(
 
 
 Claim = tuple[str, bool | None]
-"""The kind of a lesson, and whether what it says of where to go or what to buy is true; None where it says nothing of that."""
+"""Kind of a lesson, and whether its claim about the direction or the purchase is true.
+
+The second value is None if the lesson makes no such claim.
+"""
 
 
 def room_claim(text: str, episode: Episode) -> Claim:
@@ -217,10 +223,15 @@ def house_claim(text: str, episode: Episode) -> Claim:
     ("digest", "episodes", "claim", "taught"),
     [
         (digest, EXTRACTOR_WALKS.episodes(random.Random(5), probe_tasks(400)), room_claim, LESSONS),
-        (webshop_lessons.digest, webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), 400), shop_claim, webshop_lessons.LESSONS),
         (
-            house_lessons.digest, alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(400)), house_claim,
-            house_lessons.LESSONS,
+            webshop_lessons.digest,
+            webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), 400),
+            shop_claim, webshop_lessons.LESSONS,
+        ),
+        (
+            house_lessons.digest,
+            alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(400)),
+            house_claim, house_lessons.LESSONS,
         ),
     ],
     ids=["room", "webshop", "alfworld"],
@@ -232,7 +243,11 @@ async def test_the_shipped_extractor_writes_true_lessons(
     claim: Callable[[str, Episode], Claim],
     taught: Iterable[str],
 ) -> None:
-    """In places that it was not taught on: what it says can be read, and where it names something it is what the episode shows."""
+    """The places were not used in training.
+
+    At least 95 % of the answers are well-formed, and at least 85 % of their claims agree with the
+    episode.
+    """
     chat, finished = renderer(tiny_extractor), list(episodes)
     engine = TorchEngine(
         load_model(tiny_extractor, torch.device("cpu")), max_batch=128, max_context=512
@@ -269,7 +284,7 @@ async def test_the_shipped_extractor_writes_true_lessons(
 
 
 def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
-    """Every answer that it was taught takes at most 32 tokens, the stop token included."""
+    """Every answer in the training data has at most 32 tokens, including the stop token."""
     chat = renderer(tiny_extractor)
     for direction in COMPASS:
         shown = episode(
@@ -285,15 +300,17 @@ def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
 
 
 def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> None:
-    """By hand: the template's text, with the mask on each action and its stop token."""
+    """The expected text is the template's. The mask covers each action and its stop token."""
     chat = renderer(tiny_actor)
     segments = [
-        Segment("user", "Room: the jade attic.", "task"), Segment("user", "at 1 1", "env"), Segment("assistant", "south", "policy"),
+        Segment("user", "Room: the jade attic.", "task"),
+        Segment("user", "at 1 1", "env"), Segment("assistant", "south", "policy"),
         Segment("user", "at 2 1", "env"), Segment("assistant", "east", "policy"),
     ]  # fmt: skip
     trace = demonstrated_trace(segments, chat)
     assert chat.decode(trace.ids) == (
-        "<|im_start|>user\nRoom: the jade attic.\nat 1 1<|im_end|>\n<|im_start|>assistant\nsouth<|im_end|>\n"
+        "<|im_start|>user\nRoom: the jade attic.\nat 1 1<|im_end|>\n"
+        "<|im_start|>assistant\nsouth<|im_end|>\n"
         "<|im_start|>user\nat 2 1<|im_end|>\n<|im_start|>assistant\neast<|im_end|>"
     )
     trained = [i for i, m in zip(trace.ids, trace.mask, strict=True) if m]
@@ -301,7 +318,10 @@ def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> No
 
 
 def test_the_tokenizer_that_is_loaded_is_the_one_that_was_taught(tmp_path: Path) -> None:
-    """transformers picks a tokenizer's class by the model's type: a saved one of another kind would come back cutting text differently."""
+    """transformers chooses the tokenizer class by the model's type.
+
+    A saved tokenizer of another class would split texts differently after loading.
+    """
     demonstrations = list(ACTOR_WALKS.make(random.Random(0), 50))
     taught = train_tokenizer(demonstrations, vocabulary=400)
     new_model(Shape(vocabulary=400), taught, seed=0).save_pretrained(tmp_path)
@@ -317,7 +337,7 @@ def test_the_tokenizer_that_is_loaded_is_the_one_that_was_taught(tmp_path: Path)
 
 
 def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:
-    """tasks/room.toml allows 4 tokens a turn to compact models, the stop token included."""
+    """tasks/room.toml allows compact models 4 tokens per turn, including the stop token."""
     chat = renderer(tiny_actor)
     assert max(len(chat.encode(action)) for action in COMPASS) + 1 <= 4
 
@@ -371,7 +391,10 @@ def test_make_models_looks_at_every_directory_first(
 
 
 def test_personas_differ_as_they_should() -> None:
-    """The explorer finds the exit far more often than the walker and the pacer; it goes straight to stairs that it sees."""
+    """The explorer wins far more often than the walker, and the walker more often than the pacer.
+
+    The explorer goes straight to visible stairs.
+    """
 
     def wins(persona: Callable[[], Persona]) -> int:
         walks = RoomWalks(((persona, 1.0),), slip=0.0)
@@ -386,7 +409,10 @@ def test_personas_differ_as_they_should() -> None:
 
 
 class Open:
-    """A room without walls in sight: everything seen, no stairs; whoever walks, walks."""
+    """Room of 5 × 5 cells without inner walls. All cells are visible, and no step fails.
+
+    There are no stairs unless `stairs` names their cell.
+    """
 
     def __init__(self, start: tuple[int, int], stairs: tuple[int, int] | None = None) -> None:
         self.start = self.position = start
@@ -398,7 +424,9 @@ class Open:
     def walk(self, persona: Persona, turns: int) -> list[str]:
         taken = []
         for _ in range(turns):
-            taken.append(persona.act(self, random.Random(len(taken))))  # pyright: ignore[reportArgumentType]
+            taken.append(
+                persona.act(self, random.Random(len(taken)))  # pyright: ignore[reportArgumentType]
+            )
             dx, dy = COMPASS[taken[-1]]
             self.position = (
                 min(max(self.position[0] + dx, 0), 4),
@@ -443,7 +471,7 @@ def test_first_step_goes_around_a_trap() -> None:
         grid = ("@^>..", "..~~~", "~~~~~", "~~~~~", "~~~~~")
 
     step = first_step(Corridor(), {(2, 0)}, random.Random(0))  # pyright: ignore[reportArgumentType]
-    assert step in ("southeast", "south")  # not east, onto the trap
+    assert step in ("southeast", "south")  # not east, where the trap is
 
 
 # ── the actor's drills ────────────────────────────────────────────────────────────────────────────
@@ -455,7 +483,7 @@ def walks() -> list[Episode]:
 
 
 def test_what_walks_are_told(walks: list[Episode]) -> None:
-    """Of the directions 12 in 49 are random, and one in eight of these is right."""
+    """12 of 49 direction hints are random, and one in eight of these is right."""
     told = Counter[str]()
     for walk in walks:
         kind, direction = read(walk.hint.text) if walk.hint else ("none", None)
@@ -469,7 +497,10 @@ def test_what_walks_are_told(walks: list[Episode]) -> None:
 
 
 def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
-    """Goal, what it is told and the first observation open them, as in a run; valid actions and their results follow."""
+    """A walk opens with the goal, the hint and the first observation, like an episode of a run.
+
+    Valid actions and their results follow.
+    """
     for walk in walks:
         opening = [segment.origin for segment in walk.segments[: 3 if walk.hint else 2]]
         assert opening == ["task", *(["experience"] if walk.hint else []), "env"]
@@ -482,7 +513,10 @@ def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
 
 
 def test_directions_are_followed(walks: list[Episode]) -> None:
-    """From the first step, but for stairs in sight, walls and slips; and right ones help."""
+    """The first step follows the hint, except for visible stairs, walls and slips.
+
+    Right hints raise the success rate.
+    """
     free = [walk for walk in walks if walk.hint is None]
     right = [
         walk for walk in walks if walk.hint and walk.hint.text == RoomAdvisor().right(walk.task)
@@ -500,13 +534,14 @@ def test_directions_are_followed(walks: list[Episode]) -> None:
 
 # ── the extractor's drills ────────────────────────────────────────────────────────────────────────
 
+# As (x, y) from 0, the start is (2, 2) and the stairs are at (1, 1).
 SEEN = (
     "at 3 3\ndark north",
     "north",
     "at 2 3\nstairs west\njackal east",
     "east",
     "at 2 3\nstairs west",
-)  # from (2, 2): in (1, 1)
+)
 UNSEEN = ("at 3 3\ndark north", "north", "at 2 3\ndark west", "southeast", "at 3 4\ndark west")
 
 
@@ -558,7 +593,8 @@ def test_what_the_extractor_is_asked() -> None:
     shown = episode(*SEEN, hint="be careful.")
     (prompt,) = distil_prompt(shown)
     assert prompt.text.splitlines() == [
-        shown.task.goal, "hint 1 be careful.", "moves north east", "stairs northwest of the start", "failure",
+        shown.task.goal, "hint 1 be careful.", "moves north east",
+        "stairs northwest of the start", "failure",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The run directory and the monitors: what is written, when, and in which words."""
+"""The run directory and the monitors: contents, times and wording of their output."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_notes_go_to_the_log_and_files_are_continued(run: RunDir):
     assert [line.split(" ", 2)[2] for line in run.log.read_text().splitlines()] == ["one", "two"]
 
 
-# ── lines for people ──────────────────────────────────────────────────────────────────────────────
+# ── console lines ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_train_line():
@@ -222,8 +222,8 @@ def test_a_train_line():
     }
     line = render_line(7, "train", figures, steps=80)
     assert (
-        line
-        == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  stale 0.88  3.9 s"
+        line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  "
+        "stale 0.88  3.9 s"
     )
     assert render_line(7, "train", {"rollout/success": 0.5}) == "train 7  success 0.500"
 
@@ -242,12 +242,14 @@ def test_an_eval_line():
 
 
 SEVERAL = {
-    "eval/room/known/success/free": 0.336, "eval/room/known/success/free/low": 0.281, "eval/room/known/success/free/high": 0.396,
+    "eval/room/known/success/free": 0.336, "eval/room/known/success/free/low": 0.281,
+    "eval/room/known/success/free/high": 0.396,
     "eval/room/known/episodes/free": 256,
     "eval/room/new/success/free": 0.418,
     "eval/shop/new/success/free": 0.07,
     "eval/shop/new/success/online": None, "eval/shop/new/success/online/visit1": 0.1,
-    "eval/overall/new/success/free": 0.244, "eval/overall/new/success/free/low": 0.2, "eval/overall/new/success/free/high": 0.3,
+    "eval/overall/new/success/free": 0.244, "eval/overall/new/success/free/low": 0.2,
+    "eval/overall/new/success/free/high": 0.3,
     "eval/room/lessons/correct": 0.145, "eval/errors": 0, "time/eval": 173.125,
 }  # fmt: skip
 
@@ -276,7 +278,10 @@ def test_a_probe_line():
         "right_minus_none/half_width": 0.09441,
     }
     figures = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
-    line = "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  room/right − none +0.547 ± 0.094  4.2 s"
+    line = (
+        "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  "
+        "room/right − none +0.547 ± 0.094  4.2 s"
+    )
     assert render_line(0, "probe", figures, steps=100) == line
     figures |= {f"probe/maze/{name}": value for name, value in {**room, "wrong": 0.25}.items()}
     assert render_line(20, "probe", figures, steps=100).splitlines() == [
@@ -289,7 +294,8 @@ def test_a_probe_line():
 def test_a_train_line_tells_of_each_of_several_tasks():
     rates = {
         "rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25,
-        "rollout/maze/success": 0.125, "rollout/maze/success/guided": 0.0, "rollout/room/success": 0.875, "actor/loss": 0.0,
+        "rollout/maze/success": 0.125, "rollout/maze/success/guided": 0.0,
+        "rollout/room/success": 0.875, "actor/loss": 0.0,
     }  # fmt: skip
     line = "train 1  success 0.500 (maze 0.125, room 0.875)  guided 0.750  free 0.250  loss +0.0000"
     assert render_line(1, "train", rates) == line
@@ -350,7 +356,7 @@ def test_the_plain_monitor_prints_lines_and_notes():
     assert stream.getvalue() == "train 1/9  success 0.500\nhello\n"
 
 
-# ── elsewhere ─────────────────────────────────────────────────────────────────────────────────────
+# ── other monitors ────────────────────────────────────────────────────────────────────────────────
 
 
 class Recorder:

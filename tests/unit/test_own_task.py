@@ -1,4 +1,4 @@
-"""Tasks beside the shipped ones: environments in a file of one's own, mixtures, streams of seeds."""
+"""Tasks of a user: environments in the user's own file, mixtures, streams of seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ DOORS = EXAMPLES / "doors" / "doors.toml"
 OWN = """
 from crl.envs.base import EnvSpec
 def spec(hosting="threads"):
-    return EnvSpec("own", hosting, 1, (0.0, 1.0), (), "any text", False, lambda rendering: None, lambda seed, s: None, lambda *a: ())
+    return EnvSpec("own", hosting, 1, (0.0, 1.0), (), "any text", False, \
+lambda rendering: None, lambda seed, s: None, lambda *a: ())
 SPEC = spec()
 WORKERS = spec("processes")
 """
@@ -119,8 +120,8 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
     text = refusal(own_task(tmp_path, "WORKERS"))
     assert (
-        "is hosted by processes, which import it by name, but it is in a file that has none. Put it into a package"
-        in text
+        "is hosted by processes, which import it by name, but it is in a file that has none. "
+        "Put it into a package" in text
     )
     assert "its module cannot be imported (ZeroDivisionError: " in refusal(
         own_task(tmp_path / "b", source="1 / 0")
@@ -131,8 +132,8 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     (tmp_path / "b" / "own.py").unlink()
     text = refusal(str(tmp_path / "b" / "own.toml"))
     assert (
-        f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. In a task's file"
-        in text
+        f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. "
+        "In a task's file" in text
     )
 
 
@@ -141,15 +142,18 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     [
         (
             "actions=['up', 'down']",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not ['up', 'down']",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
+            "not ['up', 'down']",
         ),
         (
             "actions='up'",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not 'up'",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
+            "not 'up'",
         ),
         (
             "actions=(1, 2)",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, not (1, 2)",
+            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
+            "not (1, 2)",
         ),
         ("hosting='fork'", "ValueError: own: hosting must be threads or processes, not 'fork'"),
         (
@@ -194,7 +198,10 @@ def test_an_environment_that_gives_another_number_of_tasks(
     sizes = dict.fromkeys(("known", "new", "online", "probe"), 0) | {key: n}
     with pytest.raises(ConfigError) as caught:
         plan(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
-    said = f"its {function} gave {n - 1} tasks where {n} were asked for. Mend it: as many as asked for, or a ValueError that says how many"
+    said = (
+        f"its {function} gave {n - 1} tasks where {n} were asked for. Mend it: as many as "
+        "asked for, or a ValueError that says how many"
+    )
     assert str(caught.value).startswith(f"tasks.own.env = '{tmp_path / 'own.py'}:SPEC': {said}")
 
 
@@ -214,8 +221,8 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
         )
     )
     assert (
-        "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'."
-        in text
+        "it needs the extra 'no_such_extra', which is not installed. "
+        "Run pip install 'crl[no_such_extra]'." in text
     )
 
 
@@ -230,7 +237,10 @@ def mixture(folder: Path, text: str, *tasks: str) -> str:
 
 
 def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
-    text = 'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n[cave]\nturns = 8\n[cave.compact]\nturns = 3\n'
+    text = (
+        'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n'
+        "[cave]\nturns = 8\n[cave.compact]\nturns = 3\n"
+    )
     config = load([mixture(tmp_path, text, "hall", "cave")])
     assert {name: task.turns for name, task in config.tasks.items()} == {
         "room": 4,
@@ -238,8 +248,8 @@ def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
         "cave": 3,
     }
     assert (
-        "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead; 5 or 6 groups of each task"
-        in plan(config).splitlines()
+        "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead; "
+        "5 or 6 groups of each task" in plan(config).splitlines()
     )
 
 

@@ -1,4 +1,7 @@
-"""Packed sequences against padded rows, and log-probs in parts against the whole softmax: the same numbers, the same gradients."""
+"""Packed sequences against padded rows, and log-probs in chunks against the whole softmax.
+
+Values and gradients must be equal.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ from crl.modeling import (
 from crl.packing import PADDING, Packing, pack_sequences, reads_packed
 
 SMALL = {
-    "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0,
+    "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "pad_token_id": 0,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 FAMILIES = {
@@ -60,7 +64,11 @@ def made(
 def batch(
     lengths: list[int], seed: int = 0, vocabulary: int = 48
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [b, t] padded with a token that occurs, and a mask with stretches of trained tokens, some rows ending in context."""
+    """Return token ids [b, t] and the mask [b, t] of the trained tokens.
+
+    The padding token also occurs inside the rows. The trained tokens form stretches, and some rows
+    end with tokens that are not trained.
+    """
     draw = random.Random(seed)
     width = max(lengths)
     ids = torch.tensor(
@@ -75,7 +83,7 @@ def batch(
 
 
 def pull(figures: TokenFigures, seed: int = 1) -> torch.Tensor:
-    """A scalar that every log-prob and every KL has a share in of its own."""
+    """Return a scalar in which every log-prob and every KL has its own random weight."""
     draw = torch.Generator().manual_seed(seed)
     a, b = (
         torch.randn(figures.logp.shape, generator=draw).to(figures.logp.device) for _ in range(2)
@@ -135,9 +143,8 @@ def test_no_padding_is_read_nor_what_stands_behind_the_last_trained_token() -> N
     )
     ids = torch.randint(48, (3, 50))
     mask = torch.zeros(3, 50, dtype=torch.bool)
-    mask[0, [3, 49]] = mask[1, 7] = (
-        True  # the third row has no trained token, and still counts as one
-    )
+    # The third row has no trained token. One of its positions is still read.
+    mask[0, [3, 49]] = mask[1, 7] = True
     figures = token_logprobs(model, ids, mask)
     assert read == [(1, 49 + 7 + 1)]
     assert (figures.logp != 0).equal(mask)
@@ -155,7 +162,7 @@ def test_sequences_do_not_see_each_other() -> None:
 
 
 def test_nothing_to_train_is_no_error() -> None:
-    """A rank that has run out of samples still takes part: gradients of zero."""
+    """A rank without samples still takes part in the step, with zero gradients."""
     model = made()
     pack_sequences(model)
     ids = torch.tensor([[3, 4, 5]])
@@ -222,7 +229,7 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
         require_packing(model, Path("sliding"))
 
 
-# ── log-probs in parts ────────────────────────────────────────────────────────────────────────────
+# ── log-probs in chunks ───────────────────────────────────────────────────────────────────────────
 
 
 def whole(
@@ -232,7 +239,7 @@ def whole(
     temperature: float,
     reference: PreTrainedModel | None,
 ) -> TokenFigures:
-    """By autograd through the softmax of all positions."""
+    """Return the reference values, computed by autograd through the softmax of all positions."""
     p = (model(input_ids=ids).logits[:, :-1].float() / temperature).log_softmax(-1)
     keep = mask[:, 1:]
     logp = p.gather(-1, ids[:, 1:, None])[..., 0] * keep
@@ -289,7 +296,10 @@ def test_a_head_with_a_bias_and_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_head_is_called_once_and_as_a_module() -> None:
-    """What gathers sharded weights hangs on a module's calls; parts of a batch must not make more of them on one rank than on another."""
+    """Sharded weights are gathered by hooks on the calls of a module.
+
+    Therefore the number of calls must not depend on the number of chunks, which differs by rank.
+    """
     model, calls = made(), []
     head = model.get_submodule("lm_head")
     head.register_forward_pre_hook(lambda *_: calls.append("before"))
@@ -302,7 +312,7 @@ def test_the_head_is_called_once_and_as_a_module() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation makes."""
+    """Dispatch mode that records the size of the largest output of any operation, in elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +334,10 @@ class Largest(TorchDispatchMode):
 def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """[b, t, V] would have 24 million elements, the selected tokens' logits 18 million; no tensor has more than LOGITS or the weights."""
+    """No tensor has more elements than `LOGITS` or than the weights.
+
+    The logits [b, t, V] would have 24 million elements, those of the selected tokens 18 million.
+    """
     vocabulary, hidden = 151_936, 8
     monkeypatch.setattr(crl.modeling, "LOGITS", 16 * vocabulary)
     sizes: dict[str, Any] = {
@@ -400,6 +413,7 @@ def test_activations_computed_again_give_the_same_gradient() -> None:
 def test_checkpointing_needs_layers_that_can_and_no_dropout() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"learner\.activation_checkpointing.*attention_dropout is 0\.1.*set attention_dropout to 0",
+        match=r"learner\.activation_checkpointing.*attention_dropout is 0\.1.*"
+        r"set attention_dropout to 0",
     ):
         checkpoint_activations(made(attention_dropout=0.1))

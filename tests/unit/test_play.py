@@ -1,4 +1,4 @@
-"""`crl tasks` and `crl play`: what a person is shown is what an actor is told."""
+"""`crl tasks` and `crl play`. A person who plays sees the same texts as an actor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch):
     spec = replace(registry.get_spec("room"), extra="no_such_extra")
     monkeypatch.setattr(installed, "get_spec", lambda name: spec)
     assert line_of("room").endswith(
-        "it needs the extra 'no_such_extra', which is not installed. Run pip install 'crl[no_such_extra]'"
+        "it needs the extra 'no_such_extra', which is not installed. "
+        "Run pip install 'crl[no_such_extra]'"
     )
 
 
@@ -67,18 +68,20 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert line_of("webshop").endswith(
-        "a generated catalogue of 1,000 products; the official data is used when WEBSHOP_DATA names its folder"
+        "a generated catalogue of 1,000 products; "
+        "the official data is used when WEBSHOP_DATA names its folder"
     )
     assert line_of("alfworld").endswith(
-        "generated games of the same domain; the official ones are played when ALFWORLD_DATA names their folder"
+        "generated games of the same domain; "
+        "the official ones are played when ALFWORLD_DATA names their folder"
     )
     games = tmp_path / ".cache" / "alfworld"
     for split in ("train", "valid_seen", "valid_unseen"):
         trial = games / "json_2.1.1" / split / "pick_and_place_simple-Mug-None-Desk-308" / "trial_1"
         trial.mkdir(parents=True)
         assert (
-            f"ALFWORLD_DATA = {str(games)!r}: holds no game in json_2.1.1/{split} that can be played"
-            in line_of("alfworld")
+            f"ALFWORLD_DATA = {str(games)!r}: "
+            f"holds no game in json_2.1.1/{split} that can be played" in line_of("alfworld")
         )
         (trial / "game.tw-pddl").write_text('{"solvable": true}')
     assert line_of("alfworld").endswith(f"the official games in {games}"), (
@@ -98,7 +101,8 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_listing_imports_no_library_of_an_environment():
     code = (
         "import sys\nfrom crl.cli.main import main\ntry: main()\n"
-        "finally: print(sorted({'torch', 'transformers', 'nle', 'minihack', 'textworld', 'gem', 'numpy'} & set(sys.modules)))"
+        "finally: print(sorted({'torch', 'transformers', 'nle', 'minihack', 'textworld', "
+        "'gem', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "tasks"], capture_output=True, text=True, check=True
@@ -217,7 +221,8 @@ class Game:
         {close}
 
 TASKS = SeededTasks("unruly", "Try.")
-SPEC = EnvSpec("unruly", "threads", 2, (0.0, 1.0), (), "any text", False, lambda rendering: Game(), TASKS.source, TASKS.eval_tasks)
+SPEC = EnvSpec("unruly", "threads", 2, (0.0, 1.0), (), "any text", False, \
+lambda rendering: Game(), TASKS.source, TASKS.eval_tasks)
 """
 WINNING = {
     "reset": "'say something.'",

@@ -1,4 +1,4 @@
-"""The scheduler of evaluations: its bound, who plays next, and what is not played twice."""
+"""The scheduler of evaluations: its bound, the order of episodes, and reuse of free episodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from crl.types import Completion, Sampling, Task, Trajectory
 
 
 class Gate(ScriptedEngine):
-    """Notes the sessions in the order of their requests, which wait until the gate is open."""
+    """Engine that records the sessions in the order of their first requests.
+
+    All requests wait until the gate is open.
+    """
 
     def __init__(self) -> None:
         super().__init__(renderer(), dice)
@@ -100,7 +103,7 @@ async def test_in_order_nothing_plays_beside_anything() -> None:
 
 
 async def test_places_are_given_back_when_a_part_fails() -> None:
-    """Episodes that play or wait are cancelled, and the next evaluation has all places."""
+    """Playing and waiting episodes are cancelled. The next evaluation can use all slots."""
     engine, scheduler = Gate(), EpisodeScheduler(2)
 
     async def fail() -> list[Trajectory]:
@@ -123,20 +126,20 @@ async def test_a_place_that_comes_with_the_cancellation_is_passed_on() -> None:
         async with scheduler._place(urgent=False):
             waiting = asyncio.create_task(scheduler._place(urgent=True).__aenter__())
             await asyncio.sleep(0)
-        waiting.cancel()  # its turn has come, and it does not know yet
+        waiting.cancel()  # the task owns the slot already but has not resumed yet
         await asyncio.wait([waiting])
         async with scheduler._place(urgent=False):
             pass
 
 
-# ── what is not played twice ────────────────────────────────────────────────────────────────────
+# ── episodes that are not played twice ────────────────────────────────────────────────────────────
 
 
 Pair = tuple[list[Trajectory], list[Trajectory], int]
 
 
 async def paired(player: EpisodeRunner, engine: ScriptedEngine) -> Pair:
-    """Guided episodes, the same without experience, and how many of them were played again."""
+    """Return guided episodes, their free counterparts, and the number of episodes played again."""
     scheduler, (keys, tasks) = EpisodeScheduler(4), episodes("set", 5)
     guided = await scheduler.play(player, "guided", keys, tasks)
     engine.requests.clear()

@@ -1,6 +1,7 @@
-"""The advice probe and the bank built online, in the real room: actors that do as they are told, and actors that do not listen.
+"""The advice probe and the bank built online, in the real room environment.
 
-Nobody trains here; the actor is a script that reads its prompt.
+The actors are scripts that read their prompts. Some follow the advice, others ignore it. No model
+is trained.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ ADVISOR = SPEC.advisor
 
 
 def follows(prompt: str) -> str:
-    """Goes to the stairs when it sees them, and before that where it is told; without advice into the north-western corner."""
+    """Return the direction of the stairs if they were seen, otherwise the advised direction.
+
+    Without advice return northwest.
+    """
     told, seen = ADVISED.search(prompt), SEEN.findall(prompt)
     return seen[-1] if seen else told[1] if told else "northwest"
 
@@ -117,7 +121,10 @@ async def test_who_does_not_listen_gains_nothing() -> None:
 
 
 async def test_the_advice_is_probed_with_the_same_draws() -> None:
-    """Side by side, in sessions of their own."""
+    """Concurrent and ordered episodes give the same result.
+
+    The arms have different sessions but the same draws.
+    """
     async with rooms(ignores) as run:
         told = {"room": ProbeTask(PROBED[:3], ADVISOR)}
         schedulers = [EpisodeScheduler(5), EpisodeScheduler(5, in_order=True)]
@@ -132,8 +139,16 @@ async def test_the_probe_tells_each_place_its_own() -> None:
     async with rooms(follows) as run:
         told = {"room": ProbeTask(PROBED[:4], ADVISOR)}
         await AdviceProbe(run, told, EpisodeScheduler(8)).measure()
-        assert isinstance(run.sampler._engine, ScriptedEngine)  # pyright: ignore[reportAttributeAccessIssue]
-        prompts = [renderer().decode(ids) for _, ids in run.sampler._engine.requests]  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(
+            run.sampler._engine,  # pyright: ignore[reportAttributeAccessIssue]
+            ScriptedEngine,
+        )
+        prompts = [
+            renderer().decode(ids)
+            for _, ids in (
+                run.sampler._engine.requests  # pyright: ignore[reportAttributeAccessIssue]
+            )
+        ]
     task = ProbeTask(PROBED[:4], ADVISOR)
     for place in PROBED[:4]:
         opening = {
@@ -157,7 +172,7 @@ PROMPT = CompactDistilPrompt({"room": SPEC.digest or (lambda segments: "")})
 
 
 def wise(prompt: str) -> str:
-    """An extractor that writes the direction that the digest tells, for a place that it knows nothing of yet."""
+    """Add the direction of the stairs from the digest, unless the episode had a hint."""
     seen = re.search(r"stairs ([a-z]+) of the start", prompt)
     return add(lesson("exit", seen[1])) if seen and "hint" not in prompt else '[{"op": "return"}]'
 
@@ -173,12 +188,13 @@ async def open_bank(
 ):
     settings = replace(SETTINGS, distil=DistilSettings(key_text_weight=0.1))
     return await ExperienceManager.open(
-        path, answering(extractor), WordEmbedder(), renderer(), Prompts(PROMPT, write_merge), settings, seed=0, on_distilled=on_distilled
+        path, answering(extractor), WordEmbedder(), renderer(), Prompts(PROMPT, write_merge),
+        settings, seed=0, on_distilled=on_distilled,
     )  # fmt: skip
 
 
 class Banks:
-    """The run's bank, and scratch banks as the assembled run makes them."""
+    """Bank of the run, and scratch banks like those of an assembled run."""
 
     def __init__(
         self, folder: Path, bank: ExperienceManager, extractor: Callable[[str], str]
@@ -256,7 +272,10 @@ async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path)
 
 
 def test_lift_by_hand() -> None:
-    """Two places, three counted visits of one member: with the bank 3 and 1 successes, without it 1 and 1: (2/3, 0)."""
+    """There are two places, one member and three counted visits.
+
+    With the bank the places have 3 and 1 successes, without the bank 1 and 1: (2/3, 0).
+    """
 
     def visit(*won: bool) -> list[Trajectory]:
         return [
@@ -294,7 +313,7 @@ async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(
 async def test_tasks_that_are_visited_at_the_same_time_are_as_they_are_alone(
     tmp_path: Path,
 ) -> None:
-    """Two tasks of the same places: both together, and one after the other."""
+    """Two tasks with the same places are evaluated together, and one after the other."""
 
     def of(result: OnlineResult) -> list[list[tuple]]:
         visits = [*result.visits, *result.alone]
@@ -377,15 +396,19 @@ async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
 async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(
     tmp_path: Path,
 ) -> None:
-    """A bank with several experiences of each place, searched by the run before and after an evaluation, or without one."""
+    """The run searches the bank twice, with and without an evaluation in between.
+
+    The bank has several experiences of each place.
+    """
     picks: list[list[str | None]] = []
     known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
     for evaluated in (False, True):
         folder = tmp_path / str(evaluated)
         folder.mkdir()
-        async with online(folder, follows, lambda prompt: add(lesson("exit", "south"), lesson("exit", "north"), "be careful.")) as (
-            building, banks, run,
-        ):  # fmt: skip
+        async with online(
+            folder, follows,
+            lambda prompt: add(lesson("exit", "south"), lesson("exit", "north"), "be careful."),
+        ) as (building, banks, run):  # fmt: skip
             bank = banks.bank
             for i, place in enumerate(known):
                 await bank.submit(replace(request(0, i), task=place))
@@ -426,7 +449,7 @@ def evaluator(
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
-    """With an empty bank they are the same episodes; what makes a difference is the experience alone."""
+    """With an empty bank both are the same episodes. Only an experience makes a difference."""
     known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
     async with online(tmp_path, follows, wise) as (_, banks, run):
         empty: Evaluation = await evaluator(run, banks.bank, known, None).evaluate()
@@ -436,7 +459,9 @@ async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
         for i, place in enumerate(known):
             told = ADVISOR.right(place)
             answer = json.dumps([{"op": "add", "text": told}])
-            banks.bank._engine._answer = lambda prompt, answer=answer: answer  # pyright: ignore[reportAttributeAccessIssue]
+            banks.bank._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
+                lambda prompt, answer=answer: answer
+            )
             await banks.bank.submit(replace(request(0, i), task=place))
             await banks.bank.drain()
         full = await evaluator(run, banks.bank, known, None).evaluate()

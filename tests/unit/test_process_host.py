@@ -1,4 +1,4 @@
-"""Worker processes: placement, deadlines, deaths, and that nothing outlives the parent. With a toy game."""
+"""Worker processes with a toy game: placement, timeouts, deaths, and no orphan processes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (
         FileNotFoundError,
-        ProcessLookupError,
-    ):  # the second when it ends between opening and reading
+        ProcessLookupError,  # the process ended between opening and reading the file
+    ):
         return False
 
 
@@ -195,7 +195,7 @@ async def test_a_lost_worker_costs_its_episodes_alone_and_is_replaced(
         assert len(lost) == len(kept) == 2
         host.deadline = 0.5 if misdeed == "hang" else host.deadline
         fatal = asyncio.create_task(lost[0].step(misdeed))
-        await asyncio.sleep(0)  # it is under way, with that deadline
+        await asyncio.sleep(0)  # the step has begun with this deadline
         host.deadline = 60.0
         first, second, third = await asyncio.gather(
             fatal, lost[1].step("1"), kept[0].step("hm"), return_exceptions=True
@@ -222,9 +222,8 @@ async def test_a_worker_whose_game_has_forked_is_missed_at_once_and_its_children
         environment = await begun(host)
         child = int((await environment.step(kind)).text)
         try:
-            with pytest.raises(
-                RolloutError, match=r"its worker was killed by SIGKILL$"
-            ):  # which is not what a missed deadline says
+            # A missed deadline has another message.
+            with pytest.raises(RolloutError, match=r"its worker was killed by SIGKILL$"):
                 await environment.step("die")
             await host.release(environment)
             assert (await (await begun(host)).step("hm")).valid is False
@@ -261,7 +260,8 @@ async def test_every_replaced_worker_is_noted() -> None:
     assert Hosts({"toy": host}).figures() == {"env/failures": 2, "env/replaced": 2}
     await host.aclose()
     assert notes == [
-        "environments: worker ended with exit code 7: the floor is lava; another takes its place, 1 replaced so far",
+        "environments: worker ended with exit code 7: the floor is lava; "
+        "another takes its place, 1 replaced so far",
         "environments: worker was killed by SIGKILL; another takes its place, 2 replaced so far",
     ]
 
@@ -273,7 +273,7 @@ async def test_a_worker_that_dies_while_nobody_plays_costs_no_episode() -> None:
         await host.release(environment)
         os.kill(process, signal.SIGKILL)
         assert environment.worker._process
-        await environment.worker._process.wait()  # the loop has heard of it
+        await environment.worker._process.wait()  # the event loop has seen the exit
         assert await process_of(await begun(host)) != process
         assert host.failures == 0
 
@@ -318,7 +318,7 @@ async def test_the_deadline_does_not_count_the_start_of_a_worker() -> None:
 
 
 async def test_the_deadline_does_not_count_the_wait_for_the_worker() -> None:
-    """Many more episodes than workers: the last call waits longer than its deadline."""
+    """With many more episodes than workers, the last call waits longer than its deadline."""
     async with hosting(processes=1) as host:
         environments = [await begun(host) for _ in range(20)]
         host.deadline = 1.0
@@ -422,7 +422,7 @@ def test_whatever_games_do_every_episode_ends_and_the_next_ones_play(
 
 
 def works(script: list[str]) -> bool:
-    """Whether the game plays up to the word that ends its worker."""
+    """Return whether the script ends its worker before the game raises an error."""
     return (
         "raise" not in script[: next(i for i, word in enumerate(script) if word in ("die", "quit"))]
     )

@@ -1,4 +1,4 @@
-"""The bundled prompts and a user's in their place, the advice that introduces itself to actors, and what extractors are told."""
+"""Bundled prompts and a user's replacements, introduction of an experience, extractor prompts."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
     [
         (None, "cannot be read (No such file or directory). Start from a copy of "),
         (b"\xff\xfe", "cannot be read ('utf-8' codec can't decode byte 0xff"),
-        (b"You play {turns} turns, such as {example}.", "has no {actions}, so the model would not be told. Start from a copy of "),
-        (b"{turns} {actions} {example} {gaol}", "has {gaol}, which nothing fills; its slots are {actions}, {example}, {turns}. "
+        (b"You play {turns} turns, such as {example}.",
+         "has no {actions}, so the model would not be told. Start from a copy of "),
+        (b"{turns} {actions} {example} {gaol}",
+         "has {gaol}, which nothing fills; its slots are {actions}, {example}, {turns}. "
          "Write {{name}} where braces are meant, or: Start from a copy of "),
         (b"", "has no {actions}, {example}, {turns}"),
     ],
@@ -81,7 +83,7 @@ def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(
         assert str(caught.value).startswith(f"prompts.actor = '{path}': {said}")
 
 
-# ── what introduces an experience ─────────────────────────────────────────────────────────────────
+# ── introduction of an experience ─────────────────────────────────────────────────────────────────
 
 
 async def test_guided_and_free_prompts_of_language_models_differ_by_the_experience_alone():
@@ -116,7 +118,7 @@ def test_without_an_introduction_the_experience_stands_alone():
         ]
 
 
-# ── what an extractor is told ─────────────────────────────────────────────────────────────────────
+# ── prompts of the extractor ──────────────────────────────────────────────────────────────────────
 
 EPISODE = (
     Segment("system", "You play a text game.", "task"),
@@ -131,7 +133,7 @@ EPISODE = (
 
 
 def told(max_tokens: int = 100_000, **changes) -> str:
-    """The message that asks for a distillation of the episode."""
+    """Return the message that asks for a distillation of the episode."""
     one = replace(request(), **{"segments": EPISODE, **changes})
     (message,) = FullDistilPrompt(prompt("distil"), renderer(), max_tokens)(one)
     assert (message.role, message.origin) == ("user", "task")
@@ -143,14 +145,15 @@ def between(text: str, start: str, end: str) -> str:
 
 
 def structure(text: str) -> list[str]:
-    """The lines that the prompt itself wrote."""
+    """Return the lines of the prompt that do not quote the episode."""
     return [line for line in text.splitlines() if not line.startswith("  ")]
 
 
 def test_the_transcript_has_turns_and_thinking_and_no_boilerplate():
     assert between(told(), "=== Transcript ===", "=== End of the transcript ===").splitlines() == [
         "[turn 0, environment]", "  |..>|", "  |@..|",
-        "[turn 1, agent]", "  <think>West is a wall.</think>", "  east", "[turn 1, environment]", "  (nothing)",
+        "[turn 1, agent]", "  <think>West is a wall.</think>", "  east",
+        "[turn 1, environment]", "  (nothing)",
         "[turn 2, agent]", "  north", "[turn 2, environment]", "  You are there.",
     ]  # fmt: skip
     assert "You play a text game." not in told()
@@ -211,8 +214,9 @@ def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
 
 
 HOSTILE = st.sampled_from(
-    ["=== End of the transcript ===", "[turn 1, agent]", "{goal}", "{transcript}", "{{goal}}", "{0}", "{", "}", "%s", "\n", "\r", "\u2028",
-     "\x0b", "\x85", "1.", "[… 3 characters are left out …]", '[{"op": "return"}]', "<|im_end|>", "</think>"]
+    ["=== End of the transcript ===", "[turn 1, agent]", "{goal}", "{transcript}", "{{goal}}",
+     "{0}", "{", "}", "%s", "\n", "\r", "\u2028", "\x0b", "\x85", "1.",
+     "[… 3 characters are left out …]", '[{"op": "return"}]', "<|im_end|>", "</think>"]
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The room: the same task is the same episode, texts say what was seen and no more, and it can be won through them."""
+"""The room environment: determinism, texts that contain only visible facts, and winning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def games() -> Iterator[dict[Rendering, RoomGame]]:
 
 
 def transcript(game: RoomGame, task: Task, turns: int = 12) -> list[str]:
-    """The texts of an episode under actions that depend on the task alone."""
+    """Return the texts of an episode whose actions depend only on the task."""
     rng = random.Random(task.seed)
     texts = [game.reset(task)]
     for _ in range(turns):
@@ -48,7 +48,7 @@ def transcript(game: RoomGame, task: Task, turns: int = 12) -> list[str]:
 
 
 def map_of(text: str) -> tuple[list[str], dict[str, str]]:
-    """The rows and the legend of a full text."""
+    """Return the rows of the map and the legend of a full text."""
     lines = text.splitlines()
     top = lines.index("Map:") + 1
     legend = lines[top + 5].removeprefix("Legend: ").split("; ")
@@ -91,7 +91,7 @@ def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(
     assert len(texts) > 1
 
 
-# ── what the texts say ────────────────────────────────────────────────────────────────────────────
+# ── contents of the texts ─────────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_full_text(games: dict[Rendering, RoomGame]) -> None:
@@ -108,7 +108,9 @@ def test_the_first_compact_text(games: dict[Rendering, RoomGame]) -> None:
 def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
     ways = "(north|south|east|west|northeast|southeast|southwest|northwest)"
     shape = re.compile(
-        rf"(unknown action\.\n)?at [1-5] [1-5]\n(stairs {ways}|dark {ways}( {ways})*|dark nowhere)(\ntrap {ways}|\n[a-z ]+ {ways})*"
+        rf"(unknown action\.\n)?at [1-5] [1-5]\n"
+        rf"(stairs {ways}|dark {ways}( {ways})*|dark nowhere)"
+        rf"(\ntrap {ways}|\n[a-z ]+ {ways})*"
     )
     game, rng, seen = games["compact"], random.Random(5), Counter[str]()
     for task in NEW[:60]:
@@ -248,7 +250,7 @@ def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame
 
 
 class Told(RoomPlayer):
-    """Knows where the stairs are."""
+    """Player that knows the cell of the stairs."""
 
     def __init__(self, rng: random.Random, exit_at: tuple[int, int]) -> None:
         super().__init__(rng)
@@ -277,8 +279,11 @@ class RandomPlayer:
 def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(
     games: dict[Rendering, RoomGame], tasks: Sequence[Task]
 ) -> None:
-    """Monsters stand in the way of the others. Who explores finds them about every second time, who walks at random at most one time in
-    ten; 256 episodes leave room for two standard errors."""
+    """A player that knows the stairs wins at least 90 % of the episodes. Monsters cause the losses.
+
+    The explorer wins about half of the episodes, a random walker at most one in ten. The bounds
+    allow for two standard errors of 256 episodes.
+    """
     turns = task_settings(task_file("room"), "compact")["turns"]
 
     def wins(player: Callable[[Task, random.Random], ScriptedPlayer]) -> float:
@@ -339,7 +344,7 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
     through = PLACES.stream(5, SETTINGS)
     through.draw(77)
     state = json.loads(json.dumps(through.state()))
-    PLACES.eval_tasks("known", 64, 5, SETTINGS)  # leaves no trace
+    PLACES.eval_tasks("known", 64, 5, SETTINGS)  # does not change the stream
     expected = through.draw(200)
     resumed = PLACES.stream(5, SETTINGS)
     resumed.draw(3)

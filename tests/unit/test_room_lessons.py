@@ -1,4 +1,4 @@
-"""Lessons about rooms: their wording, the episode in few words, and where its texts say that the stairs are."""
+"""Lessons about rooms: wording, digest of an episode, and the stairs' direction from its texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def game() -> Iterator[RoomGame]:
 
 
 def conversation(*texts: str, hint: str = "") -> list[Segment]:
-    """A goal, perhaps a hint, and then what the room and the agent say in turn, the room first."""
+    """Return a goal, the hint if any, and the texts of the room and the agent in turn."""
     told = [
         Segment("user", "Room: the jade attic.", "task"),
         *([Segment("user", hint, "experience")] if hint else []),
@@ -56,14 +56,16 @@ def conversation(*texts: str, hint: str = "") -> list[Segment]:
 @pytest.mark.parametrize(
     ("start", "end", "direction"),
     [
-        ((2, 2), (2, 0), "north"), ((2, 2), (4, 2), "east"), ((2, 2), (2, 3), "south"), ((4, 2), (0, 2), "west"),
-        ((0, 4), (4, 0), "northeast"), ((1, 1), (3, 3), "southeast"), ((4, 0), (3, 1), "southwest"), ((4, 4), (0, 0), "northwest"),
+        ((2, 2), (2, 0), "north"), ((2, 2), (4, 2), "east"),
+        ((2, 2), (2, 3), "south"), ((4, 2), (0, 2), "west"),
+        ((0, 4), (4, 0), "northeast"), ((1, 1), (3, 3), "southeast"),
+        ((4, 0), (3, 1), "southwest"), ((4, 4), (0, 0), "northwest"),
         ((0, 0), (4, 1), "east"),  # 14 degrees below east
-        ((0, 0), (2, 1), "southeast"),  # 27
-        ((0, 0), (1, 2), "southeast"),  # 63
-        ((0, 0), (1, 3), "south"),  # 72
-        ((4, 2), (0, 1), "west"),  # 14 above west
-        ((4, 2), (2, 1), "northwest"),  # 27
+        ((0, 0), (2, 1), "southeast"),  # 27 degrees
+        ((0, 0), (1, 2), "southeast"),  # 63 degrees
+        ((0, 0), (1, 3), "south"),  # 72 degrees
+        ((4, 2), (0, 1), "west"),  # 14 degrees above west
+        ((4, 2), (2, 1), "northwest"),  # 27 degrees
     ],
 )  # fmt: skip
 def test_bearings_by_hand(start: tuple[int, int], end: tuple[int, int], direction: str) -> None:
@@ -90,15 +92,17 @@ def test_the_wording_of_the_exit() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "from the start go up.", "from the start go southeast", "From the start go southeast.", "from the start go .",
-        "walk north until the wall. be careful.", "be careful.\n", "be carefulX", "from the start go {direction}.",
+        "", "from the start go up.", "from the start go southeast",
+        "From the start go southeast.", "from the start go .",
+        "walk north until the wall. be careful.", "be careful.\n", "be carefulX",
+        "from the start go {direction}.",
     ],
 )  # fmt: skip
 def test_what_is_no_lesson(text: str) -> None:
     assert read(text) == ("other", None)
 
 
-# ── the episode in few words ──────────────────────────────────────────────────────────────────────
+# ── the digest ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -106,24 +110,36 @@ def test_what_is_no_lesson(text: str) -> None:
     [
         (("at 3 3\ndark north", "north", "at 2 3\ndark north"), None),
         (("at 3 3\nstairs west",), "west"),
-        # (2, 1) to (1, 0); the start is (2, 2): one column to the west, two rows to the north
+        # Seen from (2, 1), the stairs are at (1, 0). The start is (2, 2), so they are one column
+        # to the west and two rows to the north.
         (("at 3 3\ndark north", "north", "at 2 3\nstairs northwest"), "northwest"),
-        # from (0, 4) east along the bottom: stairs at (3, 3) are 18 degrees above east
-        (("at 5 1\ndark east", "east", "at 5 2\ndark east", "east", "at 5 3\nstairs northeast"), "east"),
-        # from (0, 2) by the south to (3, 3): the stairs are in (2, 2), new to it, not in (1, 1) or (0, 2), where it saw none
+        # The walk goes from (0, 4) east along the bottom. The stairs at (3, 3) are 18 degrees
+        # above east.
         ((
-            "at 3 1\ndark east", "south", "at 4 1\ndark east", "southeast", "at 5 2\ndark east", "east", "at 5 3\ndark east",
-            "northeast", "at 4 4\nstairs northwest",
+            "at 5 1\ndark east", "east", "at 5 2\ndark east", "east", "at 5 3\nstairs northeast",
         ), "east"),
-        # in (4, 3), whatever is said of them later, from farther away
-        (("at 3 3\ndark east", "east", "at 3 4\nstairs southeast", "southwest", "at 4 3\nstairs east"), "southeast"),
+        # The walk goes from (0, 2) through the south to (3, 3). The stairs are at (2, 2), which was
+        # not visible before. They are not at (1, 1) or (0, 2), which were visible without stairs.
+        ((
+            "at 3 1\ndark east", "south", "at 4 1\ndark east", "southeast", "at 5 2\ndark east",
+            "east", "at 5 3\ndark east", "northeast", "at 4 4\nstairs northwest",
+        ), "east"),
+        # The stairs are at (4, 3). A later text from farther away does not change this.
+        ((
+            "at 3 3\ndark east", "east", "at 3 4\nstairs southeast", "southwest",
+            "at 4 3\nstairs east",
+        ), "southeast"),
         (("at 3 3\nstairs south", "south", "stairs reached."), "south"),
         (("at 3 3\nstairs south", " South. ", "stairs reached."), "south"),
-        (("at 3 3\nstairs south", "jump", "unknown action.\nat 3 3\nstairs south", "south", "stairs reached."), "south"),
-        (("at 3 3\ndark south", "south", "stairs reached."), None),  # a teleporter: stairs beside it would have been seen
+        ((
+            "at 3 3\nstairs south", "jump", "unknown action.\nat 3 3\nstairs south", "south",
+            "stairs reached.",
+        ), "south"),
+        # This was a teleporter, because adjacent stairs would have been visible.
+        (("at 3 3\ndark south", "south", "stairs reached."), None),
         (("at 3 3\ndark south", "south", "you died."), None),
         (("at 3 3\nstairs east", "north", "you died."), "east"),
-        # a teleporter in the southwest brings it to the stairs in the east
+        # A teleporter in the southwest moves the agent to the stairs in the east.
         (("at 3 3\nstairs east\ntrap southwest", "southwest", "stairs reached."), "east"),
         ((), None),
     ],
@@ -156,7 +172,7 @@ def test_the_digest_by_hand() -> None:
     assert SPEC.digest is digest
 
 
-# ── the truth ─────────────────────────────────────────────────────────────────────────────────────
+# ── true directions ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_judgements() -> None:
@@ -180,7 +196,10 @@ def test_judgements() -> None:
 def test_who_reaches_the_stairs_has_seen_where_they_are(
     game: RoomGame, lgen: int, seed: int
 ) -> None:
-    """Whatever happened on the way; the walk is a good one with random steps in between. A teleporter leaves them unseen."""
+    """This holds for a scripted walk with random steps in between.
+
+    Episodes in which a teleporter reached stairs that were not visible are excluded.
+    """
     rng = random.Random(seed)
     task = replace(probe_tasks(1)[0], params={"lgen": lgen, "core": seed})
     texts, player = [game.reset(task)], RoomPlayer(rng)

@@ -1,4 +1,4 @@
-"""The benchmark of searches runs, and its rows are those that it promises. No time is looked at."""
+"""The search benchmark runs and returns the documented rows. The times are not checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def benchmark():
 @pytest.fixture(scope="module")
 def rows(benchmark):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "ray", None)  # as where it is not installed
+        patch.setitem(sys.modules, "ray", None)  # as if not installed
         return asyncio.run(benchmark.bank_latency(50, [1, 20], 0.0))
 
 
@@ -47,7 +47,7 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
 async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_stays_as_large(
     benchmark, tmp_path
 ):
-    """In the second round, too, of entries that the first one updated, merged and added: all that there are."""
+    """This also holds in the second round, after all entries were updated, merged or added."""
     embeddings = benchmark.Embeddings(HashEmbedder())
     keys, episodes = (
         await benchmark.fill(tmp_path / "bank.sqlite", 20, embeddings),
@@ -67,7 +67,7 @@ async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_
 
 def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+        patch.setitem(sys.modules, "matplotlib", None)  # as if not installed
         benchmark.write_plot(benchmark.plot, rows, tmp_path / "results.json")
     assert capsys.readouterr().out == "no plot: matplotlib is not installed\n"
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What the tiny models are taught of the shop: visits, what they teach, and that none of it is longer than what a run lets them say."""
+"""Training data of the tiny models for the shop: visits, their lessons, and the length limits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def won(visits: list[Episode]) -> float:
 
 
 def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
-    """Goal, what it is told and the first observation open them, as in a run; actions that the game takes and their results follow."""
+    """A visit opens with the goal, the hint and the first observation, like an episode of a run.
+
+    Valid actions and their results follow.
+    """
     assert COMPACT["turns"] == TURNS
     for visit in visits:
         opening = [segment.origin for segment in visit.segments[: 3 if visit.hint else 2]]
@@ -74,12 +77,18 @@ def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
 
 
 def test_good_and_bad_visits_are_shown(visits: list[Episode]) -> None:
-    """Without advice as many as leave RL something to gain; what advice is right, wins, and what is wrong, loses."""
+    """Visits without advice win often enough, but leave something to learn for RL.
+
+    Right advice wins and wrong advice loses.
+    """
     free, buyers = [visit for visit in visits if visit.hint is None], told(visits, "buy")
     named = defaultdict(list)
     for visit in buyers:
-        right = any(alike(shop, visit.task)[0] == read(visit.hint.text)[1] for shop in demonstration_shops() if visit.hint and
-                    shop.need(int(visit.task.params["lgen"])).text == visit.task.goal)  # fmt: skip
+        right = any(
+            alike(shop, visit.task)[0] == read(visit.hint.text)[1]
+            for shop in demonstration_shops()
+            if visit.hint and shop.need(int(visit.task.params["lgen"])).text == visit.task.goal
+        )  # fmt: skip
         named[right].append(visit)
     assert 0.3 <= won(free) <= 0.6
     assert won(named[True]) >= 0.9
@@ -96,7 +105,10 @@ def test_what_is_named_is_bought(visits: list[Episode]) -> None:
 
 
 def test_choices_are_the_beginnings_of_visits() -> None:
-    """A search, a product and, where it is the right kind, an option; most are told which product."""
+    """A choice is a search, a product and, for a product of the right kind, an option.
+
+    Most choices have a hint that names the product.
+    """
     choices = list(CHOICES.episodes(random.Random(5), 200))
     assert all(len(actions(choice)) <= 3 for choice in choices)
     assert len(told(choices, "buy")) >= 140
@@ -120,7 +132,7 @@ def test_other_lessons_are_followed_mostly(kind: str, share: float) -> None:
 
 
 def shopping(persona, seed: int = 3) -> tuple[list[str], list[str]]:
-    """The actions of a persona after its search, and the pages that it saw."""
+    """Return the actions of a persona after its search, and the pages that it saw."""
     shop, rng = demonstration_shops()[0], random.Random(seed)
     task = demonstration_task(shop, rng)
     game = WebShopGame("compact", shop)
@@ -195,9 +207,10 @@ def test_what_the_extractor_is_asked(visits: list[Episode]) -> None:
     visit = next(visit for visit in visits if visit.hint and visit.success)
     (prompt,) = distil_prompt(digest, visit)
     assert (
-        prompt.text
-        == f"{visit.task.goal}\nhint 1 {visit.hint.text}\n{digest(visit.segments)}\nsuccess"
-    )  # pyright: ignore[reportOptionalMemberAccess]
+        prompt.text == f"{visit.task.goal}\n"
+        f"hint 1 {visit.hint.text}\n"  # pyright: ignore[reportOptionalMemberAccess]
+        f"{digest(visit.segments)}\nsuccess"
+    )
 
 
 def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
@@ -210,7 +223,7 @@ def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
 
 
 def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
-    """A conversation of the whole visit is 300 tokens on average and less than the context; nothing that is said is cut."""
+    """A conversation has at most 300 tokens on average and 900 at most. No answer is truncated."""
     drilled: dict[str, list[Demonstration]] = {
         drill.name: list(drill.make(random.Random(6), 150))
         for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)

@@ -1,4 +1,4 @@
-"""Sokoban: its rules, its solver against a hand-worked room and against a search forwards, its generator."""
+"""Sokoban: the rules, the generator, and the solver against a hand-worked puzzle and a search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from crl.envs.sokoban.puzzle import (
 )
 
 CORRIDOR, START = read_puzzle("Map:\nWWWWWW\nW@.A.W\nWWWWCW\nWWWW.W\nWWWWWW\nWWWWWW\nLegend: @ you")
-"""A corridor that bends to the south: its one box cannot be solved, for it is never pushed around the corner."""
+"""Corridor that bends to the south, without a solution.
+
+Its only box cannot be pushed around the corner.
+"""
 
 
 def position(player: tuple[int, int], *boxes: tuple[int, int]) -> Position:
@@ -50,8 +53,11 @@ def test_a_step_a_push_and_what_blocks_them() -> None:
 
 
 def test_the_solver_on_a_room_worked_by_hand() -> None:
-    """Four cells in a row, the target at the east end: from the west, the box of the second cell takes two pushes, of the third two
-    moves; at the west end it is lost."""
+    """The puzzle is a row of four cells with the target at the east end.
+
+    A box in the second cell needs two pushes from the west. A box in the third cell needs two moves
+    if the player starts at the west end. A box at the west end cannot be solved.
+    """
     room = Room(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
     moves = moves_to_solve(room)
     assert moves[position((1, 1), (2, 1))] == 2
@@ -99,7 +105,8 @@ def test_the_texts() -> None:
     (task,) = SPEC.eval_tasks("new", 2, 0, StreamSettings())[1:]
     full, compact = SokobanGame("full"), SokobanGame("compact")
     assert full.reset(task) == (
-        "Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\nLegend: @ you; A box; C target; . floor; W wall"
+        "Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\n"
+        "Legend: @ you; A box; C target; . floor; W wall"
     )
     assert compact.reset(task) == "@ . W C\n. A C .\nW . . A\n. . . ."
     solution = ("south", "east", "south", "east", "south", "east", "north", "north")

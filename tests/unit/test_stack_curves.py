@@ -1,4 +1,4 @@
-"""What benchmarks/stacks.py calls noise, on numbers worked by hand."""
+"""Noise estimate of benchmarks/stacks.py, checked with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def runs(*values: float) -> list[dict]:
 
 
 def test_half_an_interval_of_a_difference():
-    assert stacks.half_width([1, 2, 3], [2, 2, 2]) == pytest.approx(
-        4.302653 * (1 / 3) ** 0.5
-    )  # variances 1 and 0; two degrees of freedom
+    # The variances are 1 and 0, with two degrees of freedom.
+    assert stacks.half_width([1, 2, 3], [2, 2, 2]) == pytest.approx(4.302653 * (1 / 3) ** 0.5)
     assert stacks.half_width([1, 2, 3], [1, 3]) == pytest.approx(12.706205 * (1 / 3 + 2 / 2) ** 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Weights in a file: what is written, what an engine makes of it, and what is left behind."""
+"""Weights in a file: contents of the file, loading by an engine, and removal of the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from crl.sync import FileWeights, beside, manifest_of, weights_path, write_tenso
 
 def qwen2(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
     config = Qwen2Config(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=24,
         tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -100,7 +101,10 @@ async def test_a_file_that_is_not_as_announced_ends_the_engine(tmp_path: Path) -
 def test_shared_memory_is_used_where_the_weights_fit_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder of this process, which whoever comes after it removes where it was killed."""
+    """The file is in the scratch folder of this process.
+
+    If this process is killed, a later process removes the folder.
+    """
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path)
     path = weights_path(1000)
     assert path.parent == scratch_folder(tmp_path)

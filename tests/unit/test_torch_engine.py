@@ -1,4 +1,7 @@
-"""The in-process engine on real tiny models, held against transformers' own forward pass and `generate`."""
+"""The in-process engine with real tiny models.
+
+The reference is the forward pass and `generate` of transformers.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +89,12 @@ async def test_requests_that_join_and_leave_while_others_decode(model: PreTraine
 
 async def test_the_cache_grows_with_a_sequence_and_for_a_long_prompt() -> None:
     model = qwen2()
+    # The sequences grow beyond 128 tokens, beyond 128 and 256, and beyond 256. The last prompt is
+    # already longer than 256.
     asked, lengths = (
         prompts(100, 10, 200, 300),
         [60, 280, 80, 20],
-    )  # past 128; past 128 and 256; past 256; at once past 256
+    )
     async with serving(model) as engine:
         first = [
             asyncio.create_task(engine.generate(p, greedy(n)))
@@ -137,9 +142,8 @@ async def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     model = qwen2()
     (prompt,) = prompts(12)
     path = reference(model, prompt, 30)
-    new = [
-        i for i, token in enumerate(path) if token not in path[:i]
-    ]  # where a token appears for the first time
+    # The positions at which a token appears for the first time.
+    new = [i for i, token in enumerate(path) if token not in path[:i]]
     early, late = new[2], new[4]
     async with serving(model) as engine:
         at_early = await engine.generate(prompt, greedy(30, [path[late], path[early]]))
@@ -245,7 +249,7 @@ async def test_prompts_are_read_while_others_decode() -> None:
 async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compute thread never comes back by itself here: it has to look between passes."""
+    """A slice has no time limit in this test, so the compute thread must check between passes."""
     monkeypatch.setattr("crl.engines.torch.SLICE", math.inf)
     model, new = qwen2(), qwen2(seed=1)
     (prompt,) = prompts(5)
@@ -417,7 +421,12 @@ def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: i
             ]
         ]
     )
-    request = Request((1,), Sampling(1, ()), Fixed(draw), future=None)  # pyright: ignore[reportArgumentType]
+    request = Request(
+        (1,),
+        Sampling(1, ()),
+        Fixed(draw),  # pyright: ignore[reportArgumentType]
+        future=None,  # pyright: ignore[reportArgumentType]
+    )
     tokens, logprobs = sample(logits, [request])
     assert tokens == [token]
     assert math.exp(logprobs[0]) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.3, 5: 0.4}[token])
@@ -485,7 +494,7 @@ async def test_a_swap_waits_for_all_and_starves_nobody() -> None:
 
 
 async def test_a_swap_copies() -> None:
-    """The learner goes on training the tensors' source; the engine must not see that."""
+    """Later changes of the tensors by the learner must not change the engine's weights."""
     model, source = qwen2(seed=0), qwen2(seed=1)
     (prompt,) = prompts(10)
     handle = InProcessWeights.snapshot(source, version=1)
@@ -508,9 +517,8 @@ def garbled(good: InProcessWeights) -> InProcessWeights:
 
 
 def misshapen(good: InProcessWeights) -> InProcessWeights:
-    return replace(
-        good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()}
-    )  # would broadcast
+    # A copy into the model would broadcast these tensors without an error.
+    return replace(good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()})
 
 
 def oversized(good: InProcessWeights) -> InProcessWeights:
@@ -560,7 +568,7 @@ async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
 
 @dataclass
 class Foreign:
-    """A handle of another transport."""
+    """Handle of a transport that the engine does not support."""
 
     version: int = 1
     checksum: int = 0
@@ -579,7 +587,7 @@ async def test_a_handle_of_another_transport_is_refused_and_nothing_breaks() -> 
         assert (await engine.generate(prompt, greedy(3))).ids == reference(model, prompt, 3)
 
 
-# ── what goes wrong ───────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() -> None:
@@ -588,16 +596,16 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
     async with serving(model, max_batch=3) as engine:
         passes = Passes(model)
         passes.hold(4)
-        tasks = [
-            asyncio.create_task(engine.generate(p, greedy(30))) for p in asked
-        ]  # the last one finds no row
+        # No row is free for the last request.
+        tasks = [asyncio.create_task(engine.generate(p, greedy(30))) for p in asked]
         await passes.held()
         tasks[0].cancel()
         await settled()
         passes.go()
         done = await asyncio.gather(*tasks[1:])
     assert tasks[0].cancelled()
-    # The freed row is given to the one that waited: three rows in every pass, and five more for the last one's 30 tokens.
+    # The waiting request receives the freed row, so 30 passes have three rows. The last request
+    # needs five more passes for its 30 tokens.
     assert passes.read == [
         (10, 15, 20),
         *[(1, 1, 1)] * 4,
@@ -690,7 +698,7 @@ async def test_damaged_weights_are_an_error_and_no_tokens() -> None:
 
 
 async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
-    """A model whose forward pass does not take what the engine hands it raises a TypeError."""
+    """A model whose forward pass does not accept the engine's arguments raises a TypeError."""
 
     def fail() -> None:
         raise TypeError("forward() got an unexpected keyword argument")
@@ -753,7 +761,7 @@ async def test_closing_fails_a_request_whose_first_pass_has_not_begun() -> None:
     async with serving(model) as engine:
         passes = Passes(model)
         passes.hold(0)
-        scoring = asyncio.create_task(engine.score(prompt))  # keeps the compute thread
+        scoring = asyncio.create_task(engine.score(prompt))  # keeps the compute thread busy
         await passes.held()
         waiting = asyncio.create_task(engine.generate(prompt, greedy(5)))
         await settled()

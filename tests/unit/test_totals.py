@@ -1,4 +1,4 @@
-"""What a run's training episodes cost, counted by hand."""
+"""Cost of a run's training episodes, counted by hand."""
 
 from __future__ import annotations
 
@@ -35,5 +35,6 @@ def test_overtime_and_failed_episodes_count():
 
 def test_the_line_of_the_summary():
     assert Totals(1_234_567, 5, 36).line(9_000) == (
-        "environment turns 1,234,567 (of them overtime 5), sampled tokens: actor 36, extractor 9,000"
+        "environment turns 1,234,567 (of them overtime 5), "
+        "sampled tokens: actor 36, extractor 9,000"
     )

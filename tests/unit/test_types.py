@@ -1,4 +1,4 @@
-"""A bad record fails where it was born: every check of `crl.types`, and the token trace's arithmetic."""
+"""Validation in the constructors of `crl.types`, and the arithmetic of token traces and lifts."""
 
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def test_a_per_token_advantage_of_the_right_length_is_taken() -> None:
 
 
 def test_lift_by_hand() -> None:
-    """{1/2, −1/4, 1/2}: mean 1/4, m2 = 1/16 + 1/4 + 1/16 = 3/8.
+    """The values {1/2, −1/4, 1/2} have the mean 1/4 and m2 = 1/16 + 1/4 + 1/16 = 3/8.
 
-    half = t_975(3) · √(1 + 3/8) / 3 = 3.182446 · 1.172604 / 3 = 1.243916, from −0.993916.
+    half = t_975(3) · √(1 + 3/8) / 3 = 3.182446 · 1.172604 / 3 = 1.243916.
+    The lower end of the interval is −0.993916.
     """
     lift = Lift(1, 0.5) + Lift(1, -0.25) + Lift(1, 0.5)
     assert (lift.groups, lift.mean, lift.m2) == (3, 0.25, 0.375)
@@ -169,7 +170,7 @@ def test_lift_by_hand() -> None:
 
 
 def test_the_lift_of_one_group_has_a_wide_interval() -> None:
-    """t_975(1) · √1 / 1 = 12.706205."""
+    """half = t_975(1) · √1 / 1 = 12.706205."""
     assert Lift(1, 0.75).half == pytest.approx(12.706205, abs=1e-6)
     assert Lift(1, 0.75).low == -1.0, "no lift is lower"
 
@@ -178,10 +179,11 @@ def test_the_lift_of_one_group_has_a_wide_interval() -> None:
     "lift", [Lift(1, 0.75), Lift(2, 1.0), Lift(3, 0.25, 0.375), Lift(8, 0.0, 8.0)]
 )
 def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(lift: Lift) -> None:
-    """Sum over the variance v of a difference: prior v^(−3/2) · e^(−1 / 2v) times the likelihood.
+    """The test integrates over the variance v of a difference.
 
-    The likelihood integrated over the mean is v^(−n/2) · e^(−m2 / 2v) · √v; dv = v · d log v.
-    Given v, the mean is normal with variance v / n.
+    The integrand is the prior v^(−3/2) · e^(−1 / 2v) times the likelihood. The likelihood
+    integrated over the mean is v^(−n/2) · e^(−m2 / 2v) · √v. The grid is logarithmic, so
+    dv = v · d log v. Given v, the mean is normal with variance v / n.
     """
     v = np.geomspace(1e-4, 1e14, 100_001)
     mass = (
@@ -220,10 +222,13 @@ def test_the_sign_of_a_lift_is_known_once_its_interval_excludes_none() -> None:
 
 
 def test_the_order_of_lifts() -> None:
-    """Half widths are t_975(n) · √(1 + m2) / n, and no lower end is below −1:
+    """The half widths are t_975(n) · √(1 + m2) / n, and no lower end is below −1.
 
-    2.262157 · √1.005 / 9 = 0.252, from −0.002; 2.262157 · √2.1 / 9 = 0.364, from −0.114;
-    2.570582 / 5 = 0.514, from −0.514; 12.706 and 4.302653 · √1.1 / 2 = 2.256, both from −1.
+    Lift(9, 0.25, 0.005): half = 2.262157 · √1.005 / 9 = 0.252, lower end −0.002.
+    Lift(9, 0.25, 1.1): half = 2.262157 · √2.1 / 9 = 0.364, lower end −0.114.
+    Lift(5, 0.0): half = 2.570582 / 5 = 0.514, lower end −0.514.
+    Lift(1, 1.0): half = 12.706, lower end −1.
+    Lift(2, 0.75, 0.1): half = 4.302653 · √1.1 / 2 = 2.256, lower end −1.
     """
     best = [
         Lift(9, 0.25, 0.005),
@@ -237,9 +242,9 @@ def test_the_order_of_lifts() -> None:
 
 
 def test_two_equal_groups_rank_below_many_that_differ_little() -> None:
-    """{1, 1}: 1 ± 4.302653 / 2 = 2.151326, from −1.
+    """The values {1, 1} have half = 4.302653 / 2 = 2.151326 and the lower end −1.
 
-    20 of 1/2 and 20 of 7/10: mean 0.6, m2 = 40 · 0.1² = 0.4,
+    20 values 1/2 and 20 values 7/10 have the mean 0.6, m2 = 40 · 0.1² = 0.4 and
     half = 2.021075 · √1.4 / 40 = 0.059784.
     """
     lucky = Lift(1, 1.0) + Lift(1, 1.0)

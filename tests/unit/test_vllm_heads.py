@@ -1,4 +1,4 @@
-"""A bundled model with wider heads is the same function; needs no vLLM."""
+"""A bundled model with widened heads computes the same function. vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
     from transformers import Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=32,
         tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

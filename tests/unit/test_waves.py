@@ -1,4 +1,7 @@
-"""Waves: who shares a forward pass depends on the episodes' names and turns alone, whatever the timing."""
+"""Waves: the requests of a forward pass depend only on the names and turns of the episodes.
+
+They do not depend on timing.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ ANSWER = Completion((7, 2), (-1.0, -1.0), (0, 0), "stop")
 
 
 class Recorder(ScriptedEngine):
-    """Writes down who asked in which order. Its answers take `delays` rounds of the loop, one after the other; with `hold`
-    there are none."""
+    """Engine that records the sessions in the order of their requests.
+
+    Each answer takes a number of event loop rounds, which is removed from the end of `delays`. A
+    session in `errors` receives its error. With `hold` no request is answered.
+    """
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class Recorder(ScriptedEngine):
 
 
 async def passes(n: int) -> None:
-    """n rounds of the event loop: a delay without a clock."""
+    """Wait for `n` rounds of the event loop. This delay needs no clock."""
     for _ in range(n):
         await asyncio.sleep(0)
 
@@ -74,7 +80,7 @@ async def ask(sampler: Sampler, session: str, seed: int = 0) -> Completion:
 
 
 async def episode(sampler: Sampler, session: str, delays: Sequence[int]) -> None:
-    """One turn per delay, each after so many rounds of the loop."""
+    """Play one turn per delay. Each turn starts after that many rounds of the event loop."""
     try:
         for turn, delay in enumerate(delays):
             await passes(delay)
@@ -162,7 +168,7 @@ async def test_a_cancelled_episode_does_not_hold_up_the_rest() -> None:
         waves.join(session)
     first = asyncio.create_task(episode(waves, "a", [0, 0]))
     await settled()
-    first.cancel()  # it takes its time to leave, and meanwhile b asks
+    first.cancel()  # "a" has not left yet when "b" sends its request
     second = asyncio.create_task(episode(waves, "b", [0]))
     async with asyncio.timeout(60):
         with pytest.raises(asyncio.CancelledError):
@@ -201,14 +207,13 @@ async def test_direct_passes_requests_on_as_they_come() -> None:
 async def searching(
     waves: Waves, session: str, delay: int, order: list[str], *, searches: bool
 ) -> None:
-    """An episode that searches (or does not), and then asks twice."""
+    """Play an episode that searches if `searches` is true and then sends two requests."""
     try:
         await passes(delay)
         if searches:
             await waves.turn(session)
-            order.append(
-                session
-            )  # at once: what a search does to counters must not wait for anything
+            # A search changes counters immediately after its turn begins, without an await.
+            order.append(session)
         await episode(waves, session, [delay, 0])
     finally:
         waves.leave(session)

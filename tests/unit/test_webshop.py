@@ -1,4 +1,4 @@
-"""WebShop: the same task is the same visit, pages are the original's, and what is wanted can be bought through them alone."""
+"""WebShop: determinism, pages equal to the original's, and purchases through these pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JUMPSUIT = "Find me slim fit, machine wash women's jumpsuits"
 
 
 def transcript(game: WebShopGame, task: Task, turns: int = 15) -> list[str]:
-    """The texts of a visit under actions that depend on the task alone."""
+    """Return the texts of a visit whose actions depend only on the task."""
     rng = random.Random(task.seed)
     texts = [game.reset(task)]
     for _ in range(turns):
@@ -48,7 +48,7 @@ def transcript(game: WebShopGame, task: Task, turns: int = 15) -> list[str]:
 
 
 def any_action(rng: random.Random, page: str, task: Task) -> str:
-    """A search or a click, of which some can be done; a purchase is rare."""
+    """Return a random search or click. Only some of them are valid, and purchases are rare."""
     words = re.findall(r"[\w<>]+", page) + task.goal.split()
     buttons = [
         "Back to Search",
@@ -92,8 +92,10 @@ def test_the_same_task_is_the_same_visit_after_any_history(
 
 def test_the_same_task_is_the_same_visit_in_another_process() -> None:
     code = (
-        "import json, sys; sys.path.insert(0, 'tests/unit'); from test_webshop import NEW, WebShopGame, transcript\n"
-        "game = WebShopGame('full'); print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
+        "import json, sys; sys.path.insert(0, 'tests/unit'); "
+        "from test_webshop import NEW, WebShopGame, transcript\n"
+        "game = WebShopGame('full'); "
+        "print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [
@@ -115,7 +117,7 @@ def test_games_of_many_threads_share_one_shop_and_do_not_meet() -> None:
 
 @pytest.fixture
 def original(monkeypatch: pytest.MonkeyPatch) -> Task:
-    """A task of the original's files: the jumpsuit."""
+    """Return the task of the jumpsuit in the original's files."""
     monkeypatch.setenv("WEBSHOP_DATA", str(FILES))
     shop = open_shop()
     lgen = next(n for n in range(10**9, 10**9 + 10_000) if shop.need(n).text == JUMPSUIT)
@@ -130,25 +132,30 @@ def test_the_full_pages(original: Task) -> None:
     wanted = f"{JUMPSUIT} with color: navy blue, and size: small, and price lower than "
     assert re.fullmatch(re.escape(f"Instruction: [SEP] {wanted}") + r"[4-7]0\.00 dollars", head[1])
     pages = [result.text.removeprefix(f"{head[1]} [SEP] ") for result in steps(
-        game, "search[Jumpsuit]", "click[B000000001]", "click[Navy Blue]", "click[features]", "click[< Prev]", "click[Description]",
-        "click[< prev]", "click[reviews]", "click[< prev]", "click[< prev]", "click[b000000002]", "click[description]",
-        "click[back to search]",
+        game, "search[Jumpsuit]", "click[B000000001]", "click[Navy Blue]", "click[features]",
+        "click[< Prev]", "click[Description]", "click[< prev]", "click[reviews]", "click[< prev]",
+        "click[< prev]", "click[b000000002]", "click[description]", "click[back to search]",
     )]  # fmt: skip
     jumpsuit = (
-        "Back to Search [SEP] < Prev [SEP] color [SEP] navy blue [SEP] black | white [SEP] size [SEP] small [SEP] x-large"
-        " [SEP] Acme Women's Jumpsuit, Slim Fit Summer Romper [SEP] Price: $25.0 to $35.0 [SEP] Rating: N.A."
+        "Back to Search [SEP] < Prev [SEP] color [SEP] navy blue [SEP] black | white"
+        " [SEP] size [SEP] small [SEP] x-large"
+        " [SEP] Acme Women's Jumpsuit, Slim Fit Summer Romper"
+        " [SEP] Price: $25.0 to $35.0 [SEP] Rating: N.A."
         " [SEP] Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
     )
     results = (
-        "Back to Search [SEP] Page 1 (Total results: 2) [SEP] B000000002 [SEP] Bolt Women's Jumpsuit with Pockets [SEP] $19.99"
+        "Back to Search [SEP] Page 1 (Total results: 2)"
+        " [SEP] B000000002 [SEP] Bolt Women's Jumpsuit with Pockets [SEP] $19.99"
         " [SEP] B000000001 [SEP] Acme Women's Jumpsuit, Slim Fit Summer Romper [SEP] $25.0 to $35.0"
     )
     back = "Back to Search [SEP] < Prev [SEP] "
     assert pages == [
-        results, jumpsuit, jumpsuit, f"{back}Machine wash cold [SEP] Elastic waist [SEP] Made of cotton", jumpsuit,
+        results, jumpsuit, jumpsuit,
+        f"{back}Machine wash cold [SEP] Elastic waist [SEP] Made of cotton", jumpsuit,
         f"{back}Light and airy.", jumpsuit, f"{back}No Reviews", jumpsuit, results,
-        f"{back}color [SEP] red [SEP] Bolt Women's Jumpsuit with Pockets [SEP] Price: $19.99 [SEP] Rating: N.A. [SEP] Description [SEP] "
-        "Features [SEP] Reviews [SEP] Buy Now", f"{back}No Description", first,
+        f"{back}color [SEP] red [SEP] Bolt Women's Jumpsuit with Pockets [SEP] Price: $19.99"
+        " [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] Reviews [SEP] Buy Now",
+        f"{back}No Description", first,
     ]  # fmt: skip
 
 
@@ -157,13 +164,15 @@ def test_the_compact_pages(original: Task) -> None:
     first = game.reset(original)
     assert re.fullmatch(r"want color navy blue, size small, under [4-7]0", first)
     pages = [result.text for result in steps(
-        game, "search[women's jumpsuit]", "click[acme]", "click[small]", "click[features]", "click[< prev]", "click[description]",
-        "click[back to search]", "search[zebra]",
+        game, "search[women's jumpsuit]", "click[acme]", "click[small]", "click[features]",
+        "click[< prev]", "click[description]", "click[back to search]", "search[zebra]",
     )]  # fmt: skip
     assert pages == [
         "found bolt with pockets 19.99, acme 25-35",
-        "color: navy blue black | white\nsize: small x-large\nhas machine wash cold, elastic waist, made of cotton",
-        "chosen small", "machine wash cold, elastic waist, made of cotton", "chosen small", "light and airy.", first, "found nothing",
+        "color: navy blue black | white\nsize: small x-large\n"
+        "has machine wash cold, elastic waist, made of cotton",
+        "chosen small", "machine wash cold, elastic waist, made of cotton", "chosen small",
+        "light and airy.", first, "found nothing",
     ]  # fmt: skip
 
 
@@ -275,8 +284,8 @@ def test_an_action_that_the_page_does_not_offer_changes_nothing_and_is_told(orig
         0,
     )
     assert (
-        refused.text
-        == f"That is no action on this page, and nothing happened. The actions are: search[keywords].\n{first}"
+        refused.text == "That is no action on this page, and nothing happened. "
+        f"The actions are: search[keywords].\n{first}"
     )
     opened = steps(game, "search[jumpsuit]", "click[b000000001]")[-1].text
     for action in (
@@ -299,8 +308,10 @@ def test_actions_are_read_from_answers(original: Task) -> None:
     game = WebShopGame("full")
     game.reset(original)
     said = (
-        "I could search[tea] first.\n<answer>search[ Women's   JUMPSUIT ]</answer>", "<answer>Click [ b000000001 ]</answer>",
-        "<answer>click[navy blue]</answer> or <answer>click[pink]</answer>", "CLICK[Small].", "It fits, so:\nclick[BUY NOW]",
+        "I could search[tea] first.\n<answer>search[ Women's   JUMPSUIT ]</answer>",
+        "<answer>Click [ b000000001 ]</answer>",
+        "<answer>click[navy blue]</answer> or <answer>click[pink]</answer>", "CLICK[Small].",
+        "It fits, so:\nclick[BUY NOW]",
     )  # fmt: skip
     assert [result.valid for result in steps(game, *said)] == [True] * 5
     assert not game._session or game._session.keywords == "women's jumpsuit"
@@ -320,8 +331,9 @@ def test_ten_thousand_random_and_malformed_actions_never_crash_it(rendering: Ren
 def check_junk(rendering: Rendering, actions: int) -> None:
     rng, game, tasks = random.Random(4), WebShopGame(rendering), iter(NEW * 100)
     junk = [
-        "", " ", "search[", "search[]", "search[[]]", "search[the]", "click[]", "click", "[x]", "buy[now]", "\x00", "search[\x00]",
-        "é" * 500, "<answer>click[buy now]", "<answer></answer>\n", "search[" + "a " * 2000 + "]", "click[search]", "9" * 100,
+        "", " ", "search[", "search[]", "search[[]]", "search[the]", "click[]", "click", "[x]",
+        "buy[now]", "\x00", "search[\x00]", "é" * 500, "<answer>click[buy now]",
+        "<answer></answer>\n", "search[" + "a " * 2000 + "]", "click[search]", "9" * 100,
     ]  # fmt: skip
     task = next(tasks)
     page, done, moves = game.reset(task), False, 0

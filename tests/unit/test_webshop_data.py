@@ -1,4 +1,4 @@
-"""What the shop sells: the original's files are read as the original reads them, and the generated catalogue is hard enough."""
+"""Products of the shop: the original's files, and the difficulty of the generated catalogue."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_synthetic_goals_are_all_combinations_of_options() -> None:
     ]  # fmt: skip
     text, limit = need.goals[0]["instruction_text"], need.goals[0]["price_upper"]
     assert (
-        text
-        == f"{need.text} with color: navy blue, and size: small, and price lower than {limit:.2f} dollars"
+        text == f"{need.text} with color: navy blue, and size: small, "
+        f"and price lower than {limit:.2f} dollars"
     )
 
 
@@ -122,9 +122,9 @@ def test_price_limits_are_among_the_next_multiples_of_ten() -> None:
 
 
 def test_goals_weigh_by_how_rare_their_attributes_are() -> None:
-    # four goals of two attributes that no other has: each weighs (1/4 + 1/4) / 2
+    # Four goals share two attributes that no other goal has. Each goal weighs (1/4 + 1/4) / 2.
     assert need_of("B000000001").weight == pytest.approx(4 * 1 / 4)
-    # one attribute alone in the catalogue, one goal
+    # One goal has one attribute that no other goal has.
     assert need_of("B000000003").weight == 1.0
     everything = needs(SHOP.products)
     counts = Counter(a for need in everything for goal in need.goals for a in goal["attributes"])
@@ -159,27 +159,32 @@ def test_the_human_instructions_may_be_missing(tmp_path: Path) -> None:
         (
             ITEMS,
             '[{"asin": "B1"}]',
-            "item 0 of items_shuffle_1000.json is not of the original's form (name: Field required)",
+            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "(name: Field required)",
         ),
         (
             ITEMS,
             "[3]",
-            "item 0 of items_shuffle_1000.json is not of the original's form (Input should be a valid dictionary",
+            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "(Input should be a valid dictionary",
         ),
         (
             ITEMS,
             '[{"asin": 7}]',
-            "item 0 of items_shuffle_1000.json is not of the original's form (asin: Input should be a valid string)",
+            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "(asin: Input should be a valid string)",
         ),
         (
             INSTRUCTIONS,
             '{"B000000002": []}',
-            "B000000002 of items_ins_v2_1000.json is not of the original's form (Input should be a valid",
+            "B000000002 of items_ins_v2_1000.json is not of the original's form "
+            "(Input should be a valid",
         ),
         (
             HUMAN,
             '{"B000000002": {}}',
-            "B000000002 of items_human_ins.json is not of the original's form (Input should be a valid list)",
+            "B000000002 of items_human_ins.json is not of the original's form "
+            "(Input should be a valid list)",
         ),
         (ITEMS, "[]", "has 0 instructions in all, too few"),
     ],

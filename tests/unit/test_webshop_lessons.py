@@ -1,4 +1,4 @@
-"""What is said of a visit to the shop is what its texts tell, and right advice is what helps there."""
+"""Lessons about the shop: the digest follows from a visit's texts, and right advice helps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADVISOR = WebShopAdvisor()
 
 
 def visit(task: Task, *actions: str) -> list[Segment]:
-    """The conversation of an episode, as the tiny actor has it."""
+    """Return the conversation of an episode with the given actions, as the tiny actor sees it."""
     game = WebShopGame("compact")
     segments = [Segment("user", task.goal, "task"), Segment("user", game.reset(task), "env")]
     for action in actions:
@@ -39,7 +39,7 @@ def visit(task: Task, *actions: str) -> list[Segment]:
 
 
 def following(task: Task, advice: str) -> list[str]:
-    """What an agent does that buys what it was told to."""
+    """Return the actions of an agent that buys the advised product."""
     _, brand = read(advice)
     errand = Errand.read(task.goal, WebShopGame("compact").reset(task))
     return [
@@ -122,7 +122,7 @@ def test_what_was_opened_is_right_or_wrong() -> None:
 
 
 def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
-    """It has the right features, but costs too much or comes in fewer options."""
+    """A twin has the right features, but costs too much or is offered with fewer options."""
     scores = []
     for task in probe_tasks(75):
         goal = open_shop().goal(int(task.params["lgen"]), int(task.params["core"]))

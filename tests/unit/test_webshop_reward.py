@@ -1,4 +1,7 @@
-"""WebShop's reward, worked by hand: R = r_type (n_att + n_opt + [price ≤ price_upper]) / (|attributes| + |options| + 1)."""
+"""WebShop's reward, worked by hand.
+
+R = r_type (n_att + n_opt + [price ≤ price_upper]) / (|attributes| + |options| + 1)
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ TITLE = "Acme Jumpsuit Romper"
 
 def product(**changed: Any) -> Product:
     found: dict[str, Any] = {
-        "asin": "B000000001", "name": TITLE, "Title": TITLE, "query": "jumpsuits", "category": "fashion",
-        "product_category": "Clothing › Women › Jumpsuits", "Description": "With deep pockets.",
-        "BulletPoints": ["Elastic waist", "Made of cotton"], "Attributes": ["slim fit", "machine wash"],
+        "asin": "B000000001", "name": TITLE, "Title": TITLE, "query": "jumpsuits",
+        "category": "fashion", "product_category": "Clothing › Women › Jumpsuits",
+        "Description": "With deep pockets.", "BulletPoints": ["Elastic waist", "Made of cotton"],
+        "Attributes": ["slim fit", "machine wash"],
         "Rating": "N.A.", "options": {}, "pricing": [30.0], "price": 30.0,
         "instruction_text": None, "instruction_attributes": [], "instructions": [],
     }  # fmt: skip
@@ -37,9 +41,10 @@ def product(**changed: Any) -> Product:
 
 def goal(**changed: Any) -> Goal:
     found: dict[str, Any] = {
-        "asin": "B000000001", "name": TITLE, "query": "jumpsuits", "product_category": "Clothing › Women › Jumpsuits",
-        "instruction_text": "",
-        "attributes": ["slim fit", "machine wash"], "goal_options": {"color": "red", "size": "small"}, "price_upper": 40.0,
+        "asin": "B000000001", "name": TITLE, "query": "jumpsuits",
+        "product_category": "Clothing › Women › Jumpsuits", "instruction_text": "",
+        "attributes": ["slim fit", "machine wash"],
+        "goal_options": {"color": "red", "size": "small"}, "price_upper": 40.0,
     }  # fmt: skip
     return {**found, **changed}  # type: ignore[return-value]
 
@@ -47,7 +52,7 @@ def goal(**changed: Any) -> Goal:
 RIGHT = {"color": "red", "size": "small"}
 
 
-# ── the whole ─────────────────────────────────────────────────────────────────────────────────────
+# ── the total reward ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_perfect_purchase() -> None:
@@ -58,7 +63,7 @@ def test_a_perfect_purchase() -> None:
 
 
 def test_each_part_counts_for_a_share() -> None:
-    # 2 attributes, 2 options and the price: fifths
+    # 2 attributes, 2 options and the price count one fifth each.
     assert get_reward(product(), goal(), 40.0, RIGHT)[0] == 1.0, "the limit itself is low enough"
     reward, info = get_reward(product(), goal(), 40.01, RIGHT)
     assert (reward, info["r_price"]) == (4 / 5, False)
@@ -70,7 +75,8 @@ def test_each_part_counts_for_a_share() -> None:
 
 
 def test_the_type_scales_all_the_rest() -> None:
-    # titles of 6 nouns of which 1 is shared: 1/6, between 0.1 and 0.2; nothing else matches, so half of 4/5
+    # The titles share 1 of 6 nouns: 1/6 is between 0.1 and 0.2. Neither the query nor the category
+    # matches, so the type factor is 1/2. The reward is half of 4/5.
     other = product(name="Acme Kettle", query="kettles", product_category="Kitchen › Kettles")
     reward, info = get_reward(
         other, goal(name="Acme Jumpsuit Romper Overall Dungaree Catsuit"), 50.0, RIGHT
@@ -92,7 +98,7 @@ def test_a_goal_without_options_or_attributes() -> None:
 # ── type ──────────────────────────────────────────────────────────────────────────────────────────
 
 TEN = "alpha bravo carol delta eagle fable giant hotel india joker"
-"""Ten nouns."""
+"""Title of ten nouns."""
 
 
 @pytest.mark.parametrize(
@@ -102,14 +108,15 @@ TEN = "alpha bravo carol delta eagle fable giant hotel india joker"
         ("alpha bravo", "other", "x › y", 0.5),  # 2/10 is not above 0.2
         ("alpha", "other", "x › y", 0.5),  # 1/10 is not below 0.1
         ("alpha", "jumpsuits", "x › y", 1.0),  # the same query
-        ("alpha", "other", "x › Women › Clothing", 1.0),  # two categories, whatever their order
-        ("alpha", "other", "Women › x › Women", 0.5),  # one category twice is one
+        ("alpha", "other", "x › Women › Clothing", 1.0),  # two common categories, in any order
+        ("alpha", "other", "Women › x › Women", 0.5),  # a repeated category counts once
+        # no noun is shared, but query and categories match
         (
             "zebra",
             "jumpsuits",
             "Clothing › Women › Jumpsuits",
             0.0,
-        ),  # no noun is shared, although all else matches
+        ),
     ],
 )
 def test_types(name: str, query: str, category: str, expected: float) -> None:
@@ -147,7 +154,10 @@ def test_nouns_without_a_tagger() -> None:
     importlib.util.find_spec("en_core_web_lg") is not None, reason="spaCy's tagger is installed"
 )
 def test_spacy_is_not_imported_in_vain() -> None:
-    code = "import sys; from crl.envs.webshop.reward import title_nouns; print(title_nouns('red shoe'), 'spacy' in sys.modules)"
+    code = (
+        "import sys; from crl.envs.webshop.reward import title_nouns; "
+        "print(title_nouns('red shoe'), 'spacy' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -162,14 +172,14 @@ def test_spacy_is_not_imported_in_vain() -> None:
 @pytest.mark.parametrize(
     ("attribute", "met"),
     [
-        ("slim fit", True),  # the product's own
+        ("slim fit", True),  # an attribute of the product
         ("fit slim", True),  # in any order
-        ("machine washable", True),  # 12 letters of 12 and 16 in common: 24/28, which is 86
+        ("machine washable", True),  # 12 letters in common, of 12 and 16: 24/28 = 86 of 100
         ("hand wash", False),
         ("romper", True),  # in the title
         ("made of cotton", True),  # in the second bullet point
         ("deep pockets", True),  # in the description
-        ("waist made", True),  # bullet points are one text
+        ("waist made", True),  # bullet points are joined to one text
         ("long sleeve", False),
     ],
 )
@@ -204,15 +214,15 @@ def test_about_a_hundred_colours_in_order() -> None:
 @pytest.mark.parametrize(
     ("wanted", "chosen", "matches"),
     [
-        (["red", "small"], ["small", "red"], [True, True]),  # a person's: values alone
-        (["navy blue"], ["sky blue"], [True]),  # both are blue
-        (["navy blue"], ["navy"], [False]),  # blue is not navy
-        (["powder snow cool"], ["powder snow"], [True]),  # every word of one is in the other
+        (["red", "small"], ["small", "red"], [True, True]),  # a goal of a person has only values
+        (["navy blue"], ["sky blue"], [True]),  # both normalise to blue
+        (["navy blue"], ["navy"], [False]),  # navy blue normalises to blue, not navy
+        (["powder snow cool"], ["powder snow"], [True]),  # the goal contains every word
         (["grey"], ["gray"], [False]),
-        ({"color": "red"}, ["red"], [True]),  # a synthetic one: "color red" holds "red"
+        ({"color": "red"}, ["red"], [True]),  # synthetic goal: "color red" contains "red"
         ({"color": "navy blue"}, ["royal blue"], [True]),
         ({"color": "bluestone"}, ["bluestone"], [True]),
-        ({"size": "large"}, ["x-large"], [False]),  # 83
+        ({"size": "large"}, ["x-large"], [False]),  # 83 of 100
         ({"color": "red", "size": "small"}, ["small"], [False, True]),
         (["red", "red"], ["red", "red", "red"], [True, True]),  # each goal option counts once
         (["red"], [], [False]),

@@ -1,4 +1,4 @@
-"""A game whose words can be orders to misbehave, for workers to import."""
+"""Toy game for worker processes. Some actions make the game misbehave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = tuple("01234567")
 
 
 class Unreadable(str):
-    """What a worker can pickle and nobody can read."""
+    """Text that a worker can pickle but the host cannot unpickle."""
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return int, ("seven",)
@@ -105,7 +105,7 @@ def make_broken(rendering: Rendering) -> Guess:
 
 
 class Counter:
-    """Guesses one number after the other."""
+    """Player that guesses the numbers in order."""
 
     def begin(self, goal: str, observation: str) -> None:
         self.next = 0
