@@ -89,6 +89,7 @@ class Unruly(Lottery):
     """Lottery with invalid results.
 
     Of four episodes of a task, one ends without a text and one ends with a reward above the range.
+    The other texts contain lone surrogates.
     """
 
     def reset(self, task: Task) -> str:
@@ -98,9 +99,9 @@ class Unruly(Lottery):
         results = (
             StepResult("\udcff", done=True),
             StepResult("", 1.0, done=True, success=True),
-            StepResult(None),
+            StepResult(None),  # type: ignore[arg-type]
             StepResult("", 5.0),
-        )  # type: ignore[arg-type]
+        )
         return results[next(self.tickets) % 4]
 
 

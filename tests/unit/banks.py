@@ -77,8 +77,8 @@ async def opened(path: Path, **parts: Any) -> ExperienceManager:
 async def a_run(folder: Path) -> None:
     """Play three steps of a run.
 
-    They contain adds, an update, a late update, uses with credit, an eviction, failed requests and
-    requests that stay queued.
+    The steps contain adds, an update, a late update, uses with credit, an eviction, failed requests
+    and requests that stay queued.
     """
     made = await opened(folder / "bank.sqlite")
     for member, note in enumerate(("west", "none", "bad", "broken")):

@@ -1,6 +1,6 @@
 """Game in which the agent decides how each turn ends, and parts that let agents play it.
 
-They serve tests of the code above environments and engines. The engine is scripted. The host, the
+Both serve tests of the code above environments and engines. The engine is scripted. The host, the
 renderer and the runner are real.
 """
 

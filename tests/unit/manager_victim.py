@@ -135,8 +135,8 @@ class Extractor(ScriptedEngine):
 SETTINGS = ManagerSettings(
     cap=3, size=5, vote_out=2, duplicate=0.95, attempts=6, backoff=0.0,
     credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
-    distil=DistilSettings(key_text_weight=0.5), retrieval=RetrievalSettings(margin=2.0,
-    min_similarity=0.0),
+    distil=DistilSettings(key_text_weight=0.5),
+    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
 )  # fmt: skip
 
 
@@ -188,8 +188,8 @@ SHORE = task(goal="Reach the shore.")
 async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None:
     """Make the changes before the checkpoint.
 
-    A life may repeat most of them without an effect. Before the clock or a change that must not be
-    repeated, the log is checked.
+    A life may repeat most of them without an effect. The log is checked before the clock advances
+    and before a change that must not be repeated.
     """
     if await has_done(manager, "retrieve"):
         manager.advance(1)
@@ -402,7 +402,7 @@ def statements(watches: Sequence[Watch], stride: int) -> None:
         return before - stride
 
     for i, watch in enumerate(watches):
-        # The lives of the rules are alike. Each rule is killed before other statements.
+        # The rules have similar lives, so each rule is killed before different statements.
         first = 1 + i % RULES * stride // RULES
         last = kill_before_each(watch, first, watch.fresh, "at first")
         watch.kill(late := watch.fresh("late"), before=last - 5)

@@ -337,7 +337,7 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
     engine, rng = Engine(), random.Random(number)
-    engine.start(games.game_of(SMALL_NEW[3]))  # then the grammar of another chore is known
+    engine.start(games.game_of(SMALL_NEW[3]))  # another chore, whose grammar is then known
     engine.start(data)
     engine.do(engine.admissible[0])
     said: list[list[object]] = [[engine.start(data), list(engine.admissible)]]  # a second start too

@@ -186,8 +186,8 @@ def test_a_small_condition_weighs_as_much_as_a_large_one():
 
 
 def test_a_group_with_one_condition_keeps_its_whole_share():
-    # group 0: ½ over two conditions of one member: ¼ each; group 1: ½ over three free members: 1/6
-    # each
+    # group 0: ½ over two conditions of one member, ¼ each
+    # group 1: ½ over three free members, 1/6 each
     weights = sequence_weights(
         torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, False, False, False, False])
     )
@@ -243,9 +243,9 @@ def test_no_samples_have_no_weights():
         ),
         (lambda: group_advantages([1.0, 2.0], torch.zeros(2, 1)), "groups must be one-dimensional"),
         (
-            lambda: group_advantages([1.0, 2.0], [0, 0], scale="max"),
+            lambda: group_advantages([1.0, 2.0], [0, 0], scale="max"),  # pyright: ignore
             "scale must be 'std' or 'none', not 'max'",
-        ),  # pyright: ignore
+        ),
         (lambda: group_advantages([1.0, 2.0], [0, 0], eps=-1e-6), "eps must not be negative"),
         (lambda: group_advantages([1.0, math.nan], [0, 0]), "rewards must be finite"),
         (lambda: split_group_advantages([1.0, 2.0], [0, 0], [True]), "guided must have one entry"),

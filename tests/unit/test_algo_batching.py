@@ -1,4 +1,4 @@
-"""Micro-batches, minibatches, and sample weights from before samples are dropped."""
+"""Micro-batches, minibatches, and sample weights computed before samples are dropped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_neighbours_in_length_share_a_micro_batch():
 
 
 def test_padded_rows_count_as_the_longest():
-    # By length: 9 4, 3 2, 1. 9 fills the budget. 2 rows of 4 are 8, and a third row would make 12.
-    # 2 rows of 2 are 4.
+    # By length: 9 | 4, 3 | 2, 1. 9 fills the budget. 2 rows of 4 are 8, and a third row would make
+    # 12. 2 rows of 2 are 4.
     assert micro_batches([3, 9, 4, 1, 2], 9, padded=True) == [[1], [2, 0], [4, 3]]
 
 

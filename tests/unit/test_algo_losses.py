@@ -382,8 +382,15 @@ def loss_of(name: str, logp: Tensor, batch: dict[str, Tensor], total_tokens: int
     if name == "nll":
         return nll(logp, mask, weights)[0]
     return clipped_surrogate(
-        logp, old, adv, mask, clip_low=0.2, clip_high=0.3, ratio=name, weights=weights
-    )[0]  # pyright: ignore
+        logp,
+        old,
+        adv,
+        mask,
+        clip_low=0.2,
+        clip_high=0.3,
+        ratio=name,  # pyright: ignore
+        weights=weights,
+    )[0]
 
 
 def accumulate(name: str, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
@@ -450,9 +457,17 @@ X, A = torch.zeros(2, 3), torch.zeros(2)
             "clip_high must not be negative",
         ),
         (
-            lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=0.2, ratio="word"),
+            lambda: clipped_surrogate(
+                X,
+                X,
+                A,
+                X,
+                clip_low=0.1,
+                clip_high=0.2,
+                ratio="word",  # pyright: ignore
+            ),
             "ratio must be 'token' or",
-        ),  # pyright: ignore
+        ),
         (
             lambda: clipped_surrogate(X, X[:, :2], A, X, clip_low=0.1, clip_high=0.2),
             r"old_logp must be \[2, 3\] like the mask",

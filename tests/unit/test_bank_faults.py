@@ -271,9 +271,9 @@ except ConfigError as error:
 
 
 def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) -> None:
-    """Check this in a directory in which the reader may create files.
+    """Check a reader that may write the bank's directory but not the bank.
 
-    The reader could not remove these files, and the owner could not use them.
+    The reader could not remove files that it creates there, and the owner could not use them.
     """
 
     def looked() -> Any:

@@ -580,8 +580,9 @@ async def test_of_answers_without_an_op_as_many_wait_as_a_batch_holds(tmp_path):
 async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_helped(tmp_path):
     """Check training rewards and recorded credit of verdicts, worked by hand.
 
-    W0: accepted and won 2, accepted and lost 0, rejected 0, unjudged and lost −1: mean 1/4. E0:
-    refined and lost −1/2. W0 guided three of its four episodes, of which one was won.
+    * W0: accepted and won 2, accepted and lost 0, rejected 0, unjudged and lost −1: mean 1/4. W0
+      guided three of the four episodes, of which one was won.
+    * E0: refined and lost −1/2.
     """
     made = await west_and_east(tmp_path, cooldown=0)
     accepted, rejected = replace(W0.use, verdict="accept"), replace(W0.use, verdict="reject")
@@ -609,9 +610,9 @@ async def test_verdicts_change_what_is_trained_on_and_not_the_record_of_what_hel
 async def test_what_was_expected_without_it_is_taken_off_what_it_is_trained_on_alone(tmp_path):
     """Check that the expected reward is subtracted from the training reward only.
 
-    W0 guided two episodes. The first was won where half of the others in the group won, the second
-    was lost where none of them won: (1 − 0 − 1 + 1) / 2. E0 was accepted by a critic: 2 − 0.5. A
-    rejected experience has no part in the episode's outcome: 0.
+    * W0 guided two episodes. The first was won where half of the others in the group won, and the
+      second was lost where none of them won: (1 − 0 − 1 + 1) / 2.
+    * E0 was accepted by a critic: 2 − 0.5. Then E0 was rejected: 0, regardless of the outcome.
     """
     made = await west_and_east(tmp_path, cooldown=0)
     await made.credit([W0.use], True, episode="a", expected=0.0)
@@ -634,7 +635,7 @@ async def test_a_group_adds_to_a_lift_once_and_what_is_unknown_to_none(tmp_path)
     stranger = GroupSuccess(UnitKey("nobody", 1), 1.0, 0.0)
     first, second = GroupSuccess(west, 1.0, 0.5), GroupSuccess(west, 0.25, 0.5)
     await asyncio.gather(*(made.record_lifts({"run/1/0": [stranger, first]}) for _ in range(3)))
-    # Other lifts of a known group are ignored too.
+    # A second lift of group run/1/0 is ignored too.
     await made.record_lifts(
         {"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]}
     )
@@ -680,8 +681,8 @@ async def test_a_lift_is_of_one_version_and_goes_back_with_the_bank(tmp_path):
 async def test_what_nothing_was_expected_of_is_recorded_and_not_trained_on(tmp_path):
     """Check that credit without an expected reward is recorded but not trained on.
 
-    None means that no unguided member is known. A rejected experience has r̃ = 0 for any expected
-    reward.
+    None means that no unguided member is known to have played. A rejected experience has r̃ = 0 for
+    any expected reward.
     """
     made = await west_and_east(tmp_path, cooldown=0)
     await made.credit([W0.use], True, episode="a", expected=None)

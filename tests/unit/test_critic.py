@@ -538,7 +538,10 @@ def test_a_trajectory_keeps_used_and_rejected_apart() -> None:
 
 
 async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
-    """Check that they run during the reset, unless the query needs the first observation."""
+    """Check that retrieval and verdict run during the reset.
+
+    They wait only if the query needs the first observation.
+    """
     for observed in (False, True):
         engine, begun, resume = Actor("accept"), asyncio.Event(), asyncio.Event()
         async with house() as home:
@@ -580,7 +583,10 @@ async def test_a_search_is_made_also_where_the_reset_fails() -> None:
 
 
 async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
-    """Play two batches of two groups. The task of the first group fails at its reset."""
+    """Check the warm-up with two batches of two groups.
+
+    At first, the task of the first group fails at its reset. Then, the tasks of both groups fail.
+    """
 
     class Rooms:
         def draw(self, n: int) -> list[Task]:

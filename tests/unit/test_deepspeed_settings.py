@@ -96,7 +96,7 @@ def test_the_plan_names_ranks_and_stage() -> None:
         ),
         ([5, 5, 5, 5], 2, [[0, 2], [1, 3]]),
         ([3, 9, 3], 2, [[1], [0, 2]]),
-        # 8 6 5, then 4 → third, 2 → second, 1 → first: 9, 8 and 9 tokens
+        # 8 | 6 | 5, then 4 → third, 2 → second, 1 → first: 9, 8 and 9 tokens
         (
             [4, 8, 2, 6, 5, 1],
             3,
@@ -167,8 +167,12 @@ async def handed_out(*sets: str, assigned: Assigned = NO_GPU) -> None:
     config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
     role = assemble._actor(config)
     await assemble._deepspeed_learner(
-        config, assigned, role, None, assemble._train_settings(config, role.section)
-    )  # pyright: ignore
+        config,
+        assigned,
+        role,
+        None,  # pyright: ignore
+        assemble._train_settings(config, role.section),
+    )
 
 
 async def test_ranks_on_the_cpu(started: list[Any]) -> None:

@@ -168,8 +168,8 @@ def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: 
     }
     path = described(
         tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True},
-        config_sentence_transformers=prompts, sentence_bert_config={"max_seq_length": 9,
-        "do_lower_case": True},
+        config_sentence_transformers=prompts,
+        sentence_bert_config={"max_seq_length": 9, "do_lower_case": True},
     )  # fmt: skip
     long = "Go WEST, then wait. " * 9
     assert np.allclose(

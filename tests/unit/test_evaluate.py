@@ -199,8 +199,8 @@ class Crowd(ScriptedEngine):
 @pytest.mark.parametrize(
     ("won", "effective"),
     [
-        # p = 1/2 of 16 in four places, so p(1−p) = 1/4. The variance of p between places is 4/3 · Σ
-        # (1/4 · (pᵢ − 1/2))².
+        # p = 1/2 of 16 in four places, so p(1−p) = 1/4.
+        # The variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))².
         ((4, 2, 2, 0), 6.0),  # 4/3 · 2 · (1/8)² = 1/24
         ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, but at most the number of episodes
         ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, but at least the number of places
@@ -353,7 +353,10 @@ async def sampled_rooms(
 
 
 async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> None:
-    """Check this with the real tiny model in the room. Another seed gives other episodes."""
+    """Check that equal seeds give equal evaluations of the real tiny model in the room.
+
+    Another seed must give other episodes.
+    """
     async with sampled_rooms(tiny_actor) as (engine, player, rooms):
         players = [replace(player, seed=seed) for seed in (0, 0, 1)]
         first, again, other = [await evaluated(engine, one, rooms) for one in players]

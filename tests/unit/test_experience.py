@@ -166,9 +166,10 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
         first, second = await filled(made, 2)
         batch = [
-            guided(1, 0, 0, True, first), guided(1, 0, 1, False, first), guided(1, 0, 2, True,
-            second, error="env: lost"), episode(1, 0, 3, "guided", success=False), episode(1, 0, 4,
-            success=True), episode(1, 0, 5, success=False), episode(1, 0, 6, error="env: lost"),
+            guided(1, 0, 0, True, first), guided(1, 0, 1, False, first),
+            guided(1, 0, 2, True, second, error="env: lost"),
+            episode(1, 0, 3, "guided", success=False), episode(1, 0, 4, success=True),
+            episode(1, 0, 5, success=False), episode(1, 0, 6, error="env: lost"),
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
             await made.side.observe(batch)
@@ -202,9 +203,10 @@ async def test_lessons_may_be_compared_with_what_their_group_came_to_without(
         async with parts(tmp_path / f"{against_free}.sqlite", actor, batch=3) as made:
             uids = await filled(made, 3)
             batch = [
-                guided(1, 0, 0, False, uids[0]), episode(1, 0, 1), episode(1, 0, 2, success=False),
-                episode(1, 0, 3, success=False), guided(1, 1, 0, True, uids[1]), guided(1, 2, 0,
-                True, uids[2]), episode(1, 2, 1, error="env: lost"),
+                guided(1, 0, 0, False, uids[0]), episode(1, 0, 1),
+                episode(1, 0, 2, success=False), episode(1, 0, 3, success=False),
+                guided(1, 1, 0, True, uids[1]),
+                guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
             await learn(made.bank, "run", batch, [], against_free=against_free)
             assert [
@@ -227,10 +229,11 @@ async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
     async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
         first, second = await filled(made, 2)
         batch = [
-            *(guided(1, 0, member, True, first) for member in range(4)), *(episode(1, 0,
-            4 + member) for member in range(4)), guided(1, 1, 0, True, second), guided(1, 1, 1,
-            False, second), guided(1, 1, 2, True, second, error="env: lost"), *(episode(1, 1,
-            4 + member, success=member == 0) for member in range(4)),
+            *(guided(1, 0, member, True, first) for member in range(4)),
+            *(episode(1, 0, 4 + member) for member in range(4)),
+            guided(1, 1, 0, True, second), guided(1, 1, 1, False, second),
+            guided(1, 1, 2, True, second, error="env: lost"),
+            *(episode(1, 1, 4 + member, success=member == 0) for member in range(4)),
             guided(1, 2, 0, False, second), episode(1, 2, 1, success=False),
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
@@ -289,9 +292,10 @@ def test_members_of_a_group_may_be_guided_by_different_lessons() -> None:
     start, answer = ExperienceUse("e", 2, "g", "start"), ExperienceUse("e", 2, "run/q/1", "ask")
     unrefined = ExperienceUse("e", 2, "run/q/2", "ask_unrefined")
     batch = [
-        episode(4, 7, 0, "guided", used=[start, answer]), episode(4, 7, 1, "guided", success=False,
-        used=[start, unrefined]), guided(4, 7, 2, True, "f"), episode(4, 7, 3), episode(4, 7, 4,
-        success=False), guided(5, 7, 0, True, "f"),
+        episode(4, 7, 0, "guided", used=[start, answer]),
+        episode(4, 7, 1, "guided", success=False, used=[start, unrefined]),
+        guided(4, 7, 2, True, "f"), episode(4, 7, 3), episode(4, 7, 4, success=False),
+        guided(5, 7, 0, True, "f"),
     ]  # fmt: skip
     assert group_successes("run", batch) == {
         "run/4/7": [

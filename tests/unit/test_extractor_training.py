@@ -74,8 +74,8 @@ async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tin
 async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
     """Check the gradient of a unit with w = ½ in a batch with other units, for α = 1.
 
-    First, r = 1 and −1: A = 1. Then w = ½, and new units have −1 and ½: the baseline is ½ − 1 + ½ =
-    0, and A = ½.
+    * First batch: r = 1 and −1, so A = 1.
+    * Second batch: w = ½, and new units with −1 and ½. The baseline is ½ − 1 + ½ = 0, so A = ½.
     """
     learner = policy_gradient(tiny_actor)
     made = await west_and_east(tmp_path, cooldown=0, alpha=1.0)

@@ -77,8 +77,8 @@ def test_what_the_bank_was_used_for_of_each_task() -> None:
     use = ExperienceUse("e", 1, "g", "start")
     batch = [
         played(0, 0, 1.0, condition="guided", used=(use,), shown=("x",)), played(0, 1, 0.0),
-        played(1, 0, 0.0, condition="guided", name="maze"), played(1, 1, 0.0, name="maze", turns=7,
-        error="env: broken"),
+        played(1, 0, 0.0, condition="guided", name="maze"),
+        played(1, 1, 0.0, name="maze", turns=7, error="env: broken"),
     ]  # fmt: skip
     figures = rollout_figures(batch, 0)
     assert [figures[f"rollout{name}/used"] for name in ("", "/room", "/maze")] == [0.5, 1.0, 0.0]

@@ -175,14 +175,17 @@ def test_buckets_and_copies():
 def test_activations_by_hand():
     """Check the activations in bf16.
 
-    Per token and layer: norms 2 · (4 + 2 + 2) bytes · 8, attention 2 · (8 + 4 + 4 + 8), MLP 2 · 4 ·
-    32: 128 + 48 + 256 bytes.
+    Bytes per token and layer:
+
+    * norms 2 · (4 + 2 + 2) · 8 = 128
+    * attention 2 · (8 + 4 + 4 + 8) = 48
+    * MLP 2 · 4 · 32 = 256
     """
     logits = 3 * 4 * 1000 * 100
     whole = learner_memory(SMALL, deepspeed(), 1000).activations
     assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits
     thrifty = learner_memory(SMALL, deepspeed(activation_checkpointing=True), 1000).activations
-    # Inputs of two layers, one layer, and the gradients of its MLP.
+    # Inputs of two layers, activations of one layer, and gradients of its MLP.
     assert thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
 
 

@@ -1,6 +1,6 @@
 """The training step on real tiny models: its effect on the weights, and its metrics.
 
-Some numbers are worked by hand, for a model that is a die.
+Some numbers are worked by hand, for a model whose tokens are all equally likely (a die).
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def die_sample(
         ({}, 3.0, -3.6, 2.0),
         ({}, -3.0, 6.0, 2.0),
         # With the trainer's own log-probs, ρ = 1. The mismatch of 2 is ignored without a cap. With
-        # a cap, it is a factor up to the cap.
+        # a cap, the mismatch is a factor, limited by the cap.
         ({"recompute": True}, 3.0, -3.0, 1.0),
         ({"recompute": True, "importance_cap": 1.5}, 3.0, -4.5, 1.0),
         ({"recompute": True, "importance_cap": 5.0}, -3.0, 6.0, 1.0),
