@@ -20,7 +20,6 @@ from crl.types import (
     ExperienceUse,
     Minibatch,
     Observation,
-    Record,
     RolloutPlan,
     Sampling,
     Segment,
@@ -28,6 +27,7 @@ from crl.types import (
     StepStats,
     Task,
     TokenTrace,
+    TrackRecord,
     Trajectory,
 )
 
@@ -175,7 +175,7 @@ class Hit:
     """Use that the episode must record."""
     goal: str = ""
     """Goal of the episode that the experience was distilled from."""
-    record: Record = NO_RECORD
+    record: TrackRecord = NO_RECORD
     """Record of the entry at the time of the search."""
 
 

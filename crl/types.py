@@ -236,7 +236,7 @@ def lift_order(lift: Lift | None) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TrackRecord:
     """Outcomes of the episodes that one version of an experience guided."""
 
     credited: int = 0
@@ -247,7 +247,7 @@ class Record:
     """Mean success with the experience minus without one, in [−1, 1]; None if unknown."""
 
 
-NO_RECORD = Record()
+NO_RECORD = TrackRecord()
 
 
 @dataclass(frozen=True, slots=True)

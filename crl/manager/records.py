@@ -19,10 +19,10 @@ from crl.types import (
     ExperienceStatus,
     ExperienceUse,
     Lift,
-    Record,
     Segment,
     Task,
     TokenTrace,
+    TrackRecord,
     Trajectory,
     Verdict,
 )
@@ -155,7 +155,7 @@ def _hit(fields: Mapping[str, Any]) -> Hit:
         **{
             **fields,
             "use": ExperienceUse(**fields["use"]),
-            "record": Record(**fields.get("record", {})),
+            "record": TrackRecord(**fields.get("record", {})),
         }
     )
 
@@ -316,8 +316,8 @@ class Entry:
         return UnitKey(self.uid, self.version)
 
     @property
-    def record(self) -> Record:
-        return Record(
+    def record(self) -> TrackRecord:
+        return TrackRecord(
             self.credited,
             round((self.credited + self.credit) / 2),
             self.lift.mean if self.lift else None,

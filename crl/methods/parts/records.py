@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crl.types import Record
+from crl.types import TrackRecord
 
-RecordWriter = Callable[[str, Record], str]
+RecordWriter = Callable[[str, TrackRecord], str]
 """Function that adds a record to an experience's text. Without episodes it returns the text."""
 
 
-def compact_record(text: str, record: Record) -> str:
+def compact_record(text: str, record: TrackRecord) -> str:
     """Prefix `text` with its record for tiny models, such as `won 3 of 4`.
 
     A record of more than ten episodes is scaled to ten.
@@ -21,7 +21,7 @@ def compact_record(text: str, record: Record) -> str:
     return f"won {round(shown * record.won / record.credited)} of {shown} {text}"
 
 
-def full_record(text: str, record: Record) -> str:
+def full_record(text: str, record: TrackRecord) -> str:
     """Add a line with the record below `text` for language models: episodes, successes, lift."""
     if not record.credited:
         return text
