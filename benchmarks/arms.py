@@ -101,8 +101,8 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
-    def log(self, step: int, kind: str, figures: Mapping[str, Any]) -> None:
-        self.lines.append({"step": step, "kind": kind, **figures})
+    def log(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+        self.lines.append({"step": step, "kind": kind, **metrics})
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of this kind."""
@@ -127,7 +127,7 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
         loop.evaluations[0] = Evaluation({}, {}, 0)  # all arms have the same start
         await loop.run()
         trained = time.monotonic()
-        last = loop.evaluations[loop.completed].figures()
+        last = loop.evaluations[loop.completed].metrics()
         if loop.experience is None:
             for name, task in online_tasks(config, specs).items():
                 last |= await _online_places(loop.evaluator, adviser, name, task)

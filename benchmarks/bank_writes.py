@@ -108,10 +108,10 @@ async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -
     return medians | {f"{name} / floor": medians[name] / medians["floor"] for name in stores}
 
 
-def table(figures: Mapping[int, Mapping[str, float]]) -> str:
-    names = list(next(iter(figures.values())))
+def table(metrics: Mapping[int, Mapping[str, float]]) -> str:
+    names = list(next(iter(metrics.values())))
     lines = [f"{'at a time':>10}" + "".join(f"{name:>24}" for name in names)]
-    for at_a_time, speeds in figures.items():
+    for at_a_time, speeds in metrics.items():
         lines.append(
             f"{at_a_time:>10,}"
             + "".join(
@@ -133,15 +133,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     arguments = parser.parse_args()
-    figures = {}
+    metrics = {}
     for at_a_time, rounds in GATHERED.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            figures[at_a_time] = asyncio.run(
+            metrics[at_a_time] = asyncio.run(
                 measure(Path(folder), at_a_time, rounds, arguments.repetitions)
             )
-    print(table(figures))
+    print(table(metrics))
     if arguments.out:
-        write_results(arguments.out, {"per_second": figures})
+        write_results(arguments.out, {"per_second": metrics})
 
 
 if __name__ == "__main__":

@@ -80,14 +80,14 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
     """
     from crl.envs.room.lessons import read
     from crl.rollout.episode import EpisodeKey
-    from crl.run.probe import Told, advice_texts
+    from crl.run.probe import FixedRetriever, advice_texts
     from crl.run.tasks import probe_tasks, specs
     from crl.types import Completion, TokenTrace
 
     task = probe_tasks(config, specs(config))["room"]
     task = replace(task, places=task.places[:PLACES])
     texts = advice_texts(task, advice)
-    runner = replace(loop.evaluator.runner, retriever=Told(texts))
+    runner = replace(loop.evaluator.runner, retriever=FixedRetriever(texts))
     keys = [EpisodeKey("listening", 0, i, 0) for i in range(len(task.places))]
     played = await loop.evaluator.scheduler.play(runner, "guided", keys, task.places)
     traces = []
@@ -185,9 +185,9 @@ class Watch:
         return mean.item(), self._flat()
 
     def _gradient(self, minibatch: Any) -> Any:
-        from crl.learners.step import Figures
+        from crl.learners.step import MetricAccumulator
 
-        self._trainer._gradient(minibatch, Figures(), None)
+        self._trainer._gradient(minibatch, MetricAccumulator(), None)
         return self._flat()
 
     def _flat(self) -> Any:

@@ -75,10 +75,10 @@ from crl.prompts import fill, prompt
 from crl.protocols import Hit, Question, Retriever, SearchRequest, TaskSource
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
-from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
+from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
-from crl.rollout.waves import Direct
+from crl.rollout.waves import DirectSampler
 from crl.run.assemble import training
 from crl.run.diagnostics import Diagnostics
 from crl.run.experience import ExperienceSide
@@ -138,7 +138,7 @@ class Arm:
                 limits={name: replace(limits, asks=0) for name, limits in runner.limits.items()},
             )
         return replace(
-            runner, retriever=retriever, judge=runner.judge if self.judged else Unasked()
+            runner, retriever=retriever, judge=runner.judge if self.judged else AcceptAll()
         )
 
 
@@ -195,7 +195,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
         ManagerSettings(concurrency=128, threaded=True), seed=0,
     )  # fmt: skip
     instructions = fill(prompt("actor"), turns=turns, actions=", ".join(MOVES), example="north")
-    sampler, rates = Direct(actor), SuccessRates(enough=8, window=64)
+    sampler, rates = DirectSampler(actor), SuccessRates(enough=8, window=64)
     runner = EpisodeRunner(
         sampler=sampler,
         pool=Walks(),
@@ -205,7 +205,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             {"walk": full_tool(prompt("ask"))},
         ),
         shaper=OutcomeReward(),
-        retriever=Nothing(),
+        retriever=NullRetriever(),
         renderer=renderer,
         limits={"walk": Limits(turns, max_response_tokens=4_096, asks=3)},
         max_context=32_768,
@@ -357,7 +357,7 @@ async def rollout(
     """
     timed = Timed(stage.side.retriever)
     gate = StalenessGate(environments // GROUP, 0, step)
-    runner = arm.runner(stage, timed if arm.share else Nothing())
+    runner = arm.runner(stage, timed if arm.share else NullRetriever())
     collector = Collector(
         runner, stage.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1
     )

@@ -391,7 +391,7 @@ async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
     return waits
 
 
-def figures(bursts: Sequence[Waits]) -> dict[str, float]:
+def metrics(bursts: Sequence[Waits]) -> dict[str, float]:
     """Return statistics in milliseconds over all bursts except the first, which is a warm-up."""
     p50, p95, most = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
     return {
@@ -501,7 +501,7 @@ async def measure(
                 seen["encoder"].append(await burst(episodes.start(waiting), search))
                 embeddings.remember()
         after, took = await manager.stats(), time.monotonic() - begin
-    measured = {name: figures(bursts) for name, bursts in seen.items() if bursts}
+    measured = {name: metrics(bursts) for name, bursts in seen.items() if bursts}
     measured["known"]["ratio"] = measured["known"]["p95"] / (
         measured["asyncio"]["p95"] + measured["numpy"]["p95"]
     )
@@ -578,7 +578,7 @@ async def ray_latency(
         while time.monotonic() - begin < seconds or len(seen) < 6:
             seen.append(await burst(episodes.start(waiting), search))
         rows.append(
-            {"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **figures(seen)}
+            {"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **metrics(seen)}
         )
     ray.shutdown()
     print_rows(rows)

@@ -51,7 +51,7 @@ AFTER = {
 def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """Train once and return the results.
 
-    The results are the `figures` by metric, the `curves` of success over the steps, and the seconds
+    The results are the `metrics` by metric, the `curves` of success over the steps, and the seconds
     per step between the end of the first and the end of the last step.
     """
     options = [word for setting in STACKS[stack] for word in ("--set", setting)]
@@ -75,18 +75,18 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     curves = {
         arm: [line[f"rollout/success/{arm}"] for line in steps_done] for arm in ("free", "guided")
     }
-    figures = {
+    metrics = {
         f"train, {arm}, {part + 1}/{PARTS}": statistics.fmean(
             curve[part * steps // PARTS : (part + 1) * steps // PARTS]
         )
         for arm, curve in curves.items()
         for part in range(PARTS)
     }
-    figures |= {name: last[key] for name, key in AFTER.items()}
+    metrics |= {name: last[key] for name, key in AFTER.items()}
     mismatch = [line["actor/mismatch_kl"] for line in steps_done if "actor/mismatch_kl" in line]
     return {
         "seed": seed,
-        "figures": figures,
+        "figures": metrics,
         "curves": curves,
         "mismatch_kl": max(mismatch),
         "seconds_per_step": (steps_done[-1]["time"] - steps_done[0]["time"]) / (steps - 1),

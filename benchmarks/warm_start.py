@@ -59,14 +59,14 @@ from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
 from crl.models.warm_start import Demonstration
 from crl.protocols import Hit
 from crl.rollout.critic import parse_critique
-from crl.run.evaluate import Rate
+from crl.run.evaluate import SuccessRate
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
 VERDICT_TOKENS, ANSWER_TOKENS = 24, 40
 """Maximal tokens of a verdict and of an extractor's answer, as in tasks/presets/cpu.toml."""
 
-Figures = dict[str, list[bool]]
+Metrics = dict[str, list[bool]]
 """Outcomes by metric."""
 
 
@@ -168,12 +168,12 @@ async def play(
         await host.release(env)
 
 
-async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequence[Task]) -> Figures:
+async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequence[Task]) -> Metrics:
     """Return success and truncation of answers, by the advice that the actor receives.
 
     Without an advisor, only episodes without advice are played.
     """
-    advisor, rng, figures = course.spec.advisor, random.Random(0), Figures()
+    advisor, rng, metrics = course.spec.advisor, random.Random(0), Metrics()
     told: dict[str, list[str | None]] = {"nothing": [None] * len(tasks)}
     if advisor:
         told |= {
@@ -188,24 +188,24 @@ async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequenc
                 for i, (task, hint) in enumerate(zip(tasks, hints, strict=True))
             )
             played = await asyncio.gather(*episodes)
-            figures[f"{name}: success, told {what}"] = [p.success for p in played]
-            figures[f"{name}: answers cut, told {what}"] = [None in p.said for p in played]
+            metrics[f"{name}: success, told {what}"] = [p.success for p in played]
+            metrics[f"{name}: answers cut, told {what}"] = [None in p.said for p in played]
     finally:
         await host.aclose()
-    return figures
+    return metrics
 
 
-async def shop_figures(path: Path, n: int) -> Figures:
+async def shop_figures(path: Path, n: int) -> Metrics:
     actor = Speaker.of(path)
     try:
-        figures = await told_figures(actor, SHOP, "shop", webshop.probe_tasks(n))
+        metrics = await told_figures(actor, SHOP, "shop", webshop.probe_tasks(n))
         judged = await verdict_figures(actor, webshop_drills.verdicts)
     finally:
         await actor.engine.aclose()
-    return figures | {f"shop: {name}": found for name, found in judged.items()}
+    return metrics | {f"shop: {name}": found for name, found in judged.items()}
 
 
-async def house_figures(path: Path, n: int) -> Figures:
+async def house_figures(path: Path, n: int) -> Metrics:
     actor = Speaker.of(path)
     try:
         return await told_figures(actor, HOUSE, "house", alfworld.probe_tasks(n))
@@ -213,18 +213,18 @@ async def house_figures(path: Path, n: int) -> Figures:
         await actor.engine.aclose()
 
 
-async def grid_figures(path: Path, n: int) -> Figures:
-    actor, figures = Speaker.of(path), Figures()
+async def grid_figures(path: Path, n: int) -> Metrics:
+    actor, metrics = Speaker.of(path), Metrics()
     try:
         for grid in (grids.MAZE, grids.KEYROOM, grids.RIVER, grids.SOKOBAN):
             course = Course(grid.spec, grid.scored, 8)
-            figures |= await told_figures(actor, course, grid.spec.name, grid.places.probe_tasks(n))
+            metrics |= await told_figures(actor, course, grid.spec.name, grid.places.probe_tasks(n))
     finally:
         await actor.engine.aclose()
-    return figures
+    return metrics
 
 
-async def actor_figures(path: Path, n: int) -> Figures:
+async def actor_figures(path: Path, n: int) -> Metrics:
     actor, host = Speaker.of(path), ThreadHost({room.NAME: (room.SPEC, "compact")}, threads=2)
     tasks, advisor, rng = room.probe_tasks(n), RoomAdvisor(), random.Random(0)
     wrong = [advisor.wrong(task, rng) for task in tasks]
@@ -277,10 +277,10 @@ async def actor_figures(path: Path, n: int) -> Figures:
 # ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def extractor_figures(path: Path, n: int) -> Figures:
+async def extractor_figures(path: Path, n: int) -> Metrics:
     extractor = Speaker.of(path)
     episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), room.probe_tasks(n)))
-    figures: Figures = defaultdict(list)
+    metrics: Metrics = defaultdict(list)
     try:
         lessons = [
             extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i)
@@ -291,11 +291,11 @@ async def extractor_figures(path: Path, n: int) -> Figures:
             kind, direction = (
                 read(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
             )
-            figures["lesson malformed"].append(
+            metrics["lesson malformed"].append(
                 len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other"
             )
             if kind == "exit":
-                figures["lesson's direction right"].append(
+                metrics["lesson's direction right"].append(
                     direction == stairs_direction(episode.segments)
                 )
         rng = random.Random(6)
@@ -315,15 +315,15 @@ async def extractor_figures(path: Path, n: int) -> Figures:
                 if len(list(places(segments))) == 1
                 else "on the way"
             )
-            figures[f"refinement right: {kind}"].append(written == refinement(segments, text))
+            metrics[f"refinement right: {kind}"].append(written == refinement(segments, text))
         for op, right in (await right_answers(extractor, merges, ANSWER_TOKENS)).items():
-            figures[f"merge right: {op}"] += right
+            metrics[f"merge right: {op}"] += right
     finally:
         await extractor.engine.aclose()
-    return figures
+    return metrics
 
 
-async def shop_lesson_figures(path: Path, n: int) -> Figures:
+async def shop_lesson_figures(path: Path, n: int) -> Metrics:
     extractor = Speaker.of(path)
     episodes = list(webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), n))
 
@@ -337,14 +337,14 @@ async def shop_lesson_figures(path: Path, n: int) -> Figures:
         return kind, {told[kind]: right[kind]} if kind in told else {}
 
     try:
-        figures = await lesson_figures(extractor, "shop", webshop_digest, episodes, claims)
+        metrics = await lesson_figures(extractor, "shop", webshop_digest, episodes, claims)
         merged = await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)
     finally:
         await extractor.engine.aclose()
-    return figures | {f"shop: merge right: {op}": right for op, right in merged.items()}
+    return metrics | {f"shop: merge right: {op}": right for op, right in merged.items()}
 
 
-async def house_lesson_figures(path: Path, n: int) -> Figures:
+async def house_lesson_figures(path: Path, n: int) -> Metrics:
     extractor = Speaker.of(path)
     episodes = list(
         alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n))
@@ -371,9 +371,9 @@ None stands for an answer without a lesson.
 
 async def lesson_figures(
     extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims
-) -> Figures:
+) -> Metrics:
     """Return whether answers are well-formed, and whether their claims agree with the episode."""
-    figures: Figures = defaultdict(list)
+    metrics: Metrics = defaultdict(list)
     asked = (
         extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i)
         for i, e in enumerate(episodes)
@@ -381,17 +381,17 @@ async def lesson_figures(
     for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
         parsed = parse_ops(written or "", 1 if episode.hint else 0)
         kind, right = claims(parsed.ops[0].text if parsed.ops else None, episode)
-        figures[f"{task}: lesson malformed"].append(
+        metrics[f"{task}: lesson malformed"].append(
             len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other"
         )
         for what, true in right.items():
-            figures[f"{task}: lesson's {what}"].append(true)
-    return figures
+            metrics[f"{task}: lesson's {what}"].append(true)
+    return metrics
 
 
 async def verdict_figures(
     speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
-) -> Figures:
+) -> Metrics:
     """Return whether verdicts are readable, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
@@ -400,14 +400,14 @@ async def verdict_figures(
             for i, (*prompt, _) in enumerate(demonstrations)
         )
     )
-    figures: Figures = defaultdict(list)
+    metrics: Metrics = defaultdict(list)
     for (*_, said), answer in zip(demonstrations, answers, strict=True):
         critique, mastered = parse_critique(answer or ""), said.text == "reject"
-        figures["verdict readable"].append(not critique.malformed)
-        figures[f"rejects, place {'' if mastered else 'not '}mastered"].append(
+        metrics["verdict readable"].append(not critique.malformed)
+        metrics[f"rejects, place {'' if mastered else 'not '}mastered"].append(
             critique.verdict == "reject"
         )
-    return figures
+    return metrics
 
 
 async def right_answers(
@@ -448,7 +448,7 @@ def main() -> None:
         for measure in measured:
             for figure, found_true in asyncio.run(measure(path, arguments.places)).items():
                 print(
-                    f"  {figure:<42} {Rate(sum(found_true), len(found_true))}  n {len(found_true)}"
+                    f"  {figure:<42} {SuccessRate(sum(found_true), len(found_true))}  n {len(found_true)}"
                 )
 
 

@@ -339,11 +339,11 @@ def token_logprobs(
         head,
         lambda x: _HeadFigures.apply(x, head.weight, head.bias, ids[mask], temperature, held_to),
     ):
-        figures = head(hidden)
+        metrics = head(hidden)
     return TokenFigures(
         *(
             torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, values)
-            for values in figures
+            for values in metrics
         )
     )
 

@@ -253,7 +253,7 @@ class Response:
     """Question of a search_and_ask call; None if the agent does not ask."""
 
 
-class Distiller(Protocol):
+class DistillationFilter(Protocol):
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return the finished trajectories of a batch that are distilled into experiences."""
         ...
@@ -342,7 +342,7 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class TrainSpec:
     """Trained model of a method, with the definition of its samples and its loss."""
 
     name: str
@@ -376,8 +376,8 @@ class Method:
     planner: RolloutPlanner
     context: ContextProvider
     shaper: RewardShaper
-    actor: Role
-    distiller: Distiller | None = None
+    actor: TrainSpec
+    distiller: DistillationFilter | None = None
     """None for a run without experiences: no extractor is loaded and there is no bank."""
     extractor: ExtractorRole | None = None
     """None if the extractor is not trained."""
@@ -386,7 +386,7 @@ class Method:
 class Monitor(Protocol):
     """Sink for metrics and trajectories. Every line is flushed before the call returns."""
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
         """Record metrics by name."""
         ...
 

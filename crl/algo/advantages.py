@@ -16,14 +16,14 @@ from torch import Tensor
 Scale = Literal["std", "none"]
 Values = Tensor | Sequence[float]
 """Numbers, one per sample."""
-Keys = Tensor | Sequence[Hashable]
+Labels = Tensor | Sequence[Hashable]
 """Labels, one per sample."""
 
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_advantages(
-    rewards: Values, groups: Keys, *, scale: Scale = "std", eps: float = 1e-6
+    rewards: Values, groups: Labels, *, scale: Scale = "std", eps: float = 1e-6
 ) -> Tensor:
     """Return Â_i = (r_i − mean_g) / (std_g + eps), with g the group of i: CRL eq. 4 (GRPO).
 
@@ -39,7 +39,7 @@ def group_advantages(
 
 def split_group_advantages(
     rewards: Values,
-    groups: Keys,
+    groups: Labels,
     guided: Tensor | Sequence[bool],
     *,
     scale: Scale = "std",
@@ -63,7 +63,7 @@ def batch_advantages(rewards: Values) -> Tensor:
 
 def step_advantages(
     returns: Values,
-    groups: Keys,
+    groups: Labels,
     anchors: Sequence[Hashable],
     *,
     scale: Scale = "std",
@@ -101,9 +101,9 @@ def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
 
 
 def sequence_weights(
-    groups: Keys,
+    groups: Labels,
     guided: Tensor | Sequence[bool],
-    trajectories: Keys | None = None,
+    trajectories: Labels | None = None,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """Return the weight of every sample in its optimizer minibatch.
@@ -173,7 +173,7 @@ def _vector(name: str, values: Values) -> Tensor:
     return vector
 
 
-def _cells(values: Tensor, **keys: Keys) -> Tensor:
+def _cells(values: Tensor, **keys: Labels) -> Tensor:
     """Return the cell number (0, 1, …) of each sample: [n].
 
     Samples that agree on all keys are in the same cell. Raise `ValueError` on wrong shapes.

@@ -24,9 +24,9 @@ from crl.errors import ConfigError
 from crl.types import Lift, lift_order
 
 if TYPE_CHECKING:
-    from crl.cli.bank_text import Story, Told
+    from crl.cli.bank_text import EntryReport, RefinementReport
     from crl.config.schema import EmbedderSection
-    from crl.manager.reading import BankReader, EntryView, GenerationView, Keys, QueueState
+    from crl.manager.reading import BankReader, EntryView, GenerationView, KeyVectors, QueueState
 
 Row = TypeVar("Row")
 
@@ -207,11 +207,11 @@ def stats(run: Run, as_json: AsJson = False) -> None:
     from crl.manager.reading import reading
 
     with reading(_file(run)) as bank:
-        figures = bank.stats()
+        metrics = bank.stats()
     if as_json:
-        _print_json(figures)
+        _print_json(metrics)
     else:
-        _print(stats_lines(figures))
+        _print(stats_lines(metrics))
 
 
 @app.command()
@@ -509,7 +509,7 @@ def _embedder(file: Path) -> EmbedderSection:
 
 
 async def _similarities(
-    text: str, entries: Sequence[EntryView], keys: Keys, section: EmbedderSection
+    text: str, entries: Sequence[EntryView], keys: KeyVectors, section: EmbedderSection
 ) -> list[float]:
     """Return the cosine similarity of the query and the key of each entry.
 
@@ -535,16 +535,16 @@ async def _similarities(
     return [float(vector @ query) for vector in vectors]
 
 
-def _story(bank: BankReader, name: str) -> Story | Told:
+def _story(bank: BankReader, name: str) -> EntryReport | RefinementReport:
     """Return all data on the experience, or on the answer to a question, that `name` identifies."""
-    from crl.cli.bank_text import Story, Told
+    from crl.cli.bank_text import EntryReport, RefinementReport
 
     if refinement := bank.refinement(name):
-        return Told(
+        return RefinementReport(
             refinement, bank.uses(refinement.id), generation=bank.generation(refinement.unit)
         )
     entry = bank.find(name)
-    return Story(
+    return EntryReport(
         entry,
         lineage=bank.lineage(entry.unit),
         offspring=bank.offspring(entry.uid),
@@ -556,7 +556,9 @@ def _story(bank: BankReader, name: str) -> Story | Told:
     )
 
 
-def _with_texts(story: Story | Told, generation: GenerationView, file: Path) -> Story | Told:
+def _with_texts(
+    story: EntryReport | RefinementReport, generation: GenerationView, file: Path
+) -> EntryReport | RefinementReport:
     """Return the story with the decoded prompt and answer of its generation, or with the reason why
     they cannot be decoded.
     """

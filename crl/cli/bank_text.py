@@ -176,7 +176,7 @@ def line(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class GenerationReport:
     """Information on the generation that wrote an entry or an answer."""
 
     generation: GenerationView | None
@@ -213,7 +213,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Story(Written):
+class EntryReport(GenerationReport):
     """Information on an entry."""
 
     entry: EntryView
@@ -304,7 +304,7 @@ class Story(Written):
 
 
 @dataclass(frozen=True)
-class Told(Written):
+class RefinementReport(GenerationReport):
     """Information on an answer to a question."""
 
     refinement: RefinementView

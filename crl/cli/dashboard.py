@@ -30,24 +30,24 @@ from crl.cli.draw import (
     GOOD,
     GUIDED,
     LABEL,
-    Section,
+    LineGroup,
     bar,
     cell,
     duration,
-    figure,
     flow,
+    format_number,
     one_line,
     printable,
     share_out,
     spark,
 )
 from crl.intervals import plus_minus
-from crl.monitor.plain import Figures
+from crl.monitor.plain import Metrics
 from crl.monitor.snapshot import (
     HISTORY,
-    Bank,
+    BankMetrics,
     Probe,
-    Rate,
+    RateView,
     RunInfo,
     Series,
     Snapshot,
@@ -153,20 +153,20 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
     """Return a drawing of the snapshot in at most `height` lines of at most `width` cells."""
     models, stats = (
         _models(snapshot, width, height),
-        Section(list(_stats(snapshot, width)), least=3, title="run"),
+        LineGroup(list(_stats(snapshot, width)), least=3, title="run"),
     )
     if width >= TWO_COLUMNS:
-        models, stats = _beside(models, snapshot, width), Section(())
+        models, stats = _beside(models, snapshot, width), LineGroup(())
     sections = {
-        "header": Section(list(_header(snapshot, width))),
-        "success": Section(list(_success(snapshot, width)), title="success"),
-        "tasks": Section(list(_tasks(snapshot, width))),
-        "eval": Section(list(_evals(snapshot, width))),
+        "header": LineGroup(list(_header(snapshot, width))),
+        "success": LineGroup(list(_success(snapshot, width)), title="success"),
+        "tasks": LineGroup(list(_tasks(snapshot, width))),
+        "eval": LineGroup(list(_evals(snapshot, width))),
         "models": models,
         "stats": stats,
-        "time": Section(list(_time(snapshot, width)), least=2),
-        "probe": Section(list(_probes(snapshot, width))),
-        "experiences": Section(
+        "time": LineGroup(list(_time(snapshot, width)), least=2),
+        "probe": LineGroup(list(_probes(snapshot, width))),
+        "experiences": LineGroup(
             _experiences(snapshot, width), title="experiences: uses, lift, task, text"
         ),
         "notes": _notes(snapshot, height),
@@ -211,10 +211,15 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
             width,
             GUIDED,
             "where used",
-            figure(r.used.last, ".3f") if r.used.values else "",
+            format_number(r.used.last, ".3f") if r.used.values else "",
         )
         yield _rate(
-            "free", r.free, width, FREE, "gap", figure(r.gap.last, "+.3f") if r.gap.values else ""
+            "free",
+            r.free,
+            width,
+            FREE,
+            "gap",
+            format_number(r.gap.last, "+.3f") if r.gap.values else "",
         )
     elif r.success.values:
         yield _rate("episodes", r.success, width, FREE)
@@ -229,14 +234,14 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
     for name, task in s.tasks.items():
         label = Text(one_line(name, width))
         label.truncate(LABEL - 1, overflow="ellipsis")
-        used = f"  used {figure(task.used.last, '.0%')}" if task.used.values else ""
+        used = f"  used {format_number(task.used.last, '.0%')}" if task.used.values else ""
         yield _rate(
             label.plain,
             task.success,
             width,
             FREE,
             "actions",
-            f"{figure(task.turns.last, ',.1f')}{used}",
+            f"{format_number(task.turns.last, ',.1f')}{used}",
         )
 
 
@@ -249,7 +254,7 @@ def _rate(
     history = spark(series, room, 0, 1)
     return Text.assemble(
         (label.ljust(LABEL), DIM),
-        (figure(series.last, ".3f").ljust(7), GOOD),
+        (format_number(series.last, ".3f").ljust(7), GOOD),
         (history, style),
         "  " if more else "",
         end,
@@ -272,14 +277,16 @@ def _evals(s: Snapshot, width: int) -> Iterator[Text]:
         label = ""
 
 
-def _interval(condition: str, rate: Rate, width: int) -> Text:
+def _interval(condition: str, rate: RateView, width: int) -> Text:
     """Return a success rate of an evaluation with its interval.
 
     A wide window also shows the change since the first evaluation.
     """
     style = GUIDED if condition == "guided" else FREE
     interval = (
-        f" [{figure(rate.low, '.3f')}, {figure(rate.high, '.3f')}]" if rate.low is not None else ""
+        f" [{format_number(rate.low, '.3f')}, {format_number(rate.high, '.3f')}]"
+        if rate.low is not None
+        else ""
     )
     came = (
         f" {rate.value - rate.first:+.3f}"
@@ -287,11 +294,11 @@ def _interval(condition: str, rate: Rate, width: int) -> Text:
         else ""
     )
     return Text.assemble(
-        (f"{condition} ", DIM), (figure(rate.value, ".3f"), style), interval, (came, GOOD)
+        (f"{condition} ", DIM), (format_number(rate.value, ".3f"), style), interval, (came, GOOD)
     )
 
 
-def _models(s: Snapshot, width: int, height: int) -> Section:
+def _models(s: Snapshot, width: int, height: int) -> LineGroup:
     """Return a table with one column per trained model."""
     models = {"actor": s.actor, **({"extractor": s.extractor} if s.extractor else {})}
     rows = [
@@ -315,7 +322,7 @@ def _models(s: Snapshot, width: int, height: int) -> Section:
             for model in models.values()
         )
         lines.append(Text.assemble((label.ljust(LABEL), DIM), *values))
-    return Section(lines if s.step or s.extractor else (), least=4)
+    return LineGroup(lines if s.step or s.extractor else (), least=4)
 
 
 def _value(series: Series, form: str, trend: int, gap: int) -> Text:
@@ -325,7 +332,7 @@ def _value(series: Series, form: str, trend: int, gap: int) -> Text:
     """
     history = spark(series, trend - 2)
     return Text.assemble(
-        figure(series.last, form, VALUE - 1).rjust(VALUE),
+        format_number(series.last, form, VALUE - 1).rjust(VALUE),
         (f"  {history}" if trend else "").ljust(gap),
     )
 
@@ -335,7 +342,7 @@ def _left(width: int) -> int:
     return LABEL + 2 * VALUE if width < 110 else (width - 3) // 2
 
 
-def _beside(models: Section, s: Snapshot, width: int) -> Section:
+def _beside(models: LineGroup, s: Snapshot, width: int) -> LineGroup:
     """Return a section with the models on the left and the metrics of the run on the right."""
     left = _left(width)
     stats = list(_stats(s, width - left - 3)) if models.lines else []
@@ -344,7 +351,7 @@ def _beside(models: Section, s: Snapshot, width: int) -> Section:
         one = one.copy()
         one.truncate(left, overflow="ellipsis", pad=True)
         lines.append(Text.assemble(one, (" │ ", DIM), other))
-    return Section(lines, least=min(models.least, len(lines)))
+    return LineGroup(lines, least=min(models.least, len(lines)))
 
 
 def _stats(s: Snapshot, width: int) -> Iterator[Text]:
@@ -372,7 +379,7 @@ def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
         yield (
             "queue",
             [
-                cell("waiting", figure(b.waiting, ",.0f"), GOOD),
+                cell("waiting", format_number(b.waiting, ",.0f"), GOOD),
                 *_cells(("ready", b.buffer, ",.0f")),
                 *_losses(b),
             ],
@@ -390,12 +397,12 @@ def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
         _cells(("tokens/s", r.tokens_per_s, ",.0f"), ("episodes/s", r.episodes_per_s, ",.1f")),
     )
     if r.errors.last:
-        yield "errors", [Text(f"{figure(r.errors.last, ',.0f')} in the last step", BAD)]
+        yield "errors", [Text(f"{format_number(r.errors.last, ',.0f')} in the last step", BAD)]
     if s.bank and len(s.bank.by_task) > 1:
         yield (
             "by task",
             [
-                cell(one_line(task, 200), figure(size, ",.0f"))
+                cell(one_line(task, 200), format_number(size, ",.0f"))
                 for task, size in s.bank.by_task.items()
             ],
         )
@@ -407,11 +414,13 @@ def _cells(*items: tuple[str, Series, str]) -> list[Text]:
     `items`: (name, series, format). Series without values are left out.
     """
     return [
-        cell(name, figure(series.last, form), GOOD) for name, series, form in items if series.values
+        cell(name, format_number(series.last, form), GOOD)
+        for name, series, form in items
+        if series.values
     ]
 
 
-def _losses(b: Bank) -> list[Text]:
+def _losses(b: BankMetrics) -> list[Text]:
     """Return cells with the number of dead requests and the number of episodes that a full queue
     refused.
 
@@ -419,8 +428,12 @@ def _losses(b: Bank) -> list[Text]:
     """
     dead, refused = (series.last or 0 for series in (b.dead, b.refused))
     return [
-        *([cell("dead", figure(dead, ",.0f"), BAD if dead else GOOD)] if b.dead.values else []),
-        *([cell("refused", figure(refused, ",.0f"), BAD)] if refused else []),
+        *(
+            [cell("dead", format_number(dead, ",.0f"), BAD if dead else GOOD)]
+            if b.dead.values
+            else []
+        ),
+        *([cell("refused", format_number(refused, ",.0f"), BAD)] if refused else []),
     ]
 
 
@@ -429,7 +442,7 @@ def _time(s: Snapshot, width: int) -> Iterator[Text]:
     if not s.seconds:
         return
     total = Text.assemble(
-        ("step time ", DIM), (f"{figure(sum(s.seconds.values()), ',.1f')} s", GOOD), " "
+        ("step time ", DIM), (f"{format_number(sum(s.seconds.values()), ',.1f')} s", GOOD), " "
     )
     parts = [
         (name, s.seconds[name], *PARTS.get(name, OTHER_PART))
@@ -443,7 +456,9 @@ def _time(s: Snapshot, width: int) -> Iterator[Text]:
         ),
     )
     legend = [
-        Text.assemble((glyph, style), (f" {one_line(name, width)} ", DIM), figure(took, ",.1f"))
+        Text.assemble(
+            (glyph, style), (f" {one_line(name, width)} ", DIM), format_number(took, ",.1f")
+        )
         for name, took, glyph, style in parts
     ]
     yield from flow("", legend, width)
@@ -466,7 +481,9 @@ def _probes(s: Snapshot, width: int) -> Iterator[Text]:
 def _advice(p: Probe) -> Text:
     """Return the success rates without advice, with right and with wrong advice."""
     rates = (("none", p.none, ""), ("right", p.right, GUIDED), ("wrong", p.wrong, "red"))
-    return Text("  ").join(cell(name, figure(rate, ".3f"), style) for name, rate, style in rates)
+    return Text("  ").join(
+        cell(name, format_number(rate, ".3f"), style) for name, rate, style in rates
+    )
 
 
 def _experiences(s: Snapshot, width: int) -> list[Text]:
@@ -483,7 +500,7 @@ def _experience(e: Experience, width: int) -> Text:
     task = Text(one_line(e.task, width), DIM)
     task.truncate(12, overflow="ellipsis")
     return Text.assemble(
-        f"{figure(e.retrieved, ',.0f', 6):>6} ",
+        f"{format_number(e.retrieved, ',.0f', 6):>6} ",
         (f"{plus_minus(e.lift.mean, e.lift.half, 2) if e.lift else '–':>13}", style),
         "  ",
         task,
@@ -492,7 +509,7 @@ def _experience(e: Experience, width: int) -> Text:
     )
 
 
-def _notes(s: Snapshot, height: int) -> Section:
+def _notes(s: Snapshot, height: int) -> LineGroup:
     """Return the last notes.
 
     If there are experiences too, the notes leave most of the space to them.
@@ -501,8 +518,8 @@ def _notes(s: Snapshot, height: int) -> Section:
     if s.experiences:
         texts = texts[-max(1, (height - 18) // 6) :]
     if height >= ROOMY:
-        return Section([Text(text) for text in texts], title="notes", tail=True)
-    return Section([Text.assemble(("note".ljust(LABEL), DIM), text) for text in texts], tail=True)
+        return LineGroup([Text(text) for text in texts], title="notes", tail=True)
+    return LineGroup([Text.assemble(("note".ljust(LABEL), DIM), text) for text in texts], tail=True)
 
 
 # ── the screen ──────────────────────────────────────────────────────────────────────────────────
@@ -534,8 +551,8 @@ class Dashboard:
         self._kept: list[tuple[IO[str], str]] = []
         self._closed = False
 
-    def log(self, step: int, kind: str, figures: Figures) -> None:
-        self._run.log(step, kind, figures)
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
+        self._run.log(step, kind, metrics)
         self._begin()
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:

@@ -35,7 +35,7 @@ def one_line(text: str, limit: int) -> str:
     return printable(" ".join(text[:limit].split()))
 
 
-def figure(value: float | None, form: str, width: int = 11) -> str:
+def format_number(value: float | None, form: str, width: int = 11) -> str:
     """Return a number in the format `form`, or with two digits if it is wider than `width`.
 
     Return "–" for None.
@@ -120,7 +120,7 @@ def flow(label: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
 
 
 @dataclass(frozen=True)
-class Section:
+class LineGroup:
     """Group of lines in the dashboard."""
 
     lines: Sequence[Text]
@@ -144,7 +144,7 @@ class Section:
 
 
 def share_out(
-    sections: Mapping[str, Section], height: int, *, weight: Sequence[str], growth: Sequence[str]
+    sections: Mapping[str, LineGroup], height: int, *, weight: Sequence[str], growth: Sequence[str]
 ) -> dict[str, int]:
     """Return the number of lines that each section shows, so that all fit into `height` screen
     lines.

@@ -63,7 +63,7 @@ It is saved as an absolute path, so that a saved run can be loaded from any work
 """
 BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute(path))]
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
-Environment = Annotated[
+EnvironmentName = Annotated[
     str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)
 ]
 """Name of an environment.
@@ -792,7 +792,7 @@ class TaskConfig(Section):
 
     name: Name
     """Name of the task in --tasks and in metric names. Default: the name of the file."""
-    env: Environment
+    env: EnvironmentName
     """Environment of the task.
 
     Bundled environment: a name in crl.envs. Environment of GEM: gem:ID. Your own environment:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crl.embedders.recipe import KEY, Pooling, Recipe
+from crl.embedders.recipe import KEY, EncoderSettings, Pooling
 from crl.errors import ConfigError, EngineError
 from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
 
@@ -31,7 +31,7 @@ class EncoderEmbedder:
     """
 
     def __init__(
-        self, recipe: Recipe, device: str = "auto", *, batch: int = 32, threads: int = 1
+        self, recipe: EncoderSettings, device: str = "auto", *, batch: int = 32, threads: int = 1
     ) -> None:
         """Load the model of `recipe` and embed one text to find the dimension.
 
@@ -114,7 +114,7 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+def _load(recipe: EncoderSettings, device: torch.device) -> PreTrainedModel:
     from transformers import AutoModel
 
     silence_transformers()
@@ -138,7 +138,7 @@ def _load(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def encoder_tokenizer(recipe: Recipe) -> Any:
+def encoder_tokenizer(recipe: EncoderSettings) -> Any:
     """Return the tokenizer of the encoder. It pads on the right.
 
     With right padding, positions in a causal model are those of the text alone. Raise `ConfigError`
@@ -167,7 +167,7 @@ def encoder_tokenizer(recipe: Recipe) -> Any:
     return tokenizer
 
 
-def token_limit(recipe: Recipe, tokenizer: Any, config: PreTrainedConfig) -> int:
+def token_limit(recipe: EncoderSettings, tokenizer: Any, config: PreTrainedConfig) -> int:
     """Return the maximal tokens of a text: the lowest limit of recipe, tokenizer and model."""
     limits = (
         recipe.max_tokens,

@@ -32,7 +32,7 @@ The flag pooling_mode_lasttoken already has the pooling's name.
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EncoderSettings:
     """Settings of an encoder."""
 
     folder: Path
@@ -62,7 +62,7 @@ class Recipe:
         return zlib.crc32(file.read_bytes(), crc) if file.is_file() else crc
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path) -> EncoderSettings:
     """Return the recipe of the encoder in directory `path`. Without modules.json, pooling is mean.
 
     Raise `ConfigError` if there is no encoder, a file cannot be read, or a module is not supported.
@@ -96,7 +96,7 @@ def read_recipe(path: Path) -> Recipe:
             "Give a directory in Hugging Face format",
         )
     limits = _table(folder / "sentence_bert_config.json")
-    return Recipe(
+    return EncoderSettings(
         folder,
         _pooling(kinds["Pooling"]) if "Pooling" in kinds else "mean",
         _prompt(path / "config_sentence_transformers.json"),

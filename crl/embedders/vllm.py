@@ -23,7 +23,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from crl.embedders.encoder import encoder_tokenizer, token_limit
-from crl.embedders.recipe import KEY, Pooling, Recipe
+from crl.embedders.recipe import KEY, EncoderSettings, Pooling
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, TransientError
 from crl.modeling import first_line
@@ -52,7 +52,7 @@ class VllmEmbedder:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: EncoderSettings,
         gpus: Sequence[str],
         fraction: float | None,
         *,
@@ -69,7 +69,7 @@ class VllmEmbedder:
 
     @classmethod
     async def start(
-        cls, recipe: Recipe, gpus: Sequence[str] = (), fraction: float | None = None,
+        cls, recipe: EncoderSettings, gpus: Sequence[str] = (), fraction: float | None = None,
         *, batch: int = 32, threads: int = 1,
     ) -> VllmEmbedder:  # fmt: skip
         """Return the embedder once its engine serves.
@@ -136,7 +136,7 @@ async def _as_it_was(llm: AsyncLLM) -> None:
 
 
 def _engine_arguments(
-    recipe: Recipe, limit: int, batch: int, fraction: float | None, config: Any
+    recipe: EncoderSettings, limit: int, batch: int, fraction: float | None, config: Any
 ) -> dict[str, Any]:
     dtype = getattr(config, "dtype", None)
     return {
@@ -157,7 +157,7 @@ def _engine_arguments(
     )
 
 
-def _checksum(recipe: Recipe) -> int:
+def _checksum(recipe: EncoderSettings) -> int:
     """Return the checksum of the files with weights, in the order of their names."""
     crc = 0
     for path in sorted(recipe.folder.glob("*.safetensors")):

@@ -105,7 +105,7 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LessonVerdict:
     """Classification of a lesson for one place."""
 
     kind: str
@@ -129,7 +129,7 @@ class Advisor(Protocol):
         """Return a lesson with the same wording that misleads."""
         ...
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         """Classify a lesson about the task's place."""
         ...
 

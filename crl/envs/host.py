@@ -138,7 +138,7 @@ class Hosts:
         self._hosts = dict(hosts)
         self._lenders: dict[Environment, Host] = {}
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics env/failures and env/replaced, summed over all hosts."""
         hosts = set(self._hosts.values())
         return {
@@ -256,7 +256,7 @@ class _Crew:
     def __init__(self, limit: int, deadline: float) -> None:
         self._slots = asyncio.Semaphore(limit)
         self.deadline = deadline
-        self._idle: list[_Worker] = []
+        self._idle: list[_WorkerThread] = []
 
     async def run(self, function: Callable[[], Any], abandoned: Callable[[], object]) -> _Outcome:
         """Run `function` on a thread and return its outcome.
@@ -270,13 +270,13 @@ class _Crew:
         worker = None
         try:
             async with self._slots:
-                worker = self._idle.pop() if self._idle else _Worker()
+                worker = self._idle.pop() if self._idle else _WorkerThread()
                 async with asyncio.timeout(self.deadline):
                     outcome = await worker.run(function)
                 self._idle.append(worker)
                 return outcome
         except BaseException:
-            (worker or _Worker()).retire(abandoned)
+            (worker or _WorkerThread()).retire(abandoned)
             raise
 
     def dismiss(self) -> None:
@@ -285,7 +285,7 @@ class _Crew:
             self._idle.pop().retire(lambda: None)
 
 
-class _Worker:
+class _WorkerThread:
     """One daemon thread and its queue of jobs.
 
     A daemon, so that a hung call cannot keep the process alive.

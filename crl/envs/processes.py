@@ -92,11 +92,11 @@ class ProcessHost:
         self.deadline = deadline
         self._note = note
         self._limit, self._scratch = processes, scratch_folder()
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._numbers = itertools.count()
         self._lent: set[ProcessEnvironment] = set()
         # tasks of environments with affinity → the worker that played the task last
-        self._homes: OrderedDict[str, _Worker] = OrderedDict()
+        self._homes: OrderedDict[str, _WorkerProcess] = OrderedDict()
         self._closed = False
 
     async def acquire(self, task: Task) -> ProcessEnvironment:
@@ -148,7 +148,7 @@ class ProcessHost:
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.dismiss() for worker in workers))
 
-    def _home(self, task: Task) -> _Worker:
+    def _home(self, task: Task) -> _WorkerProcess:
         """Return the worker that played the task last, and remember the choice.
 
         Use `_place` if this worker has ended or is too busy.
@@ -168,7 +168,7 @@ class ProcessHost:
             self._homes.popitem(last=False)
         return worker
 
-    def _place(self) -> _Worker:
+    def _place(self) -> _WorkerProcess:
         """Return the worker with the fewest acquired games.
 
         Start a new worker if all workers have acquired games and the limit is not reached.
@@ -178,7 +178,9 @@ class ProcessHost:
             worker.retire()
         least = min(self._workers, key=lambda worker: worker.lent, default=None)
         if least is None or (least.lent and len(self._workers) < self._limit):
-            least = _Worker(self._scratch / f"worker-{next(self._numbers)}", self._count_lost)
+            least = _WorkerProcess(
+                self._scratch / f"worker-{next(self._numbers)}", self._count_lost
+            )
             self._workers.append(least)
         return least
 
@@ -201,7 +203,7 @@ class ProcessEnvironment:
     def __init__(
         self,
         host: ProcessHost,
-        worker: _Worker,
+        worker: _WorkerProcess,
         spec: EnvSpec,
         rendering: Rendering,
         game: int | None,
@@ -272,7 +274,7 @@ class _Job:
             self.future.set_result(reply)
 
 
-class _Worker:
+class _WorkerProcess:
     """One worker process.
 
     `lent` counts its acquired games. `free` holds the numbers of its released games. `lost` is

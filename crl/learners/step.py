@@ -128,7 +128,7 @@ class Tensors:
         return torch.where(self.versions < 0, logp.detach(), self.old_logp)
 
 
-class Figures:
+class MetricAccumulator:
     """Accumulator of a step's metrics.
 
     Metrics whose names end in `_max` are combined by maximum. All other metrics are combined as
@@ -144,7 +144,7 @@ class Figures:
         """Add metrics of `tokens` trained tokens."""
         self.rows.append((metrics, tokens))
 
-    def merge(self, other: Figures) -> None:
+    def merge(self, other: MetricAccumulator) -> None:
         self.rows += other.rows
 
     def result(self) -> dict[str, float]:
@@ -240,8 +240,8 @@ class Trainer:
         `version` is the trainer's policy version at the start of the step. An update whose loss or
         gradient is not finite is skipped.
         """
-        figures = Figures()
-        measured = [Figures() for _ in minibatches]
+        accumulator = MetricAccumulator()
+        measured = [MetricAccumulator() for _ in minibatches]
         if self.settings.recompute:
             minibatches = [
                 self._recomputed(m, own, version)
@@ -265,8 +265,8 @@ class Trainer:
             updates += 1
             grad_norms.append(grad_norm)
             own.add({"loss": total}, 1)
-            figures.merge(own)
-        means = self._pooled(figures).result()
+            accumulator.merge(own)
+        means = self._pooled(accumulator).result()
         moments = {name: value for name, value in means.items() if name.startswith(MOMENT)}
         metrics = {name: value for name, value in means.items() if name not in moments} | (
             mismatch(moments) if moments else {}
@@ -277,26 +277,28 @@ class Trainer:
         metrics["learning_rate"] = learning_rate
         return StepStats(updates, skipped, metrics)
 
-    def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
+    def _gradient(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, probe: int | None
+    ) -> float:
         """Compute the minibatch's gradient, store it in the parameters and return the loss.
 
-        Add the metrics to `figures`. `probe` is the trainer's version if its log-probs can be
+        Add the metrics to `accumulator`. `probe` is the trainer's version if its log-probs can be
         compared with the engine's, else None.
         """
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for _, batch in self._micro_batches(minibatch):
-            loss = self._loss(batch, minibatch.total_tokens, figures, probe)
+            loss = self._loss(batch, minibatch.total_tokens, accumulator, probe)
             loss.backward()
             total += loss.item()
         return total
 
     def _loss(
-        self, batch: Tensors, total_tokens: int, figures: Figures, probe: int | None
+        self, batch: Tensors, total_tokens: int, accumulator: MetricAccumulator, probe: int | None
     ) -> torch.Tensor:
         """Return the part of the minibatch's loss that belongs to one micro-batch.
 
-        Add the metrics of the micro-batch to `figures`. `probe` is the trainer's version if its
+        Add the metrics of the micro-batch to `accumulator`. `probe` is the trainer's version if its
         log-probs can be compared with the engine's, else None.
         """
         logp, entropy, kl = self._tokens(batch)
@@ -311,12 +313,12 @@ class Trainer:
         )
         loss = loss + self.settings.kl_coef * kl.sum() / total_tokens
         tokens = int(batch.mask.sum())
-        figures.add(metrics, tokens)
-        figures.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
+        accumulator.add(metrics, tokens)
+        accumulator.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
         if self._reference is not None:
-            figures.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
+            accumulator.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
         if probe is not None and not self.settings.recompute:
-            self._add_mismatch(figures, logp.detach(), batch, probe)
+            self._add_mismatch(accumulator, logp.detach(), batch, probe)
         return loss
 
     def _tokens(self, batch: Tensors) -> TokenFigures:
@@ -340,24 +342,24 @@ class Trainer:
         self.optimizer.step()
         return norm
 
-    def _pooled(self, figures: Figures) -> Figures:
+    def _pooled(self, accumulator: MetricAccumulator) -> MetricAccumulator:
         """Return the metrics of all processes that train on the same minibatches."""
-        return figures
+        return accumulator
 
     def _add_mismatch(
-        self, figures: Figures, logp: torch.Tensor, batch: Tensors, version: int
+        self, accumulator: MetricAccumulator, logp: torch.Tensor, batch: Tensors, version: int
     ) -> None:
         """Add the mismatch between trainer and engine on tokens sampled by policy `version`."""
         same = batch.mask & (batch.versions == version)
         tokens = int(same.sum())
         if tokens:
-            figures.add(mismatch_moments(logp[same], batch.old_logp[same]), tokens)
+            accumulator.add(mismatch_moments(logp[same], batch.old_logp[same]), tokens)
 
     @torch.no_grad()
-    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+    def _probe(self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int) -> None:
         """Add the mismatch between trainer and engine on the minibatch's probe traces."""
         for _, batch in self._micro_batches(untrained(minibatch.probe)):
-            self._add_mismatch(figures, self._tokens(batch).logp, batch, version)
+            self._add_mismatch(accumulator, self._tokens(batch).logp, batch, version)
 
     def _micro_batches(
         self, minibatch: Minibatch
@@ -369,7 +371,9 @@ class Trainer:
             yield samples, Tensors.of(samples, self.model.device)
 
     @torch.no_grad()
-    def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
+    def _recomputed(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
+    ) -> Minibatch:
         """Return the minibatch with the trainer's log-probs as old log-probs.
 
         If `importance_cap` is set, the advantages are multiplied by truncated importance weights.
@@ -377,7 +381,7 @@ class Trainer:
         recomputed = []
         for samples, batch in self._micro_batches(minibatch):
             logp = self._tokens(batch).logp
-            self._add_mismatch(figures, logp, batch, version)
+            self._add_mismatch(accumulator, logp, batch, version)
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
                 engine = batch.old_logps(logp)

@@ -1,6 +1,6 @@
 """Rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and controls.
 
-* `Link` is the pipe to the parent process. It receives commands, and sends answers and a heartbeat
+* `ParentPipe` is the pipe to the parent process. It receives commands, and sends answers and a heartbeat
   every second. The heartbeat contains the progress of the rank.
 * `ZeroTrainer` is the shared training step on a model whose optimizer state, gradients and weights
   ZeRO partitions among the ranks.
@@ -58,7 +58,7 @@ from crl.learners.deepspeed import (
     frame,
     read_frame,
 )
-from crl.learners.step import Figures, Tensors, Trainer, adamw, untrained
+from crl.learners.step import MetricAccumulator, Tensors, Trainer, adamw, untrained
 from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
 from crl.scratch import sweep_all
@@ -81,7 +81,7 @@ The rank computes the sample and drops the result, because all ranks must take p
 # ── pipe to the parent ────────────────────────────────────────────────────────────────────────────
 
 
-class Link:
+class ParentPipe:
     """Pipe to the parent process. Everything that this process prints is written to its log."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Link:
 def main() -> None:
     """Run a rank: execute commands until the parent closes the pipe."""
     faulthandler.register(signal.SIGUSR1)  # the parent requests stack dumps of a stuck rank
-    link = Link()
+    link = ParentPipe()
     try:
         rank = Rank(link.seat(), link.tick)
         link.say("done")
@@ -216,7 +216,9 @@ class ZeroTrainer(Trainer):
         )[0]
         self._allocate()
 
-    def _gradient(self, minibatch: Minibatch, figures: Figures, probe: int | None) -> float:
+    def _gradient(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, probe: int | None
+    ) -> float:
         """Compute the gradient of the whole minibatch and return its loss, summed over the ranks.
 
         See `Trainer._gradient`.
@@ -230,7 +232,7 @@ class ZeroTrainer(Trainer):
             last = i == count - 1
             self.engine.set_gradient_accumulation_boundary(last)
             if i < len(own):
-                loss = self._loss(own[i], minibatch.total_tokens, figures, probe)
+                loss = self._loss(own[i], minibatch.total_tokens, accumulator, probe)
                 total += loss.item()
             else:
                 loss = self._idle_loss()
@@ -256,26 +258,28 @@ class ZeroTrainer(Trainer):
             *self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference)
         )
 
-    def _pooled(self, figures: Figures) -> Figures:
+    def _pooled(self, accumulator: MetricAccumulator) -> MetricAccumulator:
         shares: list[Any] = [None] * self._ranks
         rows = [
             ({name: float(value) for name, value in metrics.items()}, tokens)
-            for metrics, tokens in figures.rows
+            for metrics, tokens in accumulator.rows
         ]
         dist.all_gather_object(shares, rows)
-        return Figures([row for share in shares for row in share])
+        return MetricAccumulator([row for share in shares for row in share])
 
     @torch.no_grad()
-    def _recomputed(self, minibatch: Minibatch, figures: Figures, version: int) -> Minibatch:
+    def _recomputed(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
+    ) -> Minibatch:
         behind = self._behind(minibatch)
-        recomputed = super()._recomputed(minibatch, figures, version)
+        recomputed = super()._recomputed(minibatch, accumulator, version)
         self._catch_up(behind)
         return recomputed
 
     @torch.no_grad()
-    def _probe(self, minibatch: Minibatch, figures: Figures, version: int) -> None:
+    def _probe(self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int) -> None:
         behind = self._behind(untrained(minibatch.probe))
-        super()._probe(minibatch, figures, version)
+        super()._probe(minibatch, accumulator, version)
         self._catch_up(behind)
 
     def _behind(self, minibatch: Minibatch) -> int:

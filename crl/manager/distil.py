@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from crl.manager.embed import Keys
+from crl.manager.embed import KeyEmbedder
 from crl.manager.extractor import Answer, Extractor
 from crl.manager.faults import target_span
 from crl.manager.ops import Op, OpLimits, ParsedOps, parse_ops
@@ -34,7 +34,7 @@ class DistilSettings:
     temperature: float = 1.0
     """Sampling temperature."""
     key_text_weight: float | None = None
-    """Weight of the text in an entry's key, see `Keys`."""
+    """Weight of the text in an entry's key, see `KeyEmbedder`."""
     limits: OpLimits = field(default_factory=OpLimits)
     """Limits of the ops in one answer."""
 
@@ -49,7 +49,7 @@ class Distiller:
     def __init__(
         self,
         extractor: Extractor,
-        keys: Keys,
+        keys: KeyEmbedder,
         prompt: PromptWriter,
         limits: OpLimits,
         *,

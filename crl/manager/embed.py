@@ -112,7 +112,7 @@ class CachedEmbedder:
             del self._vectors[next(iter(self._vectors))]
 
 
-class Keys:
+class KeyEmbedder:
     """Keys of entries, which are compared with queries.
 
     A key is unit(embed(goal) + text_weight·embed(text)); **ours**. If `text_weight` is None, the

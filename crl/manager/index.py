@@ -51,7 +51,7 @@ class Neighbour(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class IndexSnapshot:
     """Immutable part of an index."""
 
     vectors: NDArray[np.float32]
@@ -72,7 +72,11 @@ class Build:
     """
 
     def __init__(
-        self, snapshot: Snapshot, tail: NDArray[np.float32], live: NDArray[np.intp], uids: list[str]
+        self,
+        snapshot: IndexSnapshot,
+        tail: NDArray[np.float32],
+        live: NDArray[np.intp],
+        uids: list[str],
     ) -> None:
         self.live, self.rows_before = live, len(snapshot) + len(tail)
         self._parts, self._old_uids = (snapshot.vectors, tail), uids
@@ -94,7 +98,7 @@ class Build:
             if stop.is_set():
                 return False
             graph.add_items(vectors[start : start + CHUNK], num_threads=1)
-        self.snapshot = Snapshot(vectors, graph)
+        self.snapshot = IndexSnapshot(vectors, graph)
         self.uids = [self._old_uids[row] for row in self.live]
         self.rows = {uid: row for row, uid in enumerate(self.uids)}
         return True
@@ -114,7 +118,7 @@ class Index:
     def __init__(self, dim: int, *, exact: bool = False) -> None:
         self.dim = dim
         self._exact, self._building = exact, False
-        self._snapshot = Snapshot(np.zeros((0, dim), np.float32))
+        self._snapshot = IndexSnapshot(np.zeros((0, dim), np.float32))
         self._tail = np.empty((TAIL, dim), np.float32)
         self._uids: list[str] = []  # of every row: first the snapshot's rows, then the tail's
         self._alive = np.zeros(TAIL, bool)
@@ -246,7 +250,7 @@ class Index:
             self._set_tail(self._tail, self._alive, 2 * len(self._tail))
             return
         live = np.flatnonzero(self._alive)
-        self._snapshot = Snapshot(np.concatenate([self._snapshot.vectors, self._tail])[live])
+        self._snapshot = IndexSnapshot(np.concatenate([self._snapshot.vectors, self._tail])[live])
         self._uids = [self._uids[row] for row in live]
         self._rows = {uid: row for row, uid in enumerate(self._uids)}
         self._set_tail(self._tail[:0], np.ones(len(live), bool), max(TAIL, len(live) // 4))

@@ -33,7 +33,7 @@ from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
 from crl.manager.database import copy_database, remove, to_its_end
 from crl.manager.distil import Distiller
 from crl.manager.duplicates import DuplicateFilter
-from crl.manager.embed import Keys
+from crl.manager.embed import KeyEmbedder
 from crl.manager.extractor import Extractor
 from crl.manager.merge import Chunker, Merger, MergeStats
 from crl.manager.queue import DistilQueue, Outcome
@@ -84,7 +84,7 @@ class ExperienceManager:
         self._store, self._engine, self._embedder = store, engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
-        self._keys = Keys(embedder, settings.distil.key_text_weight)
+        self._keys = KeyEmbedder(embedder, settings.distil.key_text_weight)
         votes = settings.vote_out is not None
         self._distiller = Distiller(
             extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes
@@ -712,15 +712,15 @@ class ExperienceManager:
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
-        figures = {
+        metrics = {
             "queue/refused": self._queue.refused,
             "queue/retried": self._queue.retried,
             "merge/skipped": self._merges_skipped,
         }
-        figures["total/sampled_tokens/extractor"] = self._sampled_tokens
+        metrics["total/sampled_tokens/extractor"] = self._sampled_tokens
         if self._refiner:
-            figures["refine/failed"] = self._refines_failed
-        return {**sizes, **await self._store.counts(), **figures}
+            metrics["refine/failed"] = self._refines_failed
+        return {**sizes, **await self._store.counts(), **metrics}
 
     def latest(self, n: int) -> list[Experience]:
         """Return at most `n` active entries, the most recently retrieved first.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from crl.manager.embed import Keys
+from crl.manager.embed import KeyEmbedder
 from crl.manager.extractor import Extractor
 from crl.manager.ops import Op, OpLimits, ParsedOps, parse_merge
 from crl.manager.records import Entry, Merged, UnitKey, Write
@@ -78,7 +78,7 @@ class Merger:
     """Client of the extractor for chunks. It does not change the bank."""
 
     def __init__(
-        self, extractor: Extractor, keys: Keys, prompt: MergePromptWriter, limits: OpLimits
+        self, extractor: Extractor, keys: KeyEmbedder, prompt: MergePromptWriter, limits: OpLimits
     ) -> None:
         self._extractor, self._keys, self._prompt, self._limits = extractor, keys, prompt, limits
 

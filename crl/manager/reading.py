@@ -202,11 +202,11 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeyVectors:
     """Embeddings of the keys of active entries."""
 
     made_by: str | None
-    """Name of the keys (`crl.manager.embed.Keys.name`).
+    """Name of the keys (`crl.manager.embed.KeyVectors.name`).
 
     None if there are no vectors yet, as in an imported bank that no run has opened.
     """
@@ -496,7 +496,7 @@ class BankReader:
 
     # ── search ────────────────────────────────────────────────────────────────────────────────────
 
-    def keys(self) -> Keys:
+    def keys(self) -> KeyVectors:
         """Return the keys of the active entries."""
         made_by = next(
             (row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")),
@@ -505,7 +505,7 @@ class BankReader:
         rows = (
             self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
         )
-        return Keys(
+        return KeyVectors(
             made_by,
             dict(
                 zip(
@@ -541,7 +541,7 @@ class BankReader:
 
         * bank: path of the file.
         * bytes: size of the file and of SQLite's write-ahead log beside it.
-        * keys: name of the keys, see `Keys.made_by`.
+        * keys: name of the keys, see `KeyVectors.made_by`.
         * log: number of operations.
         * step: completed actor steps at the last operation; None if no run made it or if it was
           made by another run.

@@ -66,7 +66,7 @@ from crl.manager.tables import (
     write_merge,
     write_refinement,
 )
-from crl.manager.tally import Tally
+from crl.manager.tally import LogCounter
 
 
 class Store:
@@ -77,7 +77,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._tally = Tally()
+        self._tally = LogCounter()
 
     @classmethod
     async def open(cls, path: Path) -> Store:

@@ -17,7 +17,7 @@ Without NOT INDEXED, SQLite would read the whole index of kinds.
 """
 
 
-class Tally:
+class LogCounter:
     """Incremental counter of the log. It reads each log row once."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ SHAPE = Shape()
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """Training plan of a model: the drills of `first` alone, then all drills."""
 
     drills: tuple[Drill, ...]
@@ -55,10 +55,14 @@ class Recipe:
 MODELS = {
     # Copying of words must be learnt first. In a mixture with all other drills, the actor does not
     # learn to combine advice with its observation.
-    "tiny-actor": Recipe(ACTOR_DRILLS, 2, Schooling(), first=webshop.COPYING, first_epochs=3),
+    "tiny-actor": TrainingRecipe(
+        ACTOR_DRILLS, 2, Schooling(), first=webshop.COPYING, first_epochs=3
+    ),
     # Larger batches cause more spelling errors. The context weight is low because chunks of a bank
     # are random: learning to predict them is useless.
-    "tiny-extractor": Recipe(EXTRACTOR_DRILLS, 4, Schooling(batch_tokens=2048, context_weight=0.3)),
+    "tiny-extractor": TrainingRecipe(
+        EXTRACTOR_DRILLS, 4, Schooling(batch_tokens=2048, context_weight=0.3)
+    ),
 }
 
 
@@ -94,7 +98,7 @@ def _make_directories(directories: Sequence[Path]) -> None:
             ) from error
 
 
-def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
+def make_model(directory: Path, recipe: TrainingRecipe, seed: int) -> None:
     """Make a model that imitates the drills' demonstrators, with a new tokenizer.
 
     The directory must exist.
@@ -141,7 +145,7 @@ def make_model(directory: Path, recipe: Recipe, seed: int) -> None:
     print(f"{directory.name}: done in {time.monotonic() - begin:.0f} s: {directory}")
 
 
-def _record(recipe: Recipe, seed: int, loss: float) -> dict[str, Any]:
+def _record(recipe: TrainingRecipe, seed: int, loss: float) -> dict[str, Any]:
     """Return the content of recipe.json: how the model was made, and its final loss."""
     return {
         "command": f"crl make-models --seed {seed}",

@@ -18,9 +18,9 @@ class FanOut:
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
         for monitor in self._monitors:
-            monitor.log(step, kind, figures)
+            monitor.log(step, kind, metrics)
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         for monitor in self._monitors:

@@ -38,18 +38,18 @@ class FileMonitor:
         self._trajectories = run.trajectories.open("a", encoding="utf-8")
         self._log = run.log.open("a", encoding="utf-8")
 
-    def log(self, step: int, kind: str, figures: Mapping[str, Figure]) -> None:
+    def log(self, step: int, kind: str, metrics: Mapping[str, Figure]) -> None:
         """Write a line of metrics.
 
         Raise `ValueError` if a metric has the name of a reserved field.
         """
-        if clash := RESERVED & figures.keys():
+        if clash := RESERVED & metrics.keys():
             raise ValueError(f"figures may not be named {sorted(clash)}")
         seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
         _write(
             self._metrics,
             {"step": step, "kind": kind, "time": seconds}
-            | {name: plain(value) for name, value in figures.items()},
+            | {name: plain(value) for name, value in metrics.items()},
         )
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from crl.types import Experience, Trajectory
 
-Figures = Mapping[str, float | int | str | None]
+Metrics = Mapping[str, float | int | str | None]
 
 Columns = tuple[tuple[str, str, str], ...]
 """Cells of a line: (label, metric, format). A metric that is missing is left out."""
@@ -99,87 +99,87 @@ Table = Mapping[str, Mapping[str, str]]
 """Cells by task and column."""
 
 
-def render_line(step: int, kind: str, figures: Figures, *, steps: int | None = None) -> str:
+def render_line(step: int, kind: str, metrics: Metrics, *, steps: int | None = None) -> str:
     """Return a metrics line for readers. `steps`: length of the run, shown beside the step."""
     of = f"/{steps}" if steps is not None else ""
     head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
-    parts = [float(figures[name] or 0) for name in SECONDS.get(kind, ()) if name in figures]
+    parts = [float(metrics[name] or 0) for name in SECONDS.get(kind, ()) if name in metrics]
     seconds = [f"{sum(parts):.1f} s"] if parts else []
     if kind in TABLES:
-        table = TABLES[kind](figures)
+        table = TABLES[kind](metrics)
         if len(table) > 1:
             return _aligned(head, table, seconds)
         cells = [
             f"{task}/{column} {cell}" for task, row in table.items() for column, cell in row.items()
         ]
     elif kind in COLUMNS:
-        left_out = {name for name in UNLESS_ZERO if not figures.get(name)} | (
-            set() if figures.keys() >= CONDITIONS else CONDITIONS
+        left_out = {name for name in UNLESS_ZERO if not metrics.get(name)} | (
+            set() if metrics.keys() >= CONDITIONS else CONDITIONS
         )
         cells = [
-            f"{label} {_cell(figures, name, form)}"
+            f"{label} {_cell(metrics, name, form)}"
             for label, name, form in COLUMNS[kind]
-            if name in figures.keys() - left_out
+            if name in metrics.keys() - left_out
         ]
-        cells += [f"errors {figures['rollout/errors']}"] if figures.get("rollout/errors") else []
+        cells += [f"errors {metrics['rollout/errors']}"] if metrics.get("rollout/errors") else []
     else:
         cells = [
             f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}"
-            for name, value in figures.items()
+            for name, value in metrics.items()
         ]
     return "  ".join([head, *cells, *seconds])
 
 
-def _cell(figures: Figures, name: str, form: str) -> str:
+def _cell(metrics: Metrics, name: str, form: str) -> str:
     """Return a metric as text.
 
     The success rate is followed by the rates of the single tasks, if there are several.
     """
-    cell = _number(figures[name], form)
+    cell = _number(metrics[name], form)
     if name != "rollout/success":
         return cell
     tasks = [
-        f"{match[1]} {_number(figures[other], form)}"
-        for other in figures
+        f"{match[1]} {_number(metrics[other], form)}"
+        for other in metrics
         if (match := TRAIN_SUCCESS.fullmatch(other))
     ]
     return f"{cell} ({', '.join(tasks)})" if tasks else cell
 
 
-def _evaluated(figures: Figures) -> Table:
+def _evaluated(metrics: Metrics) -> Table:
     """Return the success rates of an evaluation, with their intervals if there are any."""
     table: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for name in figures:
+    for name in metrics:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
-            cell = _number(figures[name], ".3f")
-            if f"{name}/low" in figures:
+            cell = _number(metrics[name], ".3f")
+            if f"{name}/low" in metrics:
                 cell += (
-                    f" [{_number(figures[f'{name}/low'], '.3f')}, "
-                    f"{_number(figures[f'{name}/high'], '.3f')}]"
+                    f" [{_number(metrics[f'{name}/low'], '.3f')}, "
+                    f"{_number(metrics[f'{name}/high'], '.3f')}]"
                 )
             table[task][split if condition == "free" else f"{split} {condition}"] = cell
     return table
 
 
-def _probed(figures: Figures) -> Table:
+def _probed(metrics: Metrics) -> Table:
     """Return the success rates of an advice probe.
 
     The gain by right advice has ± half a 95 % interval.
     """
     table: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if match := PROBE.fullmatch(name):
             task, advice = match.groups()
             if advice == "right_minus_none":
-                half = _number(figures.get(f"{name}/half_width"), ".3f")
+                half = _number(metrics.get(f"{name}/half_width"), ".3f")
                 table[task]["right − none"] = f"{_number(value, '+.3f')} ± {half}"
             else:
                 table[task][advice] = _number(value, ".3f")
     return table
 
 
-TABLES: Mapping[str, Callable[[Figures], Table]] = {"eval": _evaluated, "probe": _probed}
+TABLES: Mapping[str, Callable[[Metrics], Table]] = {"eval": _evaluated, "probe": _probed}
 
 
 def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
@@ -214,8 +214,8 @@ class PlainMonitor:
     def __init__(self, *, steps: int | None = None, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
 
-    def log(self, step: int, kind: str, figures: Figures) -> None:
-        self.note(render_line(step, kind, figures, steps=self._steps))
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
+        self.note(render_line(step, kind, metrics, steps=self._steps))
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         pass

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from crl.monitor.plain import EVAL_SUCCESS, Figures
+from crl.monitor.plain import EVAL_SUCCESS, Metrics
 from crl.types import Experience, Trajectory
 
 HISTORY = 60
@@ -125,7 +125,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Bank:
+class BankMetrics:
     """Metrics of the bank, the distillation queue and retrieval."""
 
     size: Annotated[Series, "bank/size"] = EMPTY
@@ -161,7 +161,7 @@ class Bank:
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateView:
     """Success rate with its interval."""
 
     value: float | None
@@ -177,7 +177,7 @@ class EvalSet:
 
     step: int
     """Number of completed actor steps."""
-    rates: Mapping[str, Rate]
+    rates: Mapping[str, RateView]
     """Success rates by condition."""
 
 
@@ -207,7 +207,7 @@ class Snapshot:
     actor: Model = Model()
     extractor: Model | None = None
     """None before the first line about the extractor."""
-    bank: Bank | None = None
+    bank: BankMetrics | None = None
     """None before the first line about the bank."""
     evals: Mapping[str, EvalSet] = field(default_factory=dict)
     """Last evaluations by TASK/SPLIT."""
@@ -224,13 +224,13 @@ class Snapshot:
 # ── folding ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def fold(snapshot: Snapshot, step: int, kind: str, figures: Figures) -> Snapshot:
+def fold(snapshot: Snapshot, step: int, kind: str, metrics: Metrics) -> Snapshot:
     """Return the snapshot after one more line.
 
     A line of a kind that is not shown changes nothing.
     """
     follow = _FOLDS.get(kind)
-    return follow(snapshot, step, figures) if follow else snapshot
+    return follow(snapshot, step, metrics) if follow else snapshot
 
 
 def number(value: Any) -> float | None:
@@ -242,78 +242,78 @@ def number(value: Any) -> float | None:
     return converted if math.isfinite(converted) else None
 
 
-def _train(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+def _train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an actor step."""
     # The line contains the updates of its own step only.
-    total = (s.actor.updates.last or 0.0) + (number(figures.get("actor/updates")) or 0.0)
+    total = (s.actor.updates.last or 0.0) + (number(metrics.get("actor/updates")) or 0.0)
     seconds = {
         name.removeprefix("time/"): number(value) or 0.0
-        for name, value in figures.items()
+        for name, value in metrics.items()
         if name.startswith("time/")
     }
-    actor = _extend(s.actor, {**figures, "actor/updates": total}, "actor")
-    played = [task for task in s.run.tasks if f"rollout/{task}/success" in figures]
+    actor = _extend(s.actor, {**metrics, "actor/updates": total}, "actor")
+    played = [task for task in s.run.tasks if f"rollout/{task}/success" in metrics]
     tasks = {
         **s.tasks,
-        **{task: _extend(s.tasks.get(task, TaskRollout()), figures, task) for task in played},
+        **{task: _extend(s.tasks.get(task, TaskRollout()), metrics, task) for task in played},
     }
     return replace(
-        s, step=step, rollout=_extend(s.rollout, figures), tasks=tasks, actor=actor, seconds=seconds
+        s, step=step, rollout=_extend(s.rollout, metrics), tasks=tasks, actor=actor, seconds=seconds
     )
 
 
-def _extractor(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+def _extractor(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an update of the extractor."""
-    return replace(s, extractor=_extend(s.extractor or Model(), figures, "extractor"))
+    return replace(s, extractor=_extend(s.extractor or Model(), metrics, "extractor"))
 
 
-def _bank(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+def _bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about the bank."""
     sizes = {
-        m.group(1): number(figures[name]) for name in figures if (m := _BANK_TASK.fullmatch(name))
+        m.group(1): number(metrics[name]) for name in metrics if (m := _BANK_TASK.fullmatch(name))
     }
-    bank = _extend(s.bank or Bank(), figures)
+    bank = _extend(s.bank or BankMetrics(), metrics)
     by_task = {**bank.by_task, **{task: size for task, size in sizes.items() if size is not None}}
     return replace(s, bank=replace(bank, by_task=by_task))
 
 
-def _eval(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+def _eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an evaluation."""
     evals = dict(s.evals)
-    for name in figures:
+    for name in metrics:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
             known = evals.get(f"{task}/{split}", EvalSet(step, {}))
             value, low, high = (
-                number(figures.get(f"{name}{end}")) for end in ("", "/low", "/high")
+                number(metrics.get(f"{name}{end}")) for end in ("", "/low", "/high")
             )
             first = known.rates[condition].first if condition in known.rates else value
             evals[f"{task}/{split}"] = EvalSet(
-                step, {**known.rates, condition: Rate(value, low, high, first)}
+                step, {**known.rates, condition: RateView(value, low, high, first)}
             )
-    return replace(s, evals=evals, seconds=_with_seconds(s, step, figures, "eval"))
+    return replace(s, evals=evals, seconds=_with_seconds(s, step, metrics, "eval"))
 
 
-def _probe(s: Snapshot, step: int, figures: Figures) -> Snapshot:
+def _probe(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an advice probe."""
     probes = dict(s.probes)
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if match := _PROBE.fullmatch(name):
             task, advice = match.groups()
             probes[task] = replace(probes.get(task, Probe()), **{advice: number(value)})
-    return replace(s, probes=probes, seconds=_with_seconds(s, step, figures, "probe"))
+    return replace(s, probes=probes, seconds=_with_seconds(s, step, metrics, "probe"))
 
 
-def _with_seconds(s: Snapshot, step: int, figures: Figures, part: str) -> Mapping[str, float]:
+def _with_seconds(s: Snapshot, step: int, metrics: Metrics, part: str) -> Mapping[str, float]:
     """Return the seconds of each part of the last step.
 
     `part` is added if the line is about that step.
     """
-    took = number(figures.get(f"time/{part}"))
+    took = number(metrics.get(f"time/{part}"))
     return {**s.seconds, part: took} if took is not None and step == s.step else s.seconds
 
 
-_FOLDS: Mapping[str, Callable[[Snapshot, int, Figures], Snapshot]] = {
+_FOLDS: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
     "train": _train,
     "extractor": _extractor,
     "bank": _bank,
@@ -322,15 +322,15 @@ _FOLDS: Mapping[str, Callable[[Snapshot, int, Figures], Snapshot]] = {
 }
 
 
-def _extend(record: R, figures: Figures, subject: str = "") -> R:
+def _extend(record: R, metrics: Metrics, subject: str = "") -> R:
     """Return the record with the values of the metrics appended to their series.
 
     `subject`: replaces {} in the names of metrics.
     """
     there = {}
     for name, template in _followed(type(record)).items():
-        if (figure := template.format(subject)) in figures:
-            there[name] = getattr(record, name).then(number(figures[figure]))
+        if (metric := template.format(subject)) in metrics:
+            there[name] = getattr(record, name).then(number(metrics[metric]))
     return replace(
         record,  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
         **there,
@@ -369,11 +369,11 @@ class SnapshotMonitor:
         """Return the current snapshot with the elapsed and the remaining time."""
         return replace(self._snapshot, elapsed=self._clock() - self._begin, left=self._left())
 
-    def log(self, step: int, kind: str, figures: Figures) -> None:
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         with self._writing:
             if kind == "train":
                 self._trained.append(self._clock())
-            self._snapshot = fold(self._snapshot, step, kind, figures)
+            self._snapshot = fold(self._snapshot, step, kind, metrics)
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         pass

@@ -38,8 +38,8 @@ class TensorBoardMonitor:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
-        numbers = {name: plain(value) for name, value in figures.items()}
+    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+        numbers = {name: plain(value) for name, value in metrics.items()}
         scalars = [
             self._summary.Value(tag=n, simple_value=v)
             for n, v in numbers.items()

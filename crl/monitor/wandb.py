@@ -33,8 +33,8 @@ class WandbMonitor:
         # W&B's own step counter refuses a second line for the same step.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
-        self._run.log({"step": step} | {name: plain(value) for name, value in figures.items()})
+    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+        self._run.log({"step": step} | {name: plain(value) for name, value in metrics.items()})
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         pass

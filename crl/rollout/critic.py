@@ -102,7 +102,7 @@ def _critique(text: str) -> Critique | None:
     return Critique("accept" if verdict == "accept" else "reject")
 
 
-class Case:
+class SharedVerdict:
     """Verdict that several episodes may await. A separate sampler session requests it.
 
     An episode that waits leaves the sampler. It joins again before the case's session leaves. In
@@ -150,7 +150,7 @@ class _Group:
 
     members: set[int] = field(default_factory=set)
     """Members that have not left yet."""
-    cases: dict[tuple[str, int], Case] = field(default_factory=dict)
+    cases: dict[tuple[str, int], SharedVerdict] = field(default_factory=dict)
     """Verdicts by uid and version of the experience."""
 
 
@@ -160,7 +160,7 @@ class Critic:
     An experience that the agent itself asked for is always accepted.
     """
 
-    of_asked: Verdict | None = "accept"
+    verdict_on_asked: Verdict | None = "accept"
 
     def __init__(
         self, sampler: Sampler, renderer: ChatRenderer, prompt: CriticPromptWriter,
@@ -204,7 +204,7 @@ class Critic:
         unit = hit.use.uid, hit.use.version
         if unit not in cases:
             session = f"{key.group_session}/critic/{hit.use.uid}@{hit.use.version}"
-            cases[unit] = Case(self._sampler, session, self._ask(session, task, hit))
+            cases[unit] = SharedVerdict(self._sampler, session, self._ask(session, task, hit))
         return (await cases[unit].verdict(key.session)).applied(hit)
 
     def take(self) -> dict[str, float]:
@@ -221,7 +221,7 @@ class Critic:
             f"critic/{name}": self._counts[name] / critiques
             for name in (*get_args(Verdict), "malformed")
         }
-        figures = {
+        metrics = {
             "critic/critiques": critiques,
             **shares,
             "critic/sampled_tokens": self._counts["sampled_tokens"],
@@ -229,7 +229,7 @@ class Critic:
         }
         self._counts.clear()
         self._seconds.clear()
-        return figures
+        return metrics
 
     async def _ask(self, session: str, task: Task, hit: Hit) -> Critique:
         begin = time.perf_counter()

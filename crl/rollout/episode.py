@@ -83,7 +83,7 @@ class EpisodeKey:
         return f"{self.purpose}/{self.step}/{self.group}/{self.member}"
 
 
-class Nothing:
+class NullRetriever:
     """`Retriever` of a run without experience. Every search returns None."""
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
@@ -100,7 +100,7 @@ class Judge(Protocol):
     """
 
     @property
-    def of_asked(self) -> Verdict | None:
+    def verdict_on_asked(self) -> Verdict | None:
         """Verdict on experience that an agent asked for.
 
         With it, all experience that guides an episode is rewarded on the same scale.
@@ -114,10 +114,10 @@ class Judge(Protocol):
         ...
 
 
-class Unasked:
+class AcceptAll:
     """`Judge` of a run without critic: every retrieved experience guides its episode."""
 
-    of_asked: Verdict | None = None
+    verdict_on_asked: Verdict | None = None
 
     def join(self, key: EpisodeKey) -> None:
         """Do nothing."""
@@ -146,7 +146,7 @@ class EpisodeRunner:
     temperature: float
     seed: int
     """Root of all sampling draws."""
-    judge: Judge = field(default_factory=Unasked)
+    judge: Judge = field(default_factory=AcceptAll)
     turnstile: Turnstile = field(default_factory=Turnstile)
 
     def join(self, key: EpisodeKey) -> None:
@@ -191,13 +191,13 @@ class EpisodeRunner:
 
     async def _attempt(
         self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False
-    ) -> tuple[Conversation, Record]:
+    ) -> tuple[Conversation, EpisodeRecord]:
         """Return the episode as far as it was played.
 
         Raise `TransientError`, unless this is the last attempt or the episode is in overtime.
         """
         limits = self.limits[task.name]
-        conversation, record = Conversation(self.renderer, limits.window), Record()
+        conversation, record = Conversation(self.renderer, limits.window), EpisodeRecord()
         try:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
@@ -214,7 +214,7 @@ class EpisodeRunner:
         task: Task,
         plan: RolloutPlan,
         conversation: Conversation,
-        record: Record,
+        record: EpisodeRecord,
     ) -> None:
         environment = await self.pool.acquire(task)
         try:
@@ -236,7 +236,7 @@ class EpisodeRunner:
         task: Task,
         plan: RolloutPlan,
         environment: Environment,
-        record: Record,
+        record: EpisodeRecord,
     ) -> tuple[Observation, Hit | None]:
         """Reset the environment and, for a guided episode, retrieve experience.
 
@@ -253,7 +253,9 @@ class EpisodeRunner:
             environment.reset(task), self._guide(key, task, self.context.query(task, None), record)
         )
 
-    async def _guide(self, key: EpisodeKey, task: Task, query: str, record: Record) -> Hit | None:
+    async def _guide(
+        self, key: EpisodeKey, task: Task, query: str, record: EpisodeRecord
+    ) -> Hit | None:
         """Return the experience that guides the episode, or None if none is found or accepted."""
         hit = await self._retrieve(key, task, query)
         if hit is None:
@@ -281,7 +283,7 @@ class EpisodeRunner:
         limits: Limits,
         environment: Environment,
         conversation: Conversation,
-        record: Record,
+        record: EpisodeRecord,
     ) -> None:
         while not record.over:
             late = record.played >= limits.turns
@@ -312,7 +314,12 @@ class EpisodeRunner:
             conversation.add(self.context.following(result))
 
     async def _ask(
-        self, key: EpisodeKey, task: Task, query: str, conversation: Conversation, record: Record
+        self,
+        key: EpisodeKey,
+        task: Task,
+        query: str,
+        conversation: Conversation,
+        record: EpisodeRecord,
     ) -> None:
         """Answer a question with search_and_ask (CRL §3.2.2).
 
@@ -327,12 +334,14 @@ class EpisodeRunner:
                 Question(f"{key}/{record.asked}", task, query, conversation.segments), hit
             )
         if hit:
-            record.hits.append(replace(hit, use=replace(hit.use, verdict=self.judge.of_asked)))
+            record.hits.append(
+                replace(hit, use=replace(hit.use, verdict=self.judge.verdict_on_asked))
+            )
         conversation.add(self.context.reply(task, hit))
 
 
 @dataclass
-class Record:
+class EpisodeRecord:
     """Results of an episode so far."""
 
     hits: list[Hit] = field(default_factory=list)

@@ -46,7 +46,7 @@ class SuccessRates:
             known = self._tasks.get(task.name, ())
         return sum(known) / len(known) if known else None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the rate of each task."""
         return {name: sum(won) / len(won) for name, won in sorted(self._tasks.items())}
 

@@ -1,6 +1,6 @@
 """Samplers: the layer between episodes and their engine.
 
-`Direct` forwards requests immediately. `Waves` determines which requests share a forward pass, and
+`DirectSampler` forwards requests immediately. `LockstepSampler` determines which requests share a forward pass, and
 is used in deterministic mode. It holds requests until every live episode waits for one. Then it
 forwards them in the order of the episodes' names, so that timing does not influence batching.
 """
@@ -32,7 +32,7 @@ class Sampler(Protocol):
     ) -> Completion: ...
 
 
-class Direct:
+class DirectSampler:
     """`Sampler` that forwards every request to the engine immediately."""
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +53,7 @@ class Direct:
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
 
-class Waves:
+class LockstepSampler:
     """`Sampler` that holds requests and searches until all live episodes wait for one.
 
     A wave is then released as a whole, in the order of the sessions' names.

@@ -70,18 +70,18 @@ from crl.protocols import (
 )
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
-from crl.rollout.episode import EpisodeRunner, Limits, Nothing, Unasked
+from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.unguided import unguided_traces
-from crl.rollout.waves import Direct, Sampler, Waves
+from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run import tasks
 from crl.run.checkpoint import read_state
 from crl.run.context import chat_context
 from crl.run.critic import CriticSide, Warmup
 from crl.run.diagnostics import Diagnostics
 from crl.run.evaluate import Evaluator
-from crl.run.experience import ExperienceSide, ExtractorTrainer, Uncounted
+from crl.run.experience import ExperienceSide, ExtractorTrainer, ReadOnlyRetriever
 from crl.run.gpu_plan import Assigned, assigned_gpus
 from crl.run.loop import Loop, Schedule
 from crl.run.online import OnlineBank
@@ -124,7 +124,7 @@ async def training(
         experience, bank = await _experience(
             config, specs, gpus, method, run, monitor, stack, bar=bar
         )
-        retriever = experience.retriever if experience else adviser or Nothing()
+        retriever = experience.retriever if experience else adviser or NullRetriever()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
         critic = _critic_side(config, specs, runner) if config.critic.enabled else None
         if critic:
@@ -200,7 +200,7 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
             manager = await parts.open(folder / run.bank.name, distilling, stack)
             manager.advance(int(checkpoint.name))
             bank = RunBank(manager, distilling, parts, partial(_untrained_engine, config, gpus))
-        runner = _runner(config, specs, actor, method, engine, pool, Nothing())
+        runner = _runner(config, specs, actor, method, engine, pool, NullRetriever())
         rates = None
         if config.critic.enabled:
             rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
@@ -467,7 +467,7 @@ def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits
 
 
 def _sampler(config: RunConfig, engine: Engine) -> Sampler:
-    return Waves(engine) if config.run.deterministic else Direct(engine)
+    return LockstepSampler(engine) if config.run.deterministic else DirectSampler(engine)
 
 
 def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Critic:
@@ -491,7 +491,9 @@ def _critic_side(
     config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner
 ) -> CriticSide:
     rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
-    playing = replace(runner, retriever=Nothing(), limits=_limits(config, overtime=False, asks=0))
+    playing = replace(
+        runner, retriever=NullRetriever(), limits=_limits(config, overtime=False, asks=0)
+    )
     source = tasks.train_stream(config, specs)
     warmup = Warmup(
         playing, source, config.critic.warmup, config.rollout.groups, config.rollout.group_size
@@ -714,8 +716,8 @@ def _measures(
         sampler=sampler,
         temperature=temperature,
         seed=seed,
-        retriever=Nothing(),
-        judge=Unasked(),
+        retriever=NullRetriever(),
+        judge=AcceptAll(),
     )
     probed = replace(watched, limits=_limits(config, overtime=False, asks=0))
     if rates:
@@ -726,7 +728,7 @@ def _measures(
     if bank and not config.bank.frozen:  # a frozen bank learns nothing about unseen places
         places = tasks.online_tasks(config, specs)
         online = OnlineBank(watched, places, bank.scratch, bank.untrained, scheduler)
-    retriever = Uncounted(bank.manager) if bank else None
+    retriever = ReadOnlyRetriever(bank.manager) if bank else None
     evaluator = Evaluator(own, sets, scheduler, bank=retriever, online=online)
     return evaluator, AdviceProbe(probed, tasks.probe_tasks(config, specs), scheduler)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from crl.envs.base import Advisor, Verdict
+from crl.envs.base import Advisor, LessonVerdict
 from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest
-from crl.run.figures import GroupGap, group_gaps
+from crl.run.metrics import GroupGap, group_gaps
 from crl.types import Trajectory
 
 PROBE = 4
@@ -72,12 +72,12 @@ class Diagnostics:
         self.gaps.append(group_gaps(batch))
         answers = sum(self._lessons.values(), Counter())
         self.lessons.append((answers["correct"], answers["all"]))
-        figures = _by_task("retrieval", self._retrieval, _retrieval_figures)
-        figures |= _by_task("lessons", self._lessons, _lesson_figures)
-        figures |= _by_task("guided", self._guided(batch), _kind_figures)
+        metrics = _by_task("retrieval", self._retrieval, _retrieval_figures)
+        metrics |= _by_task("lessons", self._lessons, _lesson_figures)
+        metrics |= _by_task("guided", self._guided(batch), _kind_figures)
         self._lessons.clear()
         self._retrieval.clear()
-        return figures
+        return metrics
 
     def _guided(self, batch: Sequence[Trajectory]) -> dict[str, Counter[str]]:
         """Return per task the number of guided episodes and of successes, by kind of lesson.
@@ -100,50 +100,50 @@ class Diagnostics:
 def _by_task(
     prefix: str,
     counts: Mapping[str, Counter[str]],
-    figures: Callable[[str, Counter[str]], dict[str, float]],
+    metrics: Callable[[str, Counter[str]], dict[str, float]],
 ) -> dict[str, float]:
     """Return the metrics of the summed counts and, if several tasks have counts, of each task."""
-    found = figures(prefix, sum(counts.values(), Counter()))
+    found = metrics(prefix, sum(counts.values(), Counter()))
     if len(counts) > 1:
         for task, own in sorted(counts.items()):
-            found |= figures(f"{prefix}/{task}", own)
+            found |= metrics(f"{prefix}/{task}", own)
     return found
 
 
 def _retrieval_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     asked, found = counts["asked"], counts["found"]
-    figures = {f"{prefix}/hit_rate": found / asked} if asked else {}
-    return figures | ({f"{prefix}/right_place": counts["right"] / found} if found else {})
+    metrics = {f"{prefix}/hit_rate": found / asked} if asked else {}
+    return metrics | ({f"{prefix}/right_place": counts["right"] / found} if found else {})
 
 
 def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     total = counts["all"]
     if not total:
         return {}
-    figures = {
+    metrics = {
         f"{prefix}/{name}": count / total
         for name, count in sorted(counts.items())
         if name.startswith("kind/")
     }
-    figures |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
+    metrics |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
     if counts["informed"]:
-        figures[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
-    return figures
+        metrics[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
+    return metrics
 
 
 def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     """Return PREFIX/KIND/success and PREFIX/KIND/episodes for each kind of lesson."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(name for name in counts if name.endswith("/episodes")):
         kind, episodes = name.removesuffix("/episodes"), counts[name]
-        figures |= {
+        metrics |= {
             f"{prefix}/{kind}/success": counts[f"{kind}/won"] / episodes,
             f"{prefix}/{name}": episodes,
         }
-    return figures
+    return metrics
 
 
-def verdict(advisor: Advisor, distilled: Distilled) -> Verdict:
+def verdict(advisor: Advisor, distilled: Distilled) -> LessonVerdict:
     """Return the verdict on an extractor answer.
 
     The advisor judges its first lesson. An answer without a lesson is of kind `return` or
@@ -151,4 +151,4 @@ def verdict(advisor: Advisor, distilled: Distilled) -> Verdict:
     """
     if distilled.writes:
         return advisor.judge(distilled.request.task, distilled.writes[0].text)
-    return Verdict("malformed" if distilled.malformed else "return", correct=False)
+    return LessonVerdict("malformed" if distilled.malformed else "return", correct=False)

@@ -27,7 +27,7 @@ from crl.run.gpu_memory import GIB, host_memory, number_bytes
 from crl.run.gpu_plan import gpu_plan
 from crl.run.gpus import Gpu, visible_gpus
 
-Verdict = Literal["ok", "warn", "fail"]
+CheckStatus = Literal["ok", "warn", "fail"]
 
 CHECKPOINT_BYTES = 14
 """Bytes of a checkpoint per trained parameter: the model and the optimizer's fp32 states."""
@@ -75,7 +75,7 @@ class Check:
 
     name: str
     """Subject of the check."""
-    verdict: Verdict
+    verdict: CheckStatus
     found: str
     """Finding, as a text for the user."""
     remedy: str = ""
@@ -229,9 +229,8 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
     yield Check("torch", "ok", f"{built}, sees {f'{seen} GPUs' if seen else 'no GPU'}")
     several = config.gpus is not None and config.gpus > 1
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        version = (
-            ".".join(map(str, torch.cuda.nccl.version())) if seen else "not started without a GPU"
-        )  # pyright: ignore
+        numbers = torch.cuda.nccl.version() if seen else ()  # pyright: ignore
+        version = ".".join(map(str, numbers)) or "not started without a GPU"
         yield Check("NCCL", "ok", version)
     else:
         verdict = "fail" if several and config.learner.kind == "deepspeed" else "ok"

@@ -17,14 +17,14 @@ from crl.config.schema import OVERALL
 from crl.intervals import Mean, cluster_variance
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.figures import mean_score
+from crl.run.metrics import mean_score
 from crl.run.online import OnlineBank, OnlineResult
 from crl.run.playing import EpisodeScheduler
 from crl.types import Split, Task, Trajectory
 
 
 @dataclass(frozen=True)
-class Rate:
+class SuccessRate:
     """Success rate with its 95 % Wilson interval."""
 
     successes: int
@@ -60,10 +60,10 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class MeanRate:
+class MeanSuccessRate:
     """Unweighted mean of several tasks' success rates, with its 95 % interval."""
 
-    rates: tuple[Rate, ...]
+    rates: tuple[SuccessRate, ...]
 
     @property
     def value(self) -> float:
@@ -89,7 +89,9 @@ class MeanRate:
         return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def difference(before: Rate | MeanRate, after: Rate | MeanRate) -> tuple[float, float]:
+def difference(
+    before: SuccessRate | MeanSuccessRate, after: SuccessRate | MeanSuccessRate
+) -> tuple[float, float]:
     """Return the 95 % interval (low, high) of `after` − `before`, by MOVER (Newcombe 1998).
 
     The two rates are treated as independent.
@@ -108,7 +110,7 @@ def difference(before: Rate | MeanRate, after: Rate | MeanRate) -> tuple[float, 
 EvalSet = tuple[str, Split]
 """(task name, split)."""
 
-Setting = tuple[str, str, str]
+EvalKey = tuple[str, str, str]
 """(task name, split, condition). Conditions:
 
 * `free`: without experience
@@ -122,74 +124,74 @@ Setting = tuple[str, str, str]
 class Evaluation:
     """Results of one evaluation."""
 
-    rates: Mapping[Setting, Rate]
+    rates: Mapping[EvalKey, SuccessRate]
     """Success rates."""
-    turns: Mapping[Setting, float]
+    turns: Mapping[EvalKey, float]
     """Mean environment turns of an episode."""
     errors: int
     """Episodes of these rates that could not be played. The rates count them as failures."""
-    scores: Mapping[Setting, float] = field(default_factory=dict)
+    scores: Mapping[EvalKey, float] = field(default_factory=dict)
     """Mean score × 100 of the graded episodes. Settings without graded episodes are absent."""
-    visits: Mapping[str, Sequence[Rate]] = field(default_factory=dict)
+    visits: Mapping[str, Sequence[SuccessRate]] = field(default_factory=dict)
     """By task: the success rate of each visit of the online set, the first one first."""
     lift: Mapping[str, Mean] = field(default_factory=dict)
     """By task: mean gain in success from the online bank, over places (one value per place)."""
-    lessons: Mapping[str, Rate] = field(default_factory=dict)
+    lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
     """By task: share of right lessons among the extractor's answers on the first visit."""
-    untrained_lessons: Mapping[str, Rate] = field(default_factory=dict)
+    untrained_lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
     """Same as `lessons`, for the extractor that the run started with, on the same episodes."""
 
     @property
-    def overall(self) -> dict[Setting, MeanRate]:
+    def overall(self) -> dict[EvalKey, MeanSuccessRate]:
         """Mean rates over all tasks, for each split and condition that every task has.
 
         Empty with fewer than two tasks.
         """
         tasks = {task for task, _, _ in self.rates}
-        settings: defaultdict[Setting, list[Rate]] = defaultdict(list)
+        settings: defaultdict[EvalKey, list[SuccessRate]] = defaultdict(list)
         for (_, split, setting), rate in self.rates.items():
             settings[OVERALL, split, setting].append(rate)
         return {
-            setting: MeanRate(tuple(rates))
+            setting: MeanSuccessRate(tuple(rates))
             for setting, rates in settings.items()
             if len(rates) == len(tasks) > 1
         }
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics for metrics.jsonl: eval/TASK/SPLIT/success/CONDITION and others.
 
         With several tasks eval/overall/… is included.
         """
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for (task, split, setting), rate in {**self.rates, **self.overall}.items():
             low, high = rate.interval
             name = f"eval/{task}/{split}/success/{setting}"
-            figures |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
-            figures |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
-        figures |= {
+            metrics |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
+            metrics |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
+        metrics |= {
             f"eval/{task}/{split}/turns/{setting}": turns
             for (task, split, setting), turns in self.turns.items()
         }
         for (task, split, setting), score in self.scores.items():
-            figures[f"eval/{task}/{split}/score/{setting}"] = score
+            metrics[f"eval/{task}/{split}/score/{setting}"] = score
         for task, visits in self.visits.items():
-            figures |= {
+            metrics |= {
                 f"eval/{task}/new/success/online/visit{i}": rate.value
                 for i, rate in enumerate(visits, start=1)
             }
         for task, lift in self.lift.items():
-            figures |= {
+            metrics |= {
                 f"eval/{task}/new/lift": lift.value,
                 f"eval/{task}/new/lift/half_width": lift.half,
             }
-        figures |= {
+        metrics |= {
             f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()
         }
-        figures |= {
+        metrics |= {
             f"eval/{task}/lessons/correct/untrained": rate.value
             for task, rate in self.untrained_lessons.items()
         }
-        return figures | {"eval/errors": self.errors}
+        return metrics | {"eval/errors": self.errors}
 
 
 class Evaluator:
@@ -221,9 +223,9 @@ class Evaluator:
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
         parts += [partial(builder.evaluate, compare_lessons=compare_lessons)] if builder else []
         results = await self.scheduler.gather(parts)
-        played: dict[Setting, list[Trajectory]] = results[0]
+        played: dict[EvalKey, list[Trajectory]] = results[0]
         found: dict[str, OnlineResult] = results[1] if builder else {}
-        visited: dict[Setting, list[Trajectory]] = {}
+        visited: dict[EvalKey, list[Trajectory]] = {}
         for name, result in found.items():
             visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
             visited[name, "new", "alone"] = [t for visit in result.alone for t in visit]
@@ -245,21 +247,23 @@ class Evaluator:
             },
             lift={name: Mean.of(result.lift) for name, result in found.items()},
             lessons={
-                name: Rate(*result.lessons) for name, result in found.items() if result.lessons
+                name: SuccessRate(*result.lessons)
+                for name, result in found.items()
+                if result.lessons
             },
             untrained_lessons={
-                name: Rate(*result.untrained_lessons)
+                name: SuccessRate(*result.untrained_lessons)
                 for name, result in found.items()
                 if result.untrained_lessons
             },
         )
 
-    async def _play_sets(self) -> dict[Setting, list[Trajectory]]:
+    async def _play_sets(self) -> dict[EvalKey, list[Trajectory]]:
         parts = [partial(self._play, *item) for item in self._sets.items()]
         played = await self.scheduler.gather(parts)
         return {setting: trajectories for one in played for setting, trajectories in one.items()}
 
-    async def _play(self, of: EvalSet, tasks: Sequence[Task]) -> dict[Setting, list[Trajectory]]:
+    async def _play(self, of: EvalSet, tasks: Sequence[Task]) -> dict[EvalKey, list[Trajectory]]:
         """Play one eval set. Every condition has the same draws, so differences are paired."""
         name, split = of
         keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
@@ -271,11 +275,11 @@ class Evaluator:
         return {(name, split, "free"): free, (name, split, "guided"): guided}
 
 
-def rate(played: Sequence[Trajectory]) -> Rate:
-    return Rate(sum(t.success for t in played), len(played))
+def rate(played: Sequence[Trajectory]) -> SuccessRate:
+    return SuccessRate(sum(t.success for t in played), len(played))
 
 
-def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
+def rate_of_visits(played: Sequence[Trajectory]) -> SuccessRate:
     """Return the success rate of episodes in places that are visited several times.
 
     Episodes of one place are not independent: they share its lessons and its difficulty. The

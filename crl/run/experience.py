@@ -26,7 +26,7 @@ from crl.manager import (
     UnitKey,
 )
 from crl.protocols import (
-    Distiller,
+    DistillationFilter,
     Engine,
     ExtractorRole,
     Hit,
@@ -181,7 +181,7 @@ class WatchedRetriever:
         )
 
 
-class Uncounted:
+class ReadOnlyRetriever:
     """`Retriever` for evaluations: it changes no counters and stores nothing in the bank."""
 
     def __init__(self, manager: ExperienceManager) -> None:
@@ -206,7 +206,7 @@ class ExperienceSide:
     """
 
     def __init__(
-        self, manager: ExperienceManager, engine: Engine, distiller: Distiller,
+        self, manager: ExperienceManager, engine: Engine, distiller: DistillationFilter,
         trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
         monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
         against_free: bool = False,
@@ -283,16 +283,16 @@ class ExperienceSide:
 
     async def _report(self, batch: Sequence[Trajectory]) -> None:
         busy, self._busy = self._busy, self._engine.busy
-        figures = {
+        metrics = {
             **await self.manager.stats(),
             **self.diagnostics.take(batch),
             "perf/distil_busy_s": self._busy - busy,
         }
-        figures["perf/embed_cache_hits"] = self._cache.hit_rate
-        figures |= percentiles("search", self.manager.take_search_times()) | percentiles(
+        metrics["perf/embed_cache_hits"] = self._cache.hit_rate
+        metrics |= percentiles("search", self.manager.take_search_times()) | percentiles(
             "refine", self.manager.take_refine_times()
         )
-        self._monitor.log(self.manager.step, "bank", figures)
+        self._monitor.log(self.manager.step, "bank", metrics)
         self._monitor.experiences(self.manager.latest(SHOWN))
 
     async def settle(self) -> None:

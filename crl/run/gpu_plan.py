@@ -55,7 +55,7 @@ FRACTIONS = (0.8, 0.5, 0.3)
 MOST_GPUS = 64
 """Largest number of GPUs that is tried as an alternative."""
 
-Role = Literal[
+GpuUser = Literal[
     "actor engine",
     "actor learner",
     "extractor engine",
@@ -64,15 +64,15 @@ Role = Literal[
     "embedder",
 ]
 
-SHARING: tuple[Role, ...] = ("untrained extractor", "embedder")
+SHARING: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
 """Roles that always share a GPU: they do not reduce the number of GPUs of other roles."""
 
 
 @dataclass(frozen=True)
-class Need:
+class GpuRequest:
     """GPUs and the memory that a role asks for."""
 
-    role: Role
+    role: GpuUser
     gpus: int
     """Number of GPUs."""
     memory: Memory
@@ -97,7 +97,7 @@ class Need:
 class Placement:
     """Role on its GPUs."""
 
-    need: Need
+    need: GpuRequest
     gpus: tuple[int, ...]
     """Positions among the visible GPUs, from 0. GPUs of one replica are adjacent in the tuple."""
     memory: Memory
@@ -134,7 +134,7 @@ class GpuPlan:
     alternatives: tuple[str, ...] = ()
     """Command-line options with which the plan would fit; empty if it fits or none was found."""
 
-    def __getitem__(self, role: Role) -> Placement:
+    def __getitem__(self, role: GpuUser) -> Placement:
         """Return the placement of `role`. Raise `KeyError` if the role is not on a GPU."""
         return {placement.need.role: placement for placement in self.placements}[role]
 
@@ -274,7 +274,9 @@ def _encoder_shape(model: str) -> ModelShape:
     )
 
 
-def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool) -> list[Need]:
+def _needs(
+    config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool
+) -> list[GpuRequest]:
     trained = {
         "actor": learners,
         "extractor": learners and config.extractor.train and not config.bank.frozen,
@@ -296,7 +298,7 @@ def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: boo
             "in this process" if local else "vLLM pooling engine, small: where there is most room"
         }"""
         needs.append(
-            Need(
+            GpuRequest(
                 "embedder",
                 1,
                 embedder_memory(shapes["embedder"], vllm=not local),
@@ -308,9 +310,9 @@ def _needs(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: boo
     return needs
 
 
-def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
+def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
     engine, tokens = config.engine, _section(config, model).max_context_tokens
-    role: Role = "actor engine" if model == "actor" else "extractor engine"
+    role: GpuUser = "actor engine" if model == "actor" else "extractor engine"
     if engine.kind == "torch":
         memory = torch_engine_memory(
             shape, engine.max_batch, tokens, number_bytes(shape, config.learner)
@@ -319,7 +321,7 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
             f"{_billions(shape)}, torch, in this process: "
             f"rows for {engine.max_batch} sequences of {tokens:,} tokens"
         )
-        return Need(role, 1, memory, what, first=True)
+        return GpuRequest(role, 1, memory, what, first=True)
     width, number = engine.tensor_parallel, number_bytes(shape, config.learner)
     memory, kv = (
         vllm_memory(shape, width, tokens, number),
@@ -329,7 +331,9 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> Need:
         f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
     )
     gpus = engine.replicas * width
-    return Need(role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv)
+    return GpuRequest(
+        role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv
+    )
 
 
 def _lessons_compared(config: RunConfig) -> bool:
@@ -341,7 +345,7 @@ def _lessons_compared(config: RunConfig) -> bool:
     )
 
 
-def _untrained(config: RunConfig, engine: Need) -> Need:
+def _untrained(config: RunConfig, engine: GpuRequest) -> GpuRequest:
     """Return the untrained extractor's need: one replica of `engine` with the minimum cache."""
     what = f"{engine.what.partition(',')[0]}, as at the start, for a comparison after the last step"
     gpus = config.engine.tensor_parallel if engine.vllm else 1
@@ -355,14 +359,14 @@ def _untrained(config: RunConfig, engine: Need) -> Need:
     )
 
 
-def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
+def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
     learner, section = config.learner, _section(config, model)
-    role: Role = "actor learner" if model == "actor" else "extractor learner"
+    role: GpuUser = "actor learner" if model == "actor" else "extractor learner"
     tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
     memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
     states = f"{_gib(state_memory(shape, learner))} GiB of states"
     if learner.kind == "local":
-        return Need(
+        return GpuRequest(
             role,
             1,
             memory,
@@ -378,7 +382,7 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> Need:
         f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: "
         f"{states}{away}; {tokens:,} tokens at a time"
     )
-    return Need(role, learner.ranks, memory, what, key="learner.ranks", host=host)
+    return GpuRequest(role, learner.ranks, memory, what, key="learner.ranks", host=host)
 
 
 def _section(config: RunConfig, model: str) -> Any:
@@ -389,7 +393,7 @@ def _section(config: RunConfig, model: str) -> Any:
 
 
 def _place(
-    config: RunConfig, needs: Sequence[Need], count: int, sizes: tuple[float, ...] | None
+    config: RunConfig, needs: Sequence[GpuRequest], count: int, sizes: tuple[float, ...] | None
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
     """Return the placements, in the order of `needs`, and the problems.
 
@@ -399,7 +403,7 @@ def _place(
     problems = [_too_many(config, need, count) for need in needs if need.gpus > count]
     crowded = _asked(needs) > count
 
-    def place_in_line(need: Need) -> tuple[bool, bool, float]:
+    def place_in_line(need: GpuRequest) -> tuple[bool, bool, float]:
         return not need.first, need.role in SHARING, -need.memory.total if crowded else 0.0
 
     for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
@@ -421,7 +425,7 @@ def _place(
     return placed, problems + list(_shared_transfer(config, chosen))
 
 
-def _asked(needs: Sequence[Need]) -> int:
+def _asked(needs: Sequence[GpuRequest]) -> int:
     """Return the number of GPUs that the roles ask for.
 
     Parts of this process together ask for one GPU. Of the others, the roles in `SHARING` ask for
@@ -432,7 +436,7 @@ def _asked(needs: Sequence[Need]) -> int:
     )
 
 
-def _too_many(config: RunConfig, need: Need, count: int) -> Problem:
+def _too_many(config: RunConfig, need: GpuRequest, count: int) -> Problem:
     section, _, name = need.key.partition(".")
     reason = (
         f"the {need.role} asks for {_count(need.gpus, 'GPU')}, "
@@ -514,9 +518,9 @@ def _share(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float
 
 
 def _shared_transfer(
-    config: RunConfig, chosen: Mapping[Role, tuple[int, ...]]
+    config: RunConfig, chosen: Mapping[GpuUser, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    pairs: tuple[tuple[Role, Role], ...] = (
+    pairs: tuple[tuple[GpuUser, GpuUser], ...] = (
         ("actor engine", "actor learner"),
         ("extractor engine", "extractor learner"),
     )

@@ -35,7 +35,7 @@ from crl.run.checkpoint import save_checkpoint, saved_states
 from crl.run.critic import CriticSide
 from crl.run.evaluate import Evaluation, Evaluator
 from crl.run.experience import ExperienceSide
-from crl.run.figures import rollout_figures
+from crl.run.metrics import rollout_figures
 from crl.run.mismatch import MismatchWatch
 from crl.run.probe import AdviceProbe
 from crl.run.sync import sync
@@ -171,13 +171,13 @@ class Loop:
         self.monitor.trajectories(batch)
         played = [t for t in batch if t.error is None]
         advantages = self._advantages(played)
-        figures = rollout_figures(batch, self.engine.version)
-        figures["rollout/groups_with_signal"] = len(
+        metrics = rollout_figures(batch, self.engine.version)
+        metrics["rollout/groups_with_signal"] = len(
             {t.group for t, advantage in zip(played, advantages, strict=True) if advantage}
         )
         distilled = self._distilled(played)
         if self.method.actor.distillation:
-            figures["rollout/self_distilled"] = len(distilled)
+            metrics["rollout/self_distilled"] = len(distilled)
         self.mid_step = True
         if self.experience:
             with clock("submit"):
@@ -195,14 +195,14 @@ class Loop:
             self.critic.rates.observe(batch)
             critiques = self.critic.critic.take()
             self.totals.actor_tokens += int(critiques.get("critic/sampled_tokens", 0))
-            figures |= critiques
+            metrics |= critiques
         self.skipped_updates += stats.skipped
-        figures |= self.totals.figures() | {
+        metrics |= self.totals.metrics() | {
             f"actor/{name}": value for name, value in stats.metrics.items()
         }
-        figures |= self._step_figures(stats, batch, clock)
-        figures |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
-        self.monitor.log(step + 1, "train", figures | self.environments.figures())
+        metrics |= self._step_figures(stats, batch, clock)
+        metrics |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
+        self.monitor.log(step + 1, "train", metrics | self.environments.metrics())
         self._mismatch.observe(step, stats.metrics)
         # Measure before the step completes. A synchronous run has no rollout in flight here, so no
         # rollout shares a forward pass with an eval episode.
@@ -275,9 +275,9 @@ class Loop:
                 "the critic knows no success rate until a free one is"
             )
         rates = {
-            f"warmup/{name}/success": rate for name, rate in self.critic.rates.figures().items()
+            f"warmup/{name}/success": rate for name, rate in self.critic.rates.metrics().items()
         }
-        self.monitor.log(0, "warmup", {"warmup/episodes": observed, **rates, **clock.figures()})
+        self.monitor.log(0, "warmup", {"warmup/episodes": observed, **rates, **clock.metrics()})
 
     async def _measure(self, step: int) -> None:
         await self._evaluate(step)
@@ -297,17 +297,17 @@ class Loop:
             )
         if evaluation is not None:
             self.evaluations[step] = evaluation
-            self.monitor.log(step, "eval", evaluation.figures() | clock.figures())
+            self.monitor.log(step, "eval", evaluation.metrics() | clock.metrics())
 
     async def _probe(self, step: int) -> None:
         if step in self.probes:
             return
         clock = Clock()
         with clock("probe"):
-            figures = await self._unless_stopped(self.probe.measure())
-        if figures:
-            self.probes[step] = figures
-            self.monitor.log(step, "probe", {**figures, **clock.figures()})
+            metrics = await self._unless_stopped(self.probe.measure())
+        if metrics:
+            self.probes[step] = metrics
+            self.monitor.log(step, "probe", {**metrics, **clock.metrics()})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`; None if the run is asked to stop first.
@@ -336,7 +336,7 @@ class Loop:
             "rollout/sampled_tokens": tokens,
             "perf/sampled_tokens_per_s": tokens / seconds if seconds else 0.0,
             "perf/episodes_per_s": len(batch) / seconds if seconds else 0.0,
-            **clock.figures(),
+            **clock.metrics(),
         }
 
     def _due(self, step: int, every: int) -> bool:
@@ -362,5 +362,5 @@ class Clock:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}

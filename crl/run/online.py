@@ -130,7 +130,7 @@ class OnlineBank:
 
         Each visit has to wait for the one before.
         """
-        result, tally = OnlineResult(), Tally(task.advisor)
+        result, tally = OnlineResult(), LessonCounter(task.advisor)
         async with self._scratch(tally) as bank:
             for visit in range(VISITS):
                 last = visit == VISITS - 1
@@ -155,7 +155,7 @@ class OnlineBank:
     async def _untrained_lessons(
         self, advisor: Advisor, played: Sequence[Trajectory],
     ) -> LessonCount | None:  # fmt: skip
-        tally = Tally(advisor)
+        tally = LessonCounter(advisor)
         async with self._comparing, self._untrained(tally) as bank:
             await take_in(bank, played)
         return tally.count
@@ -181,7 +181,7 @@ def without_overtime(limits: Mapping[str, Limits]) -> dict[str, Limits]:
     return {name: replace(one, overtime=0) for name, one in limits.items()}
 
 
-class Tally:
+class LessonCounter:
     """Counter of right lessons among an extractor's answers.
 
     `count` is (right lessons, answers), or None without an advisor.

@@ -20,7 +20,7 @@ class EpisodeScheduler:
     """Scheduler of the parts of an evaluation, with at most `limit` episodes at a time.
 
     With `in_order`, parts run one after the other, and episodes run in whole chunks of `limit`, as
-    `Waves` requires. The requests in a forward pass then depend neither on timing nor on other
+    `LockstepSampler` requires. The requests in a forward pass then depend neither on timing nor on other
     parts of the evaluation.
 
     Otherwise all parts run at the same time. Their sets start in order, so most requests in a

@@ -23,7 +23,7 @@ ADVICE = ("none", "right", "wrong")
 
 
 @dataclass(frozen=True)
-class Told:
+class FixedRetriever:
     """`Retriever` that returns a fixed text for each place."""
 
     texts: Mapping[str, str]
@@ -70,17 +70,17 @@ class AdviceProbe:
         parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
         played = await self._scheduler.gather(parts)
         won = dict(zip(arms, played, strict=True))
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, task in self._tasks.items():
-            figures |= {f"probe/{name}/{advice}": fmean(won[name, advice]) for advice in ADVICE}
+            metrics |= {f"probe/{name}/{advice}": fmean(won[name, advice]) for advice in ADVICE}
             pairs = zip(won[name, "right"], won[name, "none"], strict=True)
             gains = [right - none for right, none in pairs]
             gain = Mean.of(gains, [place.goal for place in task.places])
-            figures |= {
+            metrics |= {
                 f"probe/{name}/right_minus_none": gain.value,
                 f"probe/{name}/right_minus_none/half_width": gain.half,
             }
-        return figures
+        return metrics
 
     def _texts(self) -> dict[tuple[str, str], dict[str, str]]:
         """Return the advice texts by goal, for each (task name, kind of advice) except `none`."""
@@ -92,7 +92,7 @@ class AdviceProbe:
         keys = [EpisodeKey(f"probe/{name}", 0, i, 0, arm=advice) for i in range(len(places))]
         runner, condition = self._runner, "free"
         if texts is not None:
-            runner, condition = replace(runner, retriever=Told(texts)), "guided"
+            runner, condition = replace(runner, retriever=FixedRetriever(texts)), "guided"
         played = await self._scheduler.play(runner, condition, keys, places)
         return [trajectory.success for trajectory in played]
 

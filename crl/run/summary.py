@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from crl.intervals import Mean, plus_minus
-from crl.run.evaluate import Evaluation, MeanRate, Rate, Setting, difference
-from crl.run.figures import GroupGap, mean_gap
+from crl.run.evaluate import EvalKey, Evaluation, MeanSuccessRate, SuccessRate, difference
+from crl.run.metrics import GroupGap, mean_gap
 from crl.run.totals import Totals
 from crl.types import Experience
 
@@ -31,7 +31,7 @@ SETTINGS = {
     "online": "with a bank built online",
     "alone": "those places without it",
 }
-"""Labels of the conditions (see `crl.run.evaluate.Setting`)."""
+"""Labels of the conditions (see `crl.run.evaluate.EvalKey`)."""
 
 
 def success_lines(
@@ -66,13 +66,13 @@ def success_lines(
     return lines
 
 
-Rates = Mapping[Setting, Rate] | Mapping[Setting, MeanRate]
+Rates = Mapping[EvalKey, SuccessRate] | Mapping[EvalKey, MeanSuccessRate]
 
 
 def _overall_row(
-    setting: Setting,
-    before: Mapping[Setting, MeanRate],
-    after: Mapping[Setting, MeanRate] | None,
+    setting: EvalKey,
+    before: Mapping[EvalKey, MeanSuccessRate],
+    after: Mapping[EvalKey, MeanSuccessRate] | None,
     width: int,
 ) -> str:
     """Return the line of a mean over tasks, with the interval of the difference.
@@ -86,7 +86,7 @@ def _overall_row(
     return f"{row} [{low:+.3f}, {high:+.3f}]"
 
 
-def _row(setting: Setting, before: Rates, after: Rates | None, width: int) -> str:
+def _row(setting: EvalKey, before: Rates, after: Rates | None, width: int) -> str:
     """Return the line of one setting, with its rates before and after.
 
     A setting without an earlier rate has only the later one. `width` is the column width for task
@@ -120,9 +120,9 @@ class ExperienceReport:
     """By task: the probe's right − none before and after the run, each as (value, half width)."""
     lift: Mapping[str, Mean]
     """By task: lift of the online bank in the last evaluation."""
-    lessons: Mapping[str, Rate]
+    lessons: Mapping[str, SuccessRate]
     """As in `Evaluation`, from the last evaluation."""
-    untrained_lessons: Mapping[str, Rate]
+    untrained_lessons: Mapping[str, SuccessRate]
     """As in `Evaluation`, from the last evaluation."""
     trained: int | None
     """Optimizer updates of the extractor; None if it is not trained."""

@@ -28,7 +28,7 @@ class Totals:
             self.overtime_turns += trajectory.overtime_turns
             self.actor_tokens += trajectory.sampled_tokens
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "total/env_turns": self.env_turns,
             "total/env_turns/overtime": self.overtime_turns,

@@ -95,11 +95,11 @@ def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, tor
     return ids.cuda(), mask.cuda()
 
 
-def pull(figures: TokenFigures) -> torch.Tensor:
+def pull(metrics: TokenFigures) -> torch.Tensor:
     draw = torch.Generator().manual_seed(2)
     return (
-        torch.randn(figures.logp.shape, generator=draw).cuda() * figures.logp
-    ).sum() + figures.kl.sum()
+        torch.randn(metrics.logp.shape, generator=draw).cuda() * metrics.logp
+    ).sum() + metrics.kl.sum()
 
 
 def gradient(model: PreTrainedModel, value: torch.Tensor) -> torch.Tensor:
@@ -252,12 +252,12 @@ def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(
     exact, plain, packed = qwen2(torch.float32), qwen2(torch.bfloat16), qwen2(torch.bfloat16)
     exact.load_state_dict(plain.state_dict())  # the same rounded weights
     require_packing(packed, Path("qwen2"))
-    figures = [token_logprobs(model, ids, mask) for model in (exact, plain, packed)]
-    truth, theirs, ours = (f.logp[mask].detach() for f in figures)
+    metrics = [token_logprobs(model, ids, mask) for model in (exact, plain, packed)]
+    truth, theirs, ours = (f.logp[mask].detach() for f in metrics)
     assert ours.dtype == torch.float32
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-3)
     truth, theirs, ours = (
-        gradient(m, pull(f)) for m, f in zip((exact, plain, packed), figures, strict=True)
+        gradient(m, pull(f)) for m, f in zip((exact, plain, packed), metrics, strict=True)
     )
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-2) < 0.1
 

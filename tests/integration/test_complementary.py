@@ -42,7 +42,7 @@ from crl.methods.parts.records import compact_record
 from crl.modeling import checksum, load_model, load_tokenizer, named_weights, stop_ids
 from crl.monitor.plain import SECONDS, PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.monitor.snapshot import Bank, Model, Rollout, _followed
+from crl.monitor.snapshot import BankMetrics, Model, Rollout, _followed
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
@@ -299,7 +299,7 @@ def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
     """Check that a run logs the metrics that the dashboard and the log lines look up by name."""
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
     assert set(_followed(Rollout).values()) <= logged["train"]
-    assert set(_followed(Bank).values()) <= logged["bank"]
+    assert set(_followed(BankMetrics).values()) <= logged["bank"]
     for model, kind, absent in (
         ("actor", "train", {"actor/reward"}),
         ("extractor", "extractor", set()),

@@ -203,11 +203,11 @@ def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
     }
 
 
-def test_figures_of_the_critic(judged: tuple[Path, Script]) -> None:
+def test_metrics_of_the_critic(judged: tuple[Path, Script]) -> None:
     run, _ = judged
-    figures = [line for line in metrics(run, "train") if "critic/critiques" in line]
-    assert len(figures) == 4, "from the second step on there is something to judge"
-    for line in figures:
+    found = [line for line in metrics(run, "train") if "critic/critiques" in line]
+    assert len(found) == 4, "from the second step on there is something to judge"
+    for line in found:
         assert line["critic/accept"] + line["critic/refine"] + line[
             "critic/reject"
         ] == pytest.approx(1)
@@ -217,7 +217,7 @@ def test_figures_of_the_critic(judged: tuple[Path, Script]) -> None:
         assert line.get("rollout/success/used") == (
             pytest.approx(sum(t["success"] for t in uses) / len(uses)) if uses else None
         )
-    assert any(line["critic/malformed"] for line in figures)
+    assert any(line["critic/malformed"] for line in found)
 
 
 def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(

@@ -34,9 +34,9 @@ def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(
         result = crl(*arguments(run, "room", settings, 2, 0, "complementary"))
         assert (result.exit_code, result.stderr) == (0, ""), result.output
         assert result.stdout.count("embedding the bank's experiences, 2\n") == 1
-    figures = [[untimed(line) for line in metrics(run, "bank")] for run in runs]
-    assert figures[0] == figures[1]
-    assert figures[0][-1]["bank/size"] > 2
+    found = [[untimed(line) for line in metrics(run, "bank")] for run in runs]
+    assert found[0] == found[1]
+    assert found[0][-1]["bank/size"] > 2
     found = crl("bank", "search", runs[0], "Room: the dusty cabin.", "--limit", "0", "--json")
     assert {lesson["text"] for lesson in LESSONS} <= {
         row["text"] for row in json.loads(found.stdout)

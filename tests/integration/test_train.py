@@ -41,7 +41,7 @@ from crl.envs.places import NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
 from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.training import SurrogateLoss
 from crl.run.checkpoint import latest_checkpoint
-from crl.run.evaluate import Rate
+from crl.run.evaluate import SuccessRate
 from crl.types import StepResult, Task
 
 # ── games of this file ────────────────────────────────────────────────────────────────────────────
@@ -345,7 +345,7 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
     assert contents(done) == before
     last = metrics(done, "eval")[-1]
     for split in ("known", "new"):
-        rate = Rate(round(8 * last[f"eval/room/{split}/success/free"]), 8)
+        rate = SuccessRate(round(8 * last[f"eval/room/{split}/success/free"]), 8)
         assert (
             f"  room {split:<6} {'without experience':<25}    8 episodes   {rate}\n"
             in result.stdout

@@ -23,8 +23,8 @@ from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.rollouts import ChatContext, OutcomeReward
 from crl.modeling import load_tokenizer, stop_ids
 from crl.protocols import Engine, EnvironmentPool, Hit, Question, SearchRequest
-from crl.rollout.episode import EpisodeRunner, Limits, Nothing
-from crl.rollout.waves import Direct
+from crl.rollout.episode import EpisodeRunner, Limits, NullRetriever
+from crl.rollout.waves import DirectSampler
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, StepResult, Task
 
@@ -155,11 +155,11 @@ class Shelf:
 
 def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunner:
     parts: dict[str, Any] = {
-        "sampler": Direct(engine),
+        "sampler": DirectSampler(engine),
         "pool": pool,
         "context": ChatContext({"doors": RULES}),
         "shaper": OutcomeReward(),
-        "retriever": Nothing(),
+        "retriever": NullRetriever(),
         "renderer": renderer(),
         "limits": {"doors": Limits(turns=3, max_response_tokens=32)},
         "max_context": 512,

@@ -168,11 +168,11 @@ class Ledger:
         self.lines: list[tuple[int, str, dict[str, Any]]] = []
         self.newest: list[list[Experience]] = []
 
-    def log(self, step: int, kind: str, figures: Mapping[str, float | int | str | None]) -> None:
-        self.lines.append((step, kind, dict(figures)))
+    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+        self.lines.append((step, kind, dict(metrics)))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [figures for _, known, figures in self.lines if known == kind]
+        return [metrics for _, known, metrics in self.lines if known == kind]
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
 

@@ -333,10 +333,10 @@ print(json.dumps(said))
 def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
     number: int, tmp_path: Path
 ) -> None:
-    from crl.envs.alfworld.engine import Engine
+    from crl.envs.alfworld.engine import PddlEngine
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
-    engine, rng = Engine(), random.Random(number)
+    engine, rng = PddlEngine(), random.Random(number)
     engine.start(games.game_of(SMALL_NEW[3]))  # another chore, whose grammar is then known
     engine.start(data)
     engine.do(engine.admissible[0])

@@ -25,7 +25,7 @@ from crl.envs.alfworld.lessons import (
     read,
     true_places,
 )
-from crl.envs.base import StreamSettings, Verdict, play
+from crl.envs.base import LessonVerdict, StreamSettings, play
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.ops import parse_ops
 from crl.models.drills.alfworld import answer, known, refinement
@@ -38,7 +38,7 @@ from crl.models.drills.alfworld_chores import (
     Chores,
 )
 from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.alfworld_personas import Searcher
+from crl.models.drills.alfworld_personas import SearchingPlayer
 from crl.models.drills.drill import Episode, hit
 from crl.types import Segment, Task
 
@@ -125,9 +125,9 @@ def test_the_advisor_tells_the_truth_of_every_visit() -> None:
         where = {place for name, place in house.where.items() if name.startswith(f"{wanted} ")}
         assert right.removeprefix(f"{wanted} is in ").removesuffix(".") in where
         assert wrong.removeprefix(f"{wanted} is in ").removesuffix(".") in {*places(task)} - where
-        assert ADVISOR.judge(visited, right) == Verdict("where", correct=True)
-        assert ADVISOR.judge(visited, wrong) == Verdict("wrong where", correct=False)
-        assert ADVISOR.judge(visited, "be careful.") == Verdict("careful", correct=False)
+        assert ADVISOR.judge(visited, right) == LessonVerdict("where", correct=True)
+        assert ADVISOR.judge(visited, wrong) == LessonVerdict("wrong where", correct=False)
+        assert ADVISOR.judge(visited, "be careful.") == LessonVerdict("careful", correct=False)
         assert int(task.params["lgen"]) in PROBE_LAYOUTS
     assert ADVISOR.informative(SEARCH)
     assert not ADVISOR.informative(SEARCH[:8])
@@ -261,7 +261,7 @@ def test_right_advice_helps_and_wrong_advice_does_not() -> None:
 
 
 def test_an_agent_goes_where_it_is_told_at_once() -> None:
-    searching = replace(ACTOR_CHORES, personas=((Searcher, 1.0),))
+    searching = replace(ACTOR_CHORES, personas=((SearchingPlayer, 1.0),))
     for advice in ("right", "random"):
         for episode in told(advice, demonstration_tasks(60), searching):
             assert episode.hint
@@ -276,7 +276,7 @@ def test_personas_win_more_or_less_often() -> None:
         rate = sum(episode.success for episode in alone.episodes(random.Random(0), tasks)) / len(
             tasks
         )
-        assert rate >= 0.85 if persona is Searcher else 0.2 <= rate <= 0.95
+        assert rate >= 0.85 if persona is SearchingPlayer else 0.2 <= rate <= 0.95
 
 
 def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:

@@ -115,7 +115,7 @@ def build(
     return build_minibatches(trajectories, advantages, views, count=count, rng=random.Random(0))
 
 
-def figures(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float]]:
+def metrics(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float]]:
     """Return (advantage, weight) of every sample."""
     return [(sample.advantage, sample.weight) for sample in minibatch.samples]
 
@@ -131,7 +131,7 @@ def test_weights_and_the_token_total_are_those_before_dropping():
         [1.5, 0.0, -0.5, 2.0],
         [[trace(3)], [trace(4)], [trace(5)], [trace(6), trace(2)]],
     )
-    assert figures(minibatch) == [(1.5, 1 / 8), (-0.5, 1 / 4), (2.0, 3 / 8), (2.0, 1 / 8)]
+    assert metrics(minibatch) == [(1.5, 1 / 8), (-0.5, 1 / 4), (2.0, 3 / 8), (2.0, 1 / 8)]
     assert [sum(sample.trace.mask) for sample in minibatch.samples] == [3, 5, 6, 2]
     assert minibatch.total_tokens == 20
 
@@ -140,7 +140,7 @@ def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_sh
     (minibatch,) = build(
         [trajectory(0), trajectory(0)], [1.0, -1.0], [[trace(0), trace(4)], [trace(0)]]
     )
-    assert figures(minibatch) == [(1.0, 1 / 2)]
+    assert metrics(minibatch) == [(1.0, 1 / 2)]
     assert minibatch.total_tokens == 4
 
 
@@ -151,7 +151,7 @@ def test_a_trajectory_without_a_view_takes_no_part():
         [1.0, 1.0, 1.0],
         [[trace(2)], [], [trace(3)]],
     )
-    assert figures(minibatch) == [(1.0, 1 / 2), (1.0, 1 / 2)]
+    assert metrics(minibatch) == [(1.0, 1 / 2), (1.0, 1 / 2)]
     assert minibatch.total_tokens == 5
 
 
@@ -164,7 +164,7 @@ def test_further_samples_share_the_weight_of_their_trajectory():
         [[trace(1), trace(3)], [trace(2)], [trace(3)]],
         count=1, rng=random.Random(0), distilled={0: (0.5, [trace(5), trace(2)])},
     )  # fmt: skip
-    assert figures(minibatch) == [(1.0, 1 / 4), (1.0, 1 / 2), (0.5, 1 / 8), (0.5, 1 / 8)]
+    assert metrics(minibatch) == [(1.0, 1 / 4), (1.0, 1 / 2), (0.5, 1 / 8), (0.5, 1 / 8)]
     assert minibatch.total_tokens == 1 + 3 + 2 + 3 + 5 + 2
 
 
@@ -176,7 +176,7 @@ def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
     minibatches = build(
         trajectories, torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]), views, count=2
     )
-    assert sorted(figures(m) for m in minibatches) == [
+    assert sorted(metrics(m) for m in minibatches) == [
         [(1.0, 1 / 4)] * 2 + [(-1.0, 1 / 4)] * 2,
         [(1.0, 1 / 2), (-1.0, 1 / 2)],
     ]
@@ -188,7 +188,7 @@ def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
 def test_a_minibatch_without_signal_is_omitted():
     trajectories = [trajectory(0), trajectory(0), trajectory(1), trajectory(1)]
     minibatches = build(trajectories, [0.0, 0.0, 1.0, -1.0], [[trace(2)]] * 4, count=2)
-    assert [figures(m) for m in minibatches] == [[(1.0, 1 / 2), (-1.0, 1 / 2)]]
+    assert [metrics(m) for m in minibatches] == [[(1.0, 1 / 2), (-1.0, 1 / 2)]]
     assert build(trajectories, [0.0] * 4, [[trace(2)]] * 4) == ()
     assert build(trajectories, [1.0] * 4, [[]] * 4) == ()
     assert build([], [], []) == ()

@@ -164,7 +164,7 @@ def test_metrics_are_over_unmasked_tokens():
         logp, torch.zeros(1, 3), torch.tensor([1.0]), mask, clip_low=0.2, clip_high=0.2
     )
     assert set(metrics) == METRICS
-    assert all(figure.ndim == 0 and not figure.requires_grad for figure in metrics.values())
+    assert all(metric.ndim == 0 and not metric.requires_grad for metric in metrics.values())
     assert metrics["ratio_mean"].item() == pytest.approx(1.25)
     assert metrics["ratio_max"].item() == pytest.approx(2.0)
     assert metrics["clip_fraction"].item() == pytest.approx(0.5)
@@ -280,8 +280,8 @@ def test_garbage_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradients(n
     loss, metrics = LOSSES[name](logp, old, adv, MASK)
     assert torch.equal(loss, clean_loss)
     assert torch.isfinite(loss)
-    for figure, value in clean_metrics.items():
-        assert torch.equal(metrics[figure], value), figure
+    for metric, value in clean_metrics.items():
+        assert torch.equal(metrics[metric], value), metric
     grad, clean_grad = (
         torch.tensor(gradient(loss, logp)),
         torch.tensor(gradient(clean_loss, clean_logp)),
@@ -322,7 +322,7 @@ def test_a_batch_without_trained_tokens_is_zero_with_zero_gradients(name):
     assert loss.item() == 0.0
     assert not torch.tensor(gradient(loss, logp)).any()
     assert metrics.pop("masked_fraction").item() == 1.0
-    assert all(figure.item() == 0.0 for figure in metrics.values())
+    assert all(metric.item() == 0.0 for metric in metrics.values())
 
 
 @pytest.mark.parametrize("adv", [1.0, -1.0])
@@ -335,7 +335,7 @@ def test_a_freak_ratio_leaves_loss_gradient_and_metrics_finite(name, adv):
     )
     assert torch.isfinite(loss)
     assert torch.isfinite(torch.tensor(gradient(loss, logp))).all()
-    assert all(torch.isfinite(figure) for figure in metrics.values())
+    assert all(torch.isfinite(metric) for metric in metrics.values())
 
 
 def test_no_gradient_reaches_the_behaviour_or_the_advantage():

@@ -33,10 +33,10 @@ from crl.methods.parts.distilling import whole_text
 from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import prompt
 from crl.protocols import Hit, Question, SearchRequest
-from crl.rollout.episode import EpisodeKey, Limits, Unasked
+from crl.rollout.episode import AcceptAll, EpisodeKey, Limits
 from crl.rollout.unguided import UNSAMPLED, unguided_traces
-from crl.rollout.waves import Waves
-from crl.run.figures import rollout_figures
+from crl.rollout.waves import LockstepSampler
+from crl.run.metrics import rollout_figures
 from crl.run.playing import EpisodeScheduler
 from crl.types import ExperienceUse, RolloutPlan, Segment, Trajectory
 
@@ -271,8 +271,8 @@ async def test_what_an_agent_that_judges_asks_for_it_accepts() -> None:
     Its reward is then on the scale of experiences that were accepted at the start.
     """
 
-    class Pleased(Unasked):
-        of_asked = "accept"
+    class Pleased(AcceptAll):
+        verdict_on_asked = "accept"
 
     trajectory, _, _ = await played("ask", "open", oracle=Oracle(), judge=Pleased())
     assert [use.verdict for use in trajectory.used] == [None, "accept"]
@@ -462,7 +462,7 @@ def test_questions_are_searched_and_refined_in_the_order_of_the_names(
             run = runner(
                 engine,
                 home.host,
-                sampler=Waves(engine),
+                sampler=LockstepSampler(engine),
                 context=COMPACT,
                 limits=LIMITS,
                 retriever=Slow(),
@@ -542,8 +542,8 @@ def test_figures_by_hand() -> None:
 
     free = Trajectory(TASK, 0, 0, 1, "free")
     batch = [guided(offer, call, call, call, used=uses), guided(offer, used=uses[:1]), free]
-    figures = rollout_figures(batch, 0)
-    assert {name: value for name, value in figures.items() if "asks" in name} == {
+    metrics = rollout_figures(batch, 0)
+    assert {name: value for name, value in metrics.items() if "asks" in name} == {
         "rollout/asks": 1.5, "rollout/asks/found": 2 / 3, "rollout/asks/refined": 1 / 3,
     }  # fmt: skip
     assert rollout_figures([guided(offer), free], 0)["rollout/asks"] == 0

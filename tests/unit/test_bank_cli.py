@@ -573,16 +573,16 @@ def test_search_refuses_vectors_that_it_cannot_compare_with(copy: Path):
 
 def test_stats(run: Path):
     assert lines("stats", run)[1:] == STATS.splitlines()
-    figures = parsed("stats", run)
-    assert figures["entries"] == {
+    metrics = parsed("stats", run)
+    assert metrics["entries"] == {
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1}, "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
     }  # fmt: skip
-    assert figures["lift"] == {"above": 0, "below": 0, "around": 1, "unknown": 4}
-    assert (figures["won"], figures["used"]) == (
+    assert metrics["lift"] == {"above": 0, "below": 0, "around": 1, "unknown": 4}
+    assert (metrics["won"], metrics["used"]) == (
         [0, 0, 0, 0, 1],
         {"active": 5, "retrieved": 1, "credited": 1, "voted": 0},
     )
-    assert figures["bytes"] == (run / "bank.sqlite").stat().st_size
+    assert metrics["bytes"] == (run / "bank.sqlite").stat().st_size
 
 
 async def test_the_size_of_a_bank_that_is_open_is_with_its_log(tmp_path: Path):

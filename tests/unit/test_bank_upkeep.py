@@ -66,12 +66,12 @@ def test_the_dead_can_be_tried_again(copy: Path):
         engine = ScriptedEngine(renderer(), lambda prompt: add("Go north."))
         made = await opened(copy, engine=engine)
         await made.drain()
-        figures = await made.stats()
+        metrics = await made.stats()
         await made.aclose()
-        return figures
+        return metrics
 
-    figures = asyncio.run(go_on())
-    assert (figures["queue/pending"], figures["queue/dead"], figures["queue/done"]) == (0, 0, 9)
+    metrics = asyncio.run(go_on())
+    assert (metrics["queue/pending"], metrics["queue/dead"], metrics["queue/done"]) == (0, 0, 9)
     assert lines("dead", copy, "--retry") == ["no episode is dead"]
 
 

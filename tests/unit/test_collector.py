@@ -19,7 +19,7 @@ from crl.methods.parts.rollouts import GuidedShare
 from crl.protocols import Engine, State
 from crl.rollout.collector import Collector
 from crl.rollout.gate import StalenessGate
-from crl.rollout.waves import Direct, Waves
+from crl.rollout.waves import DirectSampler, LockstepSampler
 from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
 
 G, K, STEPS = 2, 3, 4
@@ -251,7 +251,7 @@ async def test_nothing_but_errors_is_a_batch_too() -> None:
 @pytest.mark.parametrize("in_waves", [False, True])
 async def test_a_dead_engine_ends_the_run(requests: int, in_waves: bool) -> None:
     engine = Mortal(requests)
-    sampler = Waves(engine) if in_waves else None
+    sampler = LockstepSampler(engine) if in_waves else None
     async with house() as home:
         part = collector(home, engine, staleness=0 if in_waves else 1, sampler=sampler)
         with pytest.raises(ExceptionGroup) as raised:
@@ -348,7 +348,7 @@ async def test_the_groups_of_a_step_start_one_after_the_other_once_all_have_join
     turns = 0
     started: list[tuple[int, int]] = []
 
-    class Joining(Direct):
+    class Joining(DirectSampler):
         def join(self, session: str) -> None:
             joined.append(session)
 

@@ -559,9 +559,9 @@ async def test_of_answers_without_an_op_as_many_wait_as_a_batch_holds(tmp_path):
         *(request(group=1, member=m, note="north") for m in range(3)),
     )
     assert await made.take_batch(4, 1) is None
-    figures = await made.stats()
+    metrics = await made.stats()
     assert (
-        figures.items()
+        metrics.items()
         >= {"buffer/ready": 4, "ops/malformed": 6, "dropped/too many malformed": 2}.items()
     )
     assert await made.take_batch(4, 1) is None

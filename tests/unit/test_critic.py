@@ -22,7 +22,7 @@ from crl.protocols import Engine, Hit
 from crl.rollout.critic import MALFORMED, MAX_CHARS, Critic, Critique, parse_critique
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import GOALS, SuccessRates
-from crl.rollout.waves import Direct, Sampler, Waves
+from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run.critic import Warmup
 from crl.types import (
     Completion,
@@ -204,7 +204,7 @@ async def settled() -> None:
 
 async def test_the_members_of_a_group_have_one_verdict() -> None:
     engine = Actor("refine Push.")
-    judge = critic(Direct(engine))
+    judge = critic(DirectSampler(engine))
     for member in range(4):
         judge.join(key(member))
     together = await asyncio.gather(*(judge.judge(key(member), TASK, HIT) for member in range(3)))
@@ -220,15 +220,15 @@ async def test_the_members_of_a_group_have_one_verdict() -> None:
     assert {sampling for *_, sampling in engine.critiques} == {
         Sampling(32, renderer().stop_ids, 0.7)
     }
-    figures = judge.take()
-    assert figures.pop("critic/sampled_tokens") == 3 * len(
+    metrics = judge.take()
+    assert metrics.pop("critic/sampled_tokens") == 3 * len(
         renderer().encode("refine Push.<|im_end|>")
     )
-    assert {name: value for name, value in figures.items() if not name.startswith("perf/")} == {
+    assert {name: value for name, value in metrics.items() if not name.startswith("perf/")} == {
         "critic/critiques": 3, "critic/accept": 0.0, "critic/refine": 1.0, "critic/reject": 0.0,
         "critic/malformed": 0.0,
     }  # fmt: skip
-    assert figures["perf/critic_p50_ms"] >= 0
+    assert metrics["perf/critic_p50_ms"] >= 0
     assert judge.take() == {}
 
 
@@ -238,7 +238,7 @@ async def test_a_verdict_is_forgotten_with_its_group() -> None:
     Every evaluation uses the same keys, and the actor changes in between.
     """
     engine = Actor("accept")
-    judge = critic(Direct(engine))
+    judge = critic(DirectSampler(engine))
     for says, verdict in (("accept", "accept"), ("reject", "reject")):
         engine.says = says
         for member in (0, 1):
@@ -257,30 +257,30 @@ async def test_a_verdict_is_forgotten_with_its_group() -> None:
     "refused", [RolloutError("engine", "too long"), None], ids=["refused", "unreadable"]
 )
 async def test_what_cannot_be_judged_is_accepted_and_counted(refused: RolloutError | None) -> None:
-    judge = critic(Direct(Actor("north", error=refused)))
+    judge = critic(DirectSampler(Actor("north", error=refused)))
     judged = await judge.judge(key(0), TASK, HIT)
     assert (judged.text, judged.use.verdict) == (HIT.text, "accept")
-    figures = judge.take()
-    assert (figures["critic/accept"], figures["critic/malformed"]) == (1.0, 1.0)
+    metrics = judge.take()
+    assert (metrics["critic/accept"], metrics["critic/malformed"]) == (1.0, 1.0)
 
 
 async def test_a_refinement_that_is_cut_off_is_malformed() -> None:
-    judge = critic(Direct(Actor("refine Push the door, and then again.")), tokens=4)
+    judge = critic(DirectSampler(Actor("refine Push the door, and then again.")), tokens=4)
     assert (await judge.judge(key(0), TASK, HIT)).text == HIT.text
     assert judge.take()["critic/malformed"] == 1.0
-    longer = critic(Direct(Actor("refine Push.")), max_context=20)
+    longer = critic(DirectSampler(Actor("refine Push.")), max_context=20)
     assert (await longer.judge(key(0), TASK, HIT)).text == HIT.text, "no room for an answer"
 
 
 async def test_a_dead_engine_is_everybodys_error() -> None:
-    judge = critic(Direct(Actor(error=EngineError("gone"))))
+    judge = critic(DirectSampler(Actor(error=EngineError("gone"))))
     outcomes = await asyncio.gather(
         *(judge.judge(key(member), TASK, HIT) for member in range(3)), return_exceptions=True
     )
     assert [str(outcome) for outcome in outcomes] == ["gone"] * 3
 
 
-@pytest.mark.parametrize("sampler_of", [Direct, Waves])
+@pytest.mark.parametrize("sampler_of", [DirectSampler, LockstepSampler])
 async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
     sampler_of: Callable[[Engine], Sampler],
 ) -> None:
@@ -304,7 +304,7 @@ async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
         "reject",
     ]
     assert len(engine.critiques) == 1
-    if isinstance(sampler, Waves):
+    if isinstance(sampler, LockstepSampler):
         assert sampler._live == {one.session for one in keys[1:]}, (
             "back, but for the one that was cancelled"
         )
@@ -313,7 +313,7 @@ async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
 async def test_with_its_last_episode_a_question_is_given_up() -> None:
     engine = Actor("reject")
     engine.go.clear()
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     async with house() as home:
         run = runner(engine, home.host, sampler=waves, retriever=Shelf(), judge=critic(waves))
         run.join(key(0))
@@ -363,7 +363,7 @@ An experience of 0 means that the member is free, 1 means that the search finds 
 """
 
 
-async def member(waves: Waves, judge: Critic, at: EpisodeKey, plan: Member) -> None:
+async def member(waves: LockstepSampler, judge: Critic, at: EpisodeKey, plan: Member) -> None:
     before, searching, found, _ = plan
     try:
         await passes(before)
@@ -392,7 +392,7 @@ async def play_waves(
     `plans` holds the members of each group.
     """
     engine = Delayed(delays)
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     judge = critic(waves)
     members = [
         (key(m, group), plan)
@@ -463,7 +463,7 @@ async def test_waves_with_critiques_by_hand() -> None:
 async def played(
     engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any
 ) -> tuple[Trajectory, Critic, Shelf]:
-    shelf, sampler = Shelf(), Direct(engine)
+    shelf, sampler = Shelf(), DirectSampler(engine)
     judge = critic(sampler)
     async with house() as home:
         run = runner(engine, home.host, sampler=sampler, retriever=shelf, judge=judge, **changes)
@@ -562,7 +562,11 @@ async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
             home.host.acquire = slow
             context = ChatContext({"doors": ""}, observed=frozenset({"doors"} if observed else ()))
             run = runner(
-                engine, home.host, retriever=Shelf(), judge=critic(Direct(engine)), context=context
+                engine,
+                home.host,
+                retriever=Shelf(),
+                judge=critic(DirectSampler(engine)),
+                context=context,
             )
             playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
             await begun.wait()
@@ -605,7 +609,7 @@ async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
                 runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3
             ).play()
         assert (len(episodes), rates.observe(episodes)) == (2 * 2 * 3, played)
-        assert rates.figures() == ({"doors": 1.0} if played else {})
+        assert rates.metrics() == ({"doors": 1.0} if played else {})
 
 
 # ── success rates ─────────────────────────────────────────────────────────────────────────────────
@@ -654,7 +658,7 @@ def test_rates_by_hand() -> None:
     assert rate(rates, "a", "maze") == 1.0, "a goal is of its task"
     rates.observe([episode("a", False)] * 2)
     assert rate(rates, "a") == 0.5, "of the last four"
-    assert rates.figures() == {"maze": 1.0, "room": 0.25}
+    assert rates.metrics() == {"maze": 1.0, "room": 0.25}
 
 
 @given(

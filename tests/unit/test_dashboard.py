@@ -29,10 +29,10 @@ from rich.console import Console
 from crl.cli.dashboard import Dashboard, Lines, _experience, render
 from crl.cli.draw import (
     GUIDED,
-    Section,
+    LineGroup,
     bar,
     duration,
-    figure,
+    format_number,
     one_line,
     printable,
     share_out,
@@ -45,7 +45,7 @@ from crl.monitor.snapshot import (
     EXPERIENCES,
     HISTORY,
     NOTES,
-    Rate,
+    RateView,
     RunInfo,
     Series,
     Snapshot,
@@ -84,12 +84,12 @@ def started(method: str, *tasks: str, clock: Clock | None = None) -> SnapshotMon
 
 
 def evaluation(task: str, share: float) -> dict[str, float]:
-    figures: dict[str, float] = {"time/eval": 2.5}
+    metrics: dict[str, float] = {"time/eval": 2.5}
     for split, more in (("known", 0.1), ("new", 0.0)):
         for condition, extra in (("free", 0.0), ("guided", 0.05)):
             name, rate = f"eval/{task}/{split}/success/{condition}", share + more + extra
-            figures |= {name: rate, f"{name}/low": rate - 0.06, f"{name}/high": rate + 0.06}
-    return figures
+            metrics |= {name: rate, f"{name}/low": rate - 0.06, f"{name}/high": rate + 0.06}
+    return metrics
 
 
 def training(step: int) -> dict[str, float | None]:
@@ -337,9 +337,9 @@ NAMES = sorted(
 )
 def test_any_figures_can_be_drawn(first, second, width):
     monitor = started("complementary", "room")
-    for step, figures in enumerate((first, second)):
+    for step, metrics in enumerate((first, second)):
         for kind in ("train", "extractor", "bank", "eval", "probe", "other"):
-            monitor.log(step, kind, figures)
+            monitor.log(step, kind, metrics)
     assert fits(picture(monitor.snapshot(), width, 24), width, 24)
 
 
@@ -405,7 +405,7 @@ def test_no_text_breaks_the_window(text, task, width):
 
 
 def test_numbers():
-    assert [figure(v, "+.4f") for v in (None, 0.5, -1e30)] == ["–", "+0.5000", "-1.0e+30"]
+    assert [format_number(v, "+.4f") for v in (None, 0.5, -1e30)] == ["–", "+0.5000", "-1.0e+30"]
     assert [duration(v) for v in (None, 0, 59.9, 61, 3723)] == [
         "–",
         "0:00",
@@ -439,17 +439,17 @@ def test_lines_are_shared_out_by_weight():
 
     lines = [Text(str(n)) for n in range(9)]
     sections = {
-        "a": Section(lines, least=2, title="A"),
-        "b": Section(lines, least=1),
-        "c": Section(()),
+        "a": LineGroup(lines, least=2, title="A"),
+        "b": LineGroup(lines, least=1),
+        "c": LineGroup(()),
     }
     share = {
         height: share_out(sections, height, weight="abc", growth="bac")
         for height in (2, 3, 4, 13, 30)
     }
     assert [(s["a"], s["b"]) for s in share.values()] == [(0, 2), (2, 0), (2, 1), (3, 9), (9, 9)]
-    assert [t.plain for t in Section(lines, tail=True).draw(2, 10)] == ["7", "8"]
-    assert [t.plain for t in Section(lines, title="A").draw(1, 10)] == ["── A ─────", "0"]
+    assert [t.plain for t in LineGroup(lines, tail=True).draw(2, 10)] == ["7", "8"]
+    assert [t.plain for t in LineGroup(lines, title="A").draw(1, 10)] == ["── A ─────", "0"]
 
 
 # ── folding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -463,7 +463,7 @@ def test_figures_are_followed_and_none_is_remembered():
     s = monitor.snapshot()
     assert s.step == 6
     assert s.actor.loss.values == (0.5, None, None, None, 0.25), (
-        "a line without the figure adds nothing"
+        "a line without the metric adds nothing"
     )
     assert s.actor.updates.values == (2, 4, 6, 8, 10, 10)
     assert (s.extractor, s.bank) == (None, None)
@@ -483,9 +483,12 @@ def test_every_kind_of_line_finds_its_place():
         12,
         {"room": 222, "maze": 148},
     )
-    assert s.evals["room/new"].rates["free"] == Rate(
-        0.45, pytest.approx(0.39), pytest.approx(0.51), 0.25
-    )  # pyright: ignore[reportArgumentType]
+    assert s.evals["room/new"].rates["free"] == RateView(
+        0.45,
+        pytest.approx(0.39),  # pyright: ignore[reportArgumentType]
+        pytest.approx(0.51),  # pyright: ignore[reportArgumentType]
+        0.25,
+    )
     assert s.evals["room/new"].step == 37
     assert (s.probes["room"].none, s.probes["room"].wrong) == (0.25, 0.125)
     step = {"wait": 6.1, "submit": 0.4, "train": 4.2, "sync": 0.3, "bank": 2.0}

@@ -12,12 +12,12 @@ import pytest
 from doors import TASK
 from extractors import hit, request
 
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.manager import Distilled
 from crl.manager.records import Generation, Write
 from crl.protocols import Hit, SearchRequest
 from crl.run.diagnostics import Diagnostics, verdict
-from crl.run.figures import group_gaps, rollout_figures
+from crl.run.metrics import group_gaps, rollout_figures
 from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Trajectory
 
 
@@ -33,8 +33,8 @@ class Judge:
     def wrong(self, task: Task, rng: random.Random) -> str:
         return "wrong"
 
-    def judge(self, task: Task, text: str) -> Verdict:
-        return Verdict(text.split()[0], text.startswith("right"))
+    def judge(self, task: Task, text: str) -> LessonVerdict:
+        return LessonVerdict(text.split()[0], text.startswith("right"))
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return any("*" in segment.text for segment in segments)
@@ -87,17 +87,17 @@ def test_gaps_by_hand() -> None:
     ]  # fmt: skip
     gaps = [(("doors", TASK.goal), 0.5), (("doors", TASK.goal), -1.0), (("maze", TASK.goal), 0.0)]
     assert group_gaps(batch) == gaps
-    figures = rollout_figures(batch, 0)
+    metrics = rollout_figures(batch, 0)
     # m = −1/6. Sums less n_c · m: doors −1/2 + 1/3, maze 0 + 1/6. V = 2 · (2/36) / 9 = 1/81.
     # half = t(1) / 9 = 12.706205 / 9
-    assert {name: value for name, value in figures.items() if name.startswith("rollout/gap")} == {
+    assert {name: value for name, value in metrics.items() if name.startswith("rollout/gap")} == {
         "rollout/gap": pytest.approx(-1 / 6),
         "rollout/gap/half_width": pytest.approx(1.411800, abs=1e-6),
         "rollout/gap/groups": 3,
         "rollout/gap/places": 2,
     }
-    assert math.isnan(figures["rollout/doors/gap/half_width"]), "one place tells nothing of others"
-    assert figures["rollout/success/used"] == pytest.approx(4 / 6)
+    assert math.isnan(metrics["rollout/doors/gap/half_width"]), "one place tells nothing of others"
+    assert metrics["rollout/success/used"] == pytest.approx(4 / 6)
     diagnostics = Diagnostics({})
     assert diagnostics.take(batch) == diagnostics.take([]) == {}
     assert diagnostics.gaps == [gaps, []]
@@ -145,21 +145,21 @@ def test_several_tasks_are_told_apart() -> None:
     diagnostics.searched(requests, [hit("a", goal=TASK.goal), None, None])
     for one in (distilled("right"), distilled("right"), distilled("wrong", of="maze")):
         diagnostics.distilled(one)
-    figures = diagnostics.take([])
-    assert [figures[f"retrieval{task}/hit_rate"] for task in ("", "/doors", "/maze")] == [
+    metrics = diagnostics.take([])
+    assert [metrics[f"retrieval{task}/hit_rate"] for task in ("", "/doors", "/maze")] == [
         pytest.approx(1 / 3),
         0.5,
         0.0,
     ]
-    assert [figures[f"lessons{task}/correct"] for task in ("", "/doors", "/maze")] == [
+    assert [metrics[f"lessons{task}/correct"] for task in ("", "/doors", "/maze")] == [
         pytest.approx(2 / 3),
         1.0,
         0.0,
     ]
     assert (
-        figures["lessons/answers"],
-        figures["lessons/doors/answers"],
-        figures["lessons/maze/kind/wrong"],
+        metrics["lessons/answers"],
+        metrics["lessons/doors/answers"],
+        metrics["lessons/maze/kind/wrong"],
     ) == (3, 2, 1.0)
     assert diagnostics.lessons == [(2, 3)]
 
@@ -168,11 +168,11 @@ def test_several_tasks_are_told_apart() -> None:
 
 
 def test_the_verdict_on_an_answer() -> None:
-    assert verdict(Judge(), distilled("wrong way", "right way")) == Verdict("wrong", False), (
+    assert verdict(Judge(), distilled("wrong way", "right way")) == LessonVerdict("wrong", False), (
         "by its first lesson"
     )
-    assert verdict(Judge(), distilled(returned=1)) == Verdict("return", False)
-    assert verdict(Judge(), distilled()) == Verdict("malformed", False)
+    assert verdict(Judge(), distilled(returned=1)) == LessonVerdict("return", False)
+    assert verdict(Judge(), distilled()) == LessonVerdict("malformed", False)
 
 
 def test_lessons_by_kind() -> None:

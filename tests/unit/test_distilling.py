@@ -123,12 +123,12 @@ async def distilled(
         f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text
         for entry in made.latest(99)
     }
-    figures = await made.stats()
-    assert figures["queue/done"] == 2
+    metrics = await made.stats()
+    assert metrics["queue/done"] == 2
     await made.aclose()
     return bank, {
         name.removeprefix("dropped/"): count
-        for name, count in figures.items()
+        for name, count in metrics.items()
         if name.startswith("dropped/")
     }
 

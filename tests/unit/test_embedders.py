@@ -31,7 +31,7 @@ from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder, require_embedder
 from crl.embedders.encoder import EncoderEmbedder, pooled
 from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
-from crl.embedders.recipe import Recipe, read_recipe
+from crl.embedders.recipe import EncoderSettings, read_recipe
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings, RetrievalSettings
 from crl.run.plan import plan
@@ -90,7 +90,7 @@ def encode(path: Path, *texts: str, **options: Any) -> np.ndarray:
     return asyncio.run(run())
 
 
-def name_of(recipe: Recipe) -> str:
+def name_of(recipe: EncoderSettings) -> str:
     encoder = EncoderEmbedder(recipe, "cpu")
     encoder.close()
     return encoder.name
@@ -209,21 +209,21 @@ def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp
     model = AutoModel.from_pretrained(random_bert)
     model.embeddings.word_embeddings.weight.data[7] += 0.1  # like a step of training
     model.save_pretrained(other)
-    name = name_of(Recipe(random_bert))
-    assert name_of(Recipe(moved)) == name
+    name = name_of(EncoderSettings(random_bert))
+    assert name_of(EncoderSettings(moved)) == name
     assert name.startswith("bert-")
     assert name.endswith("-32")
     recipes = (
-        Recipe(other),
-        Recipe(random_bert, "cls"),
-        Recipe(random_bert, prompt="a "),
-        Recipe(random_bert, lower=True),
+        EncoderSettings(other),
+        EncoderSettings(random_bert, "cls"),
+        EncoderSettings(random_bert, prompt="a "),
+        EncoderSettings(random_bert, lower=True),
     )
     assert len({name, *map(name_of, recipes)}) == 5
 
 
 async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
-    encoder, threads = EncoderEmbedder(Recipe(random_bert), "cpu"), set()
+    encoder, threads = EncoderEmbedder(EncoderSettings(random_bert), "cpu"), set()
     encoder._model.register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
     await asyncio.gather(*(encoder.embed(TEXTS) for _ in range(4)))
     encoder.close()
@@ -232,7 +232,7 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
 
 
 async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path):
-    encoder = EncoderEmbedder(Recipe(random_bert), "cpu")
+    encoder = EncoderEmbedder(EncoderSettings(random_bert), "cpu")
     (
         encoder._model.get_input_embeddings()
         # With a table for a single token, every lookup of another token fails.

@@ -30,14 +30,14 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling import load_model
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeRunner, Limits
-from crl.rollout.waves import Direct, Waves
+from crl.rollout.waves import DirectSampler, LockstepSampler
 from crl.run.evaluate import (
+    EvalKey,
     EvalSet,
     Evaluation,
     Evaluator,
-    MeanRate,
-    Rate,
-    Setting,
+    MeanSuccessRate,
+    SuccessRate,
     difference,
     rate_of_visits,
 )
@@ -62,27 +62,27 @@ from crl.types import Completion, Sampling, Split, Task, Trajectory
     ],
 )
 def test_wilson_by_hand(successes: int, episodes: int, low: float, high: float) -> None:
-    assert Rate(successes, episodes).interval == pytest.approx((low, high), abs=1e-6)
+    assert SuccessRate(successes, episodes).interval == pytest.approx((low, high), abs=1e-6)
 
 
 @given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_interval_is_one_of_probabilities_around_the_rate(counts: tuple[int, int]) -> None:
-    rate = Rate(*counts)
+    rate = SuccessRate(*counts)
     low, high = rate.interval
     assert 0.0 <= low <= rate.value <= high <= 1.0
-    mirrored = Rate(rate.episodes - rate.successes, rate.episodes).interval
+    mirrored = SuccessRate(rate.episodes - rate.successes, rate.episodes).interval
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-9)
 
 
 def test_rates_as_text() -> None:
-    assert str(Rate(8, 10)) == "0.800 [0.490, 0.943]"
-    assert str(Rate(0, 8)) == "0.000 [0.000, 0.324]"
-    assert str(Rate(8, 8)) == "1.000 [0.676, 1.000]"
+    assert str(SuccessRate(8, 10)) == "0.800 [0.490, 0.943]"
+    assert str(SuccessRate(0, 8)) == "0.000 [0.000, 0.324]"
+    assert str(SuccessRate(8, 8)) == "1.000 [0.676, 1.000]"
 
 
 def test_a_rate_of_nothing_is_no_number() -> None:
-    assert math.isnan(Rate(0, 0).value)
-    assert all(map(math.isnan, Rate(0, 0).interval))
+    assert math.isnan(SuccessRate(0, 0).value)
+    assert all(map(math.isnan, SuccessRate(0, 0).interval))
 
 
 # ── several tasks ─────────────────────────────────────────────────────────────────────────────────
@@ -90,37 +90,45 @@ def test_a_rate_of_nothing_is_no_number() -> None:
 
 def test_a_mean_of_rates_by_hand() -> None:
     # Their intervals: 0.8 − 0.309843 + 0.143319, and mirrored.
-    mean = MeanRate((Rate(8, 10), Rate(2, 10)))
+    mean = MeanSuccessRate((SuccessRate(8, 10), SuccessRate(2, 10)))
     assert (mean.value, mean.episodes) == (0.5, 20)
     half = math.hypot(0.309843, 0.143319) / 2
     assert mean.interval == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
-    assert MeanRate((Rate(8, 10),)).interval == pytest.approx(Rate(8, 10).interval)
-    assert str(MeanRate((Rate(0, 8), Rate(0, 8)))) == "0.000 [0.000, 0.229]"  # 0.324411 / √2
+    assert MeanSuccessRate((SuccessRate(8, 10),)).interval == pytest.approx(
+        SuccessRate(8, 10).interval
+    )
+    assert (
+        str(MeanSuccessRate((SuccessRate(0, 8), SuccessRate(0, 8)))) == "0.000 [0.000, 0.229]"
+    )  # 0.324411 / √2
 
 
 def test_a_difference_as_published() -> None:
     # Newcombe 1998, table II (a), method 10
-    assert difference(Rate(48, 80), Rate(56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert difference(SuccessRate(48, 80), SuccessRate(56, 70)) == pytest.approx(
+        (0.0524, 0.3339), abs=5e-5
+    )
 
 
 def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
-    rates: dict[Setting, Rate] = {
-        ("room", "known", "free"): Rate(1, 4),
-        ("room", "new", "free"): Rate(8, 10),
-        ("shop", "new", "free"): Rate(2, 10),
+    rates: dict[EvalKey, SuccessRate] = {
+        ("room", "known", "free"): SuccessRate(1, 4),
+        ("room", "new", "free"): SuccessRate(8, 10),
+        ("shop", "new", "free"): SuccessRate(2, 10),
     }  # fmt: skip
     evaluation = Evaluation(rates, {}, errors=0)
-    assert evaluation.overall == {("overall", "new", "free"): MeanRate((Rate(8, 10), Rate(2, 10)))}
-    figures = evaluation.figures()
+    assert evaluation.overall == {
+        ("overall", "new", "free"): MeanSuccessRate((SuccessRate(8, 10), SuccessRate(2, 10)))
+    }
+    metrics = evaluation.metrics()
     assert (
-        figures["eval/overall/new/success/free"],
-        figures["eval/overall/new/episodes/free"],
+        metrics["eval/overall/new/success/free"],
+        metrics["eval/overall/new/episodes/free"],
     ) == (0.5, 20)
     assert {
         "eval/overall/new/success/free/low",
         "eval/overall/new/success/free/high",
-    } <= figures.keys()
-    assert Evaluation({("room", "new", "free"): Rate(8, 10)}, {}, errors=0).overall == {}, (
+    } <= metrics.keys()
+    assert Evaluation({("room", "new", "free"): SuccessRate(8, 10)}, {}, errors=0).overall == {}, (
         "one task is no mixture"
     )
 
@@ -129,20 +137,24 @@ def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
 
 
 def test_the_names_of_the_figures() -> None:
-    settings: list[Setting] = [
+    settings: list[EvalKey] = [
         ("room", "known", "free"),
         ("room", "new", "free"),
         ("room", "known", "guided"),
     ]
     known, new, guided = settings
-    rates: dict[Setting, Rate] = {known: Rate(8, 10), new: Rate(0, 10), guided: Rate(1, 2)}
+    rates: dict[EvalKey, SuccessRate] = {
+        known: SuccessRate(8, 10),
+        new: SuccessRate(0, 10),
+        guided: SuccessRate(1, 2),
+    }
     evaluation = Evaluation(
         rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1, scores={new: 12.5},
-        visits={"room": [Rate(0, 4), Rate(3, 4)]}, lessons={"room": Rate(3, 4)},
-        untrained_lessons={"room": Rate(1, 4)},
+        visits={"room": [SuccessRate(0, 4), SuccessRate(3, 4)]}, lessons={"room": SuccessRate(3, 4)},
+        untrained_lessons={"room": SuccessRate(1, 4)},
     )  # fmt: skip
-    figures = evaluation.figures()
-    assert figures == {
+    metrics = evaluation.metrics()
+    assert metrics == {
         "eval/room/known/success/free": 0.8,
         "eval/room/known/success/free/low": pytest.approx(0.490157, abs=1e-6),
         "eval/room/known/success/free/high": pytest.approx(0.943319, abs=1e-6),
@@ -219,7 +231,7 @@ def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: 
         for i in range(4)
     ]
     rate = rate_of_visits(played)
-    assert rate == Rate(
+    assert rate == SuccessRate(
         sum(won),
         4 * len(won),
         pytest.approx(effective),  # pyright: ignore[reportArgumentType]
@@ -268,7 +280,7 @@ async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> No
         player = runner(scripted("open"), home.host)
         evaluator = Evaluator(player, {("doors", "new"): tasks(4)}, EpisodeScheduler(2))
         result = await evaluator.evaluate()
-    assert (result.rates["doors", "new", "free"], result.errors) == (Rate(3, 4), 1)
+    assert (result.rates["doors", "new", "free"], result.errors) == (SuccessRate(3, 4), 1)
 
 
 async def test_a_dead_engine_ends_the_evaluation() -> None:
@@ -277,10 +289,10 @@ async def test_a_dead_engine_ends_the_evaluation() -> None:
             raise EngineError("gone")
 
     async with house() as home:
-        for sampler_of in (Direct, Waves):
+        for sampler_of in (DirectSampler, LockstepSampler):
             engine = Dead(renderer(), dice)
             player = runner(engine, home.host, sampler=sampler_of(engine))
-            scheduler = EpisodeScheduler(4, in_order=sampler_of is Waves)
+            scheduler = EpisodeScheduler(4, in_order=sampler_of is LockstepSampler)
             with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
                 await Evaluator(player, {("doors", "new"): tasks(4)}, scheduler).evaluate()
             assert raised.value.split(EngineError)[1] is None, "nothing else went wrong"
@@ -322,7 +334,7 @@ async def evaluated(
 ) -> tuple[Evaluation, Noted]:
     engine.sampled.clear()
     engine._decoder._prefixes.clear()  # prefixes of the last evaluation; new weights clear them too
-    scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, Waves))
+    scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, LockstepSampler))
     return await Evaluator(player, rooms, scheduler).evaluate(), dict(engine.sampled)
 
 
@@ -330,7 +342,7 @@ async def evaluated(
 async def sampled_rooms(
     tiny_actor: Path, *, exact: bool = False
 ) -> AsyncIterator[tuple[Noting, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
-    """Yield the real tiny model, a runner with `Waves` that plays the room, and two eval sets.
+    """Yield the real tiny model, a runner with `LockstepSampler` that plays the room, and two eval sets.
 
     With `exact`, the model computes in float64.
     """
@@ -346,7 +358,7 @@ async def sampled_rooms(
     }
     parts = {"context": ChatContext({"room": ""}), "limits": {"room": Limits(4, 4)}}
     try:
-        yield engine, runner(engine, host, sampler=Waves(engine), **parts), rooms
+        yield engine, runner(engine, host, sampler=LockstepSampler(engine), **parts), rooms
     finally:
         await engine.aclose()
         await host.aclose()
@@ -366,13 +378,13 @@ async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> No
 
 async def alone_and_together(
     engine: Noting, player: EpisodeRunner, rooms: Rooms
-) -> tuple[dict[Setting, Rate], dict[Setting, Rate], list[Noted]]:
+) -> tuple[dict[EvalKey, SuccessRate], dict[EvalKey, SuccessRate], list[Noted]]:
     """Evaluate the sets one by one and then together.
 
     Return the rates of the separate evaluations, the rates of the joint evaluation, and the samples
     of both.
     """
-    alone: dict[Setting, Rate] = {}
+    alone: dict[EvalKey, SuccessRate] = {}
     sampled: Noted = {}
     for of, tasks in rooms.items():
         evaluation, noted = await evaluated(engine, player, {of: tasks})
@@ -389,7 +401,7 @@ async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_ac
     for bit.
     """
     async with sampled_rooms(tiny_actor, exact=True) as (engine, player, rooms):
-        direct = replace(player, sampler=Direct(engine))
+        direct = replace(player, sampler=DirectSampler(engine))
         alone, together, (sampled, noted) = await alone_and_together(engine, direct, rooms)
     assert together == alone
     assert {s: ids for s, (ids, _) in noted.items()} == {s: ids for s, (ids, _) in sampled.items()}

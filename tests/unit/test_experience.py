@@ -31,12 +31,12 @@ from crl.manager import (
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.training import CispoLoss
 from crl.modeling import load_model
-from crl.protocols import Distiller, ExtractorRole
+from crl.protocols import DistillationFilter, ExtractorRole
 from crl.run.diagnostics import Diagnostics
 from crl.run.experience import (
     ExperienceSide,
     ExtractorTrainer,
-    Uncounted,
+    ReadOnlyRetriever,
     extractor_minibatches,
     group_successes,
     learn,
@@ -114,7 +114,7 @@ def actor(tiny_actor: Path) -> Path:
 @asynccontextmanager
 async def parts(
     path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2,
-    background: bool = False, distiller: Distiller | None = None, merge_every: int = 0,
+    background: bool = False, distiller: DistillationFilter | None = None, merge_every: int = 0,
 ) -> AsyncIterator[Parts]:  # fmt: skip
     engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
     diagnostics = Diagnostics({})
@@ -173,8 +173,8 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
             await made.side.observe(batch)
-            figures = await made.bank.stats()
-            assert (figures["queue/pending"], figures["queue/done"]) == (5, 2), (
+            metrics = await made.bank.stats()
+            assert (metrics["queue/pending"], metrics["queue/done"]) == (5, 2), (
                 "both conditions, won and lost, but no errors"
             )
         assert sorted(logged(made.path, "credit")) == [
@@ -325,10 +325,10 @@ async def test_a_frozen_bank_is_given_nothing_to_distil(tmp_path: Path, actor: P
 async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
     async with parts(tmp_path / "bank.sqlite", actor) as made:
         await filled(made, 10)
-        ((step, kind, figures),) = made.ledger.lines
+        ((step, kind, metrics),) = made.ledger.lines
         assert (step, kind) == (1, "bank")
         assert (
-            figures.items()
+            metrics.items()
             >= {
                 "bank/size": 10,
                 "bank/size/room": 10,
@@ -337,7 +337,7 @@ async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
                 "log/seq": 20,
             }.items()
         )
-        assert "perf/search_p50_ms" not in figures, "nobody searched"
+        assert "perf/search_p50_ms" not in metrics, "nobody searched"
         assert [one.uid for one in made.ledger.newest[0]] == [
             f"run/0/{group}/0#0" for group in range(9, 1, -1)
         ], "the newest eight"
@@ -542,11 +542,11 @@ async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Pat
                 (one.uid, one.version, one.text, one.credited, one.credit)
                 for one in made.bank.latest(99)
             )
-            figures = await made.bank.stats()
+            metrics = await made.bank.stats()
             found.append(
                 (
                     entries,
-                    {name: figures[name] for name in ("queue/done", "buffer/ready", "log/seq")},
+                    {name: metrics[name] for name in ("queue/done", "buffer/ready", "log/seq")},
                     made.trainer.updates,
                 )
             )
@@ -661,7 +661,9 @@ async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(
     async with parts(path, actor) as made:
         await filled(made, 3)
         before, counters = dump(path), [replace(one) for one in made.bank.latest(9)]
-        hits = await Uncounted(made.bank).search([search(group=group) for group in range(4)])
+        hits = await ReadOnlyRetriever(made.bank).search(
+            [search(group=group) for group in range(4)]
+        )
         assert all(hits)
         await made.bank.flush()
         assert dump(path) == before
@@ -714,7 +716,7 @@ async def test_the_bank_is_merged_every_so_many_steps(tmp_path: Path, actor: Pat
             await made.side.observe([episode(step, group, 0) for group in range(3)])
             await made.side.complete(step + 1, [])
         assert engine.merges == 2, "after steps 2 and 4"
-        sizes = [figures["bank/size"] for figures in made.ledger.of("bank")]
+        sizes = [metrics["bank/size"] for metrics in made.ledger.of("bank")]
         assert sizes == [3, 5, 8, 10, 13], "merged before the step is reported"
 
 

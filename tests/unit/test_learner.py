@@ -453,7 +453,7 @@ def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_re
     assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
 
 
-def figures(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+def metrics(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     return mismatch(
         {name: float(value) for name, value in mismatch_moments(trainer, engine).items()}
     )
@@ -461,11 +461,11 @@ def figures(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
 
 def test_mismatch_by_hand() -> None:
     engine = torch.tensor([-1.0, -2.0, -3.0])
-    same = figures(engine, engine)
+    same = metrics(engine, engine)
     assert [
         float(same[f"mismatch_{name}"]) for name in ("kl", "correlation", "explained")
     ] == pytest.approx([0, 1, 0])
-    sharper = figures(2 * engine, engine)  # gaps −1, −2, −3
+    sharper = metrics(2 * engine, engine)  # gaps −1, −2, −3
     assert float(sharper["mismatch_kl"]) == pytest.approx(
         (math.exp(-1) + math.exp(-2) + math.exp(-3) - 3 + 6) / 3, rel=1e-5
     )
@@ -473,10 +473,10 @@ def test_mismatch_by_hand() -> None:
         float(sharper[f"mismatch_{name}"]) for name in ("correlation", "explained")
     ] == pytest.approx([1, 1])
     # Gaps −1, 1, 1. Around their mean: −4/3, 2/3, 2/3.
-    apart = figures(torch.tensor([-2.0, -1.0, -2.0]), engine)
+    apart = metrics(torch.tensor([-2.0, -1.0, -2.0]), engine)
     assert float(apart["mismatch_correlation"]) == pytest.approx(0, abs=1e-6)
     assert float(apart["mismatch_explained"]) == pytest.approx(2**2 / (24 / 9 * 2), rel=1e-5)
-    constant = figures(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
+    constant = metrics(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]))
     assert [float(constant[f"mismatch_{name}"]) for name in ("correlation", "explained")] == [1, 0]
 
 
@@ -499,7 +499,7 @@ def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> Non
             token_logprobs(model, torch.tensor([row]), torch.arange(len(row))[None] > 0).logp[0, 1:]
             for row in ids
         ]
-    expected = figures(torch.cat(own), torch.tensor([value for row in engine for value in row[1:]]))
+    expected = metrics(torch.cat(own), torch.tensor([value for row in engine for value in row[1:]]))
     assert 0.01 < abs(expected["mismatch_correlation"]) < 0.99
     trainer = Trainer(
         model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=micro_batch_tokens)

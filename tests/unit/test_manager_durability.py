@@ -353,8 +353,8 @@ async def test_done_requests_are_counted_by_the_log(tmp_path: Path) -> None:
         if number and name != "log/seq"
     }
     assert await store.submit(request(member=3), AT), "what was forgotten can be submitted again"
-    figures = {"queue/pending": 1, "queue/done": 0, "ops/submit": 1, "ops/add": 0}
-    assert (await store.counts()).items() >= figures.items()
+    metrics = {"queue/pending": 1, "queue/done": 0, "ops/submit": 1, "ops/add": 0}
+    assert (await store.counts()).items() >= metrics.items()
     assert await store.counts() == await recounted(store)
     await store.aclose()
 
@@ -481,7 +481,7 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
         ("run/0/0/0#0", 2, "Go southwest."),
         ("run/0/0/2#0", 1, "Go southeast."),
     ]  # fmt: skip
-    figures = {
+    metrics = {
         "queue/pending": 2,
         "queue/leased": 0,
         "queue/done": 4,
@@ -490,7 +490,7 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
         "ops/evict": 1,
         "buffer/ready": 2,
     }
-    assert (await store.counts()).items() >= figures.items()
+    assert (await store.counts()).items() >= metrics.items()
     seq = await store.snapshot(AT)
     before = contents(path)
     for step in [("submit", 7), ("revive", 0), ("search", 0), ("prune", 99)]:

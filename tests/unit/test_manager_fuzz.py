@@ -127,9 +127,9 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
                 await made.credit([hit.use], rng.random() < 0.5, episode=one.id)
         await made.drain()
         assert 0 < len(made._bank.entries) <= 12
-    figures = await made.stats()
+    metrics = await made.stats()
     assert (
-        figures.items()
+        metrics.items()
         >= {
             "queue/done": submitted,
             "queue/dead": 0,
@@ -139,13 +139,13 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
     )
     assert (
         min(
-            figures[f"ops/{kind}"]
+            metrics[f"ops/{kind}"]
             for kind in ("add", "update", "up", "down", "return", "evict", "malformed")
         )
         > 0
     )
     assert {"near duplicate", "target named before", "stale target", "unknown op", "not JSON"} <= {
-        name.removeprefix("dropped/") for name in figures
+        name.removeprefix("dropped/") for name in metrics
     }
     entries = made._bank.entries
     await made.aclose()
@@ -158,4 +158,4 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
     )
     await store.aclose()
     counted = [data for kind in ("up", "down") for _, data in logged(path, kind)]
-    assert len(counted) == figures["ops/up"] + figures["ops/down"]
+    assert len(counted) == metrics["ops/up"] + metrics["ops/down"]

@@ -78,9 +78,9 @@ async def found(made: ExperienceManager, **where) -> Hit:
     return one
 
 
-async def counted(made: ExperienceManager, figure: str, least: int) -> None:
-    """Wait until the metric `figure` is at least `least`."""
-    while (await made.stats())[figure] < least:  # noqa: ASYNC110  (no event exists for this)
+async def counted(made: ExperienceManager, metric: str, least: int) -> None:
+    """Wait until the metric `metric` is at least `least`."""
+    while (await made.stats())[metric] < least:  # noqa: ASYNC110  (no event exists for this)
         await asyncio.sleep(0.005)
 
 
@@ -148,12 +148,12 @@ async def test_an_episode_becomes_an_experience_that_guides_is_credited_and_trai
 async def test_answers_as_language_models_give_them(tmp_path, answer, stats, stored):
     made = await filled(tmp_path, request(note="seen"), seen=answer)
     assert list(texts(made).values()) == stored
-    figures = await made.stats()
+    metrics = await made.stats()
     assert (
-        figures.items()
+        metrics.items()
         >= {"bank/size": len(stored), "queue/done": 1, "queue/pending": 0, **stats}.items()
     )
-    assert figures["generations"] == len(stored)  # not stored if no reward is possible
+    assert metrics["generations"] == len(stored)  # not stored if no reward is possible
     await made.aclose()
 
 
@@ -333,7 +333,7 @@ async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_reque
         "d": 1,
         "e": 1,
     }
-    figures = {
+    metrics = {
         "queue/done": 4,
         "queue/dead": 1,
         "queue/pending": 0,
@@ -341,7 +341,7 @@ async def test_what_may_go_well_another_time_is_tried_again_and_applied_in_reque
         "queue/retried": 4,
         "bank/size": 4,
     }
-    assert (await made.stats()).items() >= figures.items()
+    assert (await made.stats()).items() >= metrics.items()
     if consumer:
         consumer.cancel()
         await asyncio.gather(consumer, return_exceptions=True)
@@ -588,8 +588,8 @@ async def test_the_consumer_takes_as_many_as_there_is_room_for_and_never_more(tm
         held = min(3, 8 - done)
         await counted(made, "queue/done", done)
         await until(lambda held=held: engine.waiting == held)
-        figures = await made.stats()
-        assert (figures["queue/leased"], figures["queue/pending"], figures["queue/done"]) == (
+        metrics = await made.stats()
+        assert (metrics["queue/leased"], metrics["queue/pending"], metrics["queue/done"]) == (
             held,
             8 - done - held,
             done,

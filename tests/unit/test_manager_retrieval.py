@@ -23,7 +23,7 @@ from crl.envs.room import GOAL
 from crl.envs.room.lessons import LESSONS, lesson
 from crl.manager import CachedEmbedder
 from crl.manager.bank import Bank, Scope
-from crl.manager.embed import HashEmbedder, Keys
+from crl.manager.embed import HashEmbedder, KeyEmbedder
 from crl.manager.index import TAIL, Index
 from crl.manager.records import Entry
 from crl.manager.retrieval import (
@@ -442,7 +442,7 @@ ROOM_GOALS = [
 
 
 async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndarray:
-    return await Keys(HashEmbedder(), weight).embed(entries)
+    return await KeyEmbedder(HashEmbedder(), weight).embed(entries)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.25])
@@ -458,7 +458,7 @@ async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_
     own = similarities.diagonal(axis1=1, axis2=2)
     others = np.where(np.eye(len(ROOM_GOALS), dtype=bool), -1, similarities).max(axis=(0, 1))
     assert (own.min(axis=0) > others + 0.01).all()
-    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # the bound that `Keys` guarantees
+    assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # the bound that `KeyEmbedder` guarantees
 
 
 async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
@@ -485,7 +485,7 @@ async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
         await HashEmbedder().embed(LESSON_TEXTS),
     )
     with pytest.raises(ValueError, match=r"text_weight must not be negative, not -0\.1"):
-        Keys(HashEmbedder(), -0.1)
+        KeyEmbedder(HashEmbedder(), -0.1)
 
 
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────

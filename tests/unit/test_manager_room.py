@@ -336,8 +336,8 @@ async def test_votes_are_counted_and_enough_of_them_evict(tmp_path: Path) -> Non
         (await made.search([search("two")]))[0].text  # pyright: ignore[reportOptionalMemberAccess]
         == "one"
     )
-    figures = await made.stats()
-    assert figures.items() >= {"ops/up": 2, "ops/down": 3, "ops/evict": 1, "bank/size": 1}.items()
+    metrics = await made.stats()
+    assert metrics.items() >= {"ops/up": 2, "ops/down": 3, "ops/evict": 1, "bank/size": 1}.items()
     assert logged(path, "evict") == [("run/0/0/0#1", {"for": "run/9/0/0", "reason": "votes"})]
     await made.aclose()
 
@@ -534,14 +534,14 @@ async def test_what_is_compared_is_embedded_within_the_attempt(
         if episode.step == 0:
             await made.aclose()
     dead = refused == settings.attempts
-    figures = {
+    metrics = {
         "queue/dead": int(dead),
         "queue/retried": int(refused > 0),
         "dropped/near duplicate": int(not dead),
         "ops/add": 1,
     }
     stats = await made.stats()
-    assert {name: stats.get(name, 0) for name in figures} == figures
+    assert {name: stats.get(name, 0) for name in metrics} == metrics
     await made.aclose()
 
 

@@ -77,11 +77,11 @@ def figures_of(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
 def test_an_engine_that_agrees_is_not_mentioned() -> None:
     notes = Notes()
     watch = MismatchWatch("actor", notes)  # pyright: ignore[reportArgumentType]
-    figures = measured(qwen2(), qwen2())
-    assert figures["mismatch_kl"] < 1e-9
+    same = measured(qwen2(), qwen2())
+    assert same["mismatch_kl"] < 1e-9
     rounded = measured(qwen2().bfloat16(), qwen2().bfloat16().float())
     assert 1e-7 < rounded["mismatch_kl"] < LARGE
-    for step, metrics in enumerate((figures, rounded, {})):
+    for step, metrics in enumerate((same, rounded, {})):
         watch.observe(step, metrics)
     assert notes.texts == []
 

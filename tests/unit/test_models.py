@@ -57,8 +57,8 @@ from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
 from crl.models.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.rollout.waves import Waves
-from crl.run.probe import Told
+from crl.rollout.waves import LockstepSampler
+from crl.run.probe import FixedRetriever
 from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, RolloutPlan, Sampling, Segment, Task
 
@@ -135,7 +135,7 @@ async def success(
     for key in keys:
         player.sampler.join(key.session)
     told = {task.goal: text for task in tasks if (text := advice(task))}
-    listener = replace(player, retriever=Told(told))
+    listener = replace(player, retriever=FixedRetriever(told))
     plans = [RolloutPlan("guided" if task.goal in told else "free") for task in tasks]
     played = await asyncio.gather(
         *(listener.play(*each) for each in zip(keys, tasks, plans, strict=True))
@@ -173,7 +173,7 @@ async def test_the_shipped_actor_follows_right_advice(
     player = runner(
         engine,
         host,
-        sampler=Waves(engine),
+        sampler=LockstepSampler(engine),
         context=ChatContext({spec.name: ""}),
         limits={spec.name: limits},
     )

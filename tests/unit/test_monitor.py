@@ -99,14 +99,14 @@ def test_metrics_are_flat_and_there_as_soon_as_logged(run: RunDir):
 
 def test_what_json_does_not_have_becomes_null(run: RunDir):
     monitor = FileMonitor(run)
-    figures = {
+    metrics = {
         "a": float("nan"),
         "b": float("inf"),
         "c": np.float32(0.5),
         "d": np.int64(3),
         "e": np.float64("nan"),
     }
-    monitor.log(0, "train", figures)  # pyright: ignore[reportArgumentType]
+    monitor.log(0, "train", metrics)  # pyright: ignore[reportArgumentType]
     text = run.metrics.read_text()
     line = json.loads(text, parse_constant=refuse)
     assert (line["a"], line["b"], line["c"], line["d"], line["e"]) == (None, None, 0.5, 3, None)
@@ -206,7 +206,7 @@ def test_notes_go_to_the_log_and_files_are_continued(run: RunDir):
 
 
 def test_a_train_line():
-    figures = {
+    metrics = {
         "rollout/success": 0.4140625,
         "actor/loss": -0.01234,
         "actor/learning_rate": 2e-4,
@@ -220,7 +220,7 @@ def test_a_train_line():
         "time/bank": 2.0,
         "rollout/turns": 3.2,
     }
-    line = render_line(7, "train", figures, steps=80)
+    line = render_line(7, "train", metrics, steps=80)
     assert (
         line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  "
         "stale 0.88  3.9 s"
@@ -229,7 +229,7 @@ def test_a_train_line():
 
 
 def test_an_eval_line():
-    figures = {
+    metrics = {
         "eval/room/known/success/free": 0.25,
         "eval/room/known/success/free/low": 0.2,
         "eval/room/known/success/free/high": 0.3,
@@ -237,7 +237,7 @@ def test_an_eval_line():
         "eval/room/new/success/guided": 0.5,
         "time/eval": 3.0,
     }
-    line = render_line(0, "eval", figures, steps=80)
+    line = render_line(0, "eval", metrics, steps=80)
     assert line == "eval   0/80  room/known 0.250 [0.200, 0.300]  room/new guided 0.500  3.0 s"
 
 
@@ -277,14 +277,14 @@ def test_a_probe_line():
         "right_minus_none": 0.5469,
         "right_minus_none/half_width": 0.09441,
     }
-    figures = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
+    metrics = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
     line = (
         "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  "
         "room/right − none +0.547 ± 0.094  4.2 s"
     )
-    assert render_line(0, "probe", figures, steps=100) == line
-    figures |= {f"probe/maze/{name}": value for name, value in {**room, "wrong": 0.25}.items()}
-    assert render_line(20, "probe", figures, steps=100).splitlines() == [
+    assert render_line(0, "probe", metrics, steps=100) == line
+    metrics |= {f"probe/maze/{name}": value for name, value in {**room, "wrong": 0.25}.items()}
+    assert render_line(20, "probe", metrics, steps=100).splitlines() == [
         "probe  20/100  none   right  wrong  right − none    4.2 s",
         "  room         0.312  0.859  –      +0.547 ± 0.094",
         "  maze         0.312  0.859  0.250  +0.547 ± 0.094",
@@ -364,8 +364,8 @@ class Recorder:
         self.calls: list[tuple] = []
         self.fails = fails
 
-    def log(self, step, kind, figures) -> None:
-        self.calls.append((step, kind, dict(figures)))
+    def log(self, step, kind, metrics) -> None:
+        self.calls.append((step, kind, dict(metrics)))
 
     def trajectories(self, trajectories) -> None:
         self.calls.append(("trajectories", len(trajectories)))

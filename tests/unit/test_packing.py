@@ -82,13 +82,13 @@ def batch(
     return ids, mask
 
 
-def pull(figures: TokenFigures, seed: int = 1) -> torch.Tensor:
+def pull(metrics: TokenFigures, seed: int = 1) -> torch.Tensor:
     """Return a scalar in which every log-prob and every KL has its own random weight."""
     draw = torch.Generator().manual_seed(seed)
     a, b = (
-        torch.randn(figures.logp.shape, generator=draw).to(figures.logp.device) for _ in range(2)
+        torch.randn(metrics.logp.shape, generator=draw).to(metrics.logp.device) for _ in range(2)
     )
-    return (a * figures.logp).sum() + (b * figures.kl).sum()
+    return (a * metrics.logp).sum() + (b * metrics.kl).sum()
 
 
 def gradients(model: PreTrainedModel, value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,9 +145,9 @@ def test_no_padding_is_read_nor_what_stands_behind_the_last_trained_token() -> N
     mask = torch.zeros(3, 50, dtype=torch.bool)
     # The third row has no trained token. One of its positions is still read.
     mask[0, [3, 49]] = mask[1, 7] = True
-    figures = token_logprobs(model, ids, mask)
+    metrics = token_logprobs(model, ids, mask)
     assert read == [(1, 49 + 7 + 1)]
-    assert (figures.logp != 0).equal(mask)
+    assert (metrics.logp != 0).equal(mask)
 
 
 def test_sequences_do_not_see_each_other() -> None:
@@ -356,9 +356,9 @@ def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
     mask[:, 30:] = False
     assert int(mask.sum()) * vocabulary > 17e6
     with Largest() as largest:
-        figures = token_logprobs(model, ids, mask, reference=reference)
-        pull(figures).backward()
-    assert all(values.dtype == torch.float32 for values in figures)
+        metrics = token_logprobs(model, ids, mask, reference=reference)
+        pull(metrics).backward()
+    assert all(values.dtype == torch.float32 for values in metrics)
     assert largest.elements == 16 * vocabulary
 
 
@@ -403,8 +403,8 @@ def test_activations_computed_again_give_the_same_gradient() -> None:
         model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(
             lambda *_, calls=calls: calls.append(1)
         )
-        figures = token_logprobs(model, ids, mask)
-        grads.append(gradients(model, pull(figures)))
+        metrics = token_logprobs(model, ids, mask)
+        grads.append(gradients(model, pull(metrics)))
         counts.append(len(calls))
     assert counts == [1, 2]
     assert_equal_gradients(grads[1], grads[0], tolerance=1e-7)

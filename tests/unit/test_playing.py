@@ -13,7 +13,7 @@ from doors import HIT, TASK, Shelf, dice, house, renderer, runner, until
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.rollout.waves import Waves
+from crl.rollout.waves import LockstepSampler
 from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Task, Trajectory
 
@@ -97,7 +97,9 @@ async def test_in_order_nothing_plays_beside_anything() -> None:
     engine, scheduler = Gate(), EpisodeScheduler(3, in_order=True)
     engine.opened.set()
     async with house() as home, asyncio.timeout(30):
-        play = partial(scheduler.play, runner(engine, home.host, sampler=Waves(engine)), "free")
+        play = partial(
+            scheduler.play, runner(engine, home.host, sampler=LockstepSampler(engine)), "free"
+        )
         await scheduler.gather([partial(play, *episodes(name, 4)) for name in "ab"])
     assert engine.begun == [key.session for name in "ab" for key in episodes(name, 4)[0]]
 

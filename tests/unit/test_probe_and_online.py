@@ -37,16 +37,16 @@ from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, Rate
-from crl.run.experience import Uncounted
+from crl.run.evaluate import EvalSet, Evaluation, Evaluator, SuccessRate
+from crl.run.experience import ReadOnlyRetriever
 from crl.run.online import (
     MARK,
     MEMBERS,
     VISITS,
+    LessonCounter,
     OnlineBank,
     OnlineResult,
     OnlineTask,
-    Tally,
     take_in,
 )
 from crl.run.playing import EpisodeScheduler
@@ -96,27 +96,27 @@ PROBED = probe_tasks(12)
 async def probed(actor: Callable[[str], str]) -> dict[str, float]:
     async with rooms(actor) as run:
         probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, EpisodeScheduler(5))
-        figures = await probe.measure()
-        assert await probe.measure() == figures, "the same places and the same draws every time"
-        return figures
+        metrics = await probe.measure()
+        assert await probe.measure() == metrics, "the same places and the same draws every time"
+        return metrics
 
 
 async def test_who_listens_gains_by_right_advice() -> None:
-    figures = await probed(follows)
-    assert figures["probe/room/right"] > figures["probe/room/none"]
-    assert figures["probe/room/right"] > figures["probe/room/wrong"]
-    assert figures["probe/room/right_minus_none"] == pytest.approx(
-        figures["probe/room/right"] - figures["probe/room/none"]
+    metrics = await probed(follows)
+    assert metrics["probe/room/right"] > metrics["probe/room/none"]
+    assert metrics["probe/room/right"] > metrics["probe/room/wrong"]
+    assert metrics["probe/room/right_minus_none"] == pytest.approx(
+        metrics["probe/room/right"] - metrics["probe/room/none"]
     )
-    assert 0 < figures["probe/room/right_minus_none/half_width"] < 0.6
+    assert 0 < metrics["probe/room/right_minus_none/half_width"] < 0.6
 
 
 async def test_who_does_not_listen_gains_nothing() -> None:
-    figures = await probed(ignores)
-    assert figures["probe/room/right"] == figures["probe/room/none"] == figures["probe/room/wrong"]
+    metrics = await probed(ignores)
+    assert metrics["probe/room/right"] == metrics["probe/room/none"] == metrics["probe/room/wrong"]
     assert (
-        figures["probe/room/right_minus_none"],
-        figures["probe/room/right_minus_none/half_width"],
+        metrics["probe/room/right_minus_none"],
+        metrics["probe/room/right_minus_none/half_width"],
     ) == (0.0, 0.0)
 
 
@@ -359,7 +359,7 @@ def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
         {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"},
     )
     right = distilled(lesson("exit", true_bearing(int(PLACES[0].params["lgen"])) or ""))
-    tally = Tally(ADVISOR)
+    tally = LessonCounter(ADVISOR)
     for run, answer in (
         (MARK, right),
         ("run", right),
@@ -368,7 +368,7 @@ def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
     ):
         tally(replace(answer, request=replace(answer.request, run=run, task=room)))
     assert tally.count == (1, 2)
-    without = Tally(None)
+    without = LessonCounter(None)
     without(replace(right, request=replace(right.request, run=MARK, task=room)))
     assert without.count is None
 
@@ -380,8 +380,8 @@ async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
         for member in range(2)
     ]
     await take_in(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
-    figures = await bank.stats()
-    assert (figures["queue/done"], figures["queue/pending"], figures["queue/dead"], bank.step) == (
+    metrics = await bank.stats()
+    assert (metrics["queue/done"], metrics["queue/pending"], metrics["queue/dead"], bank.step) == (
         2,
         0,
         0,
@@ -445,7 +445,7 @@ def evaluator(
     run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None
 ) -> Evaluator:
     sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
-    return Evaluator(run, sets, EpisodeScheduler(4), bank=Uncounted(bank), online=building)
+    return Evaluator(run, sets, EpisodeScheduler(4), bank=ReadOnlyRetriever(bank), online=building)
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
@@ -469,4 +469,4 @@ async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
         assert (
             full.rates["room", "known", "guided"].value > full.rates["room", "known", "free"].value
         )
-        assert isinstance(full.rates["room", "known", "guided"], Rate)
+        assert isinstance(full.rates["room", "known", "guided"], SuccessRate)

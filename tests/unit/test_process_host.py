@@ -257,7 +257,7 @@ async def test_every_replaced_worker_is_noted() -> None:
             await environment.step(misdeed)
         await host.release(environment)
     await begun(host)
-    assert Hosts({"toy": host}).figures() == {"env/failures": 2, "env/replaced": 2}
+    assert Hosts({"toy": host}).metrics() == {"env/failures": 2, "env/replaced": 2}
     await host.aclose()
     assert notes == [
         "environments: worker ended with exit code 7: the floor is lava; "

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.envs.places import PROBE_LAYOUTS
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.game import RoomGame
@@ -181,11 +181,11 @@ def test_judgements() -> None:
         right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, rng)
         assert right == lesson("exit", true_bearing(int(task.params["lgen"])) or "")
         assert read(wrong)[0] == "exit"
-        assert ADVISOR.judge(task, right) == Verdict("exit", True)
-        assert ADVISOR.judge(task, wrong) == Verdict("wrong exit", False)
+        assert ADVISOR.judge(task, right) == LessonVerdict("exit", True)
+        assert ADVISOR.judge(task, wrong) == LessonVerdict("wrong exit", False)
     (task,) = probe_tasks(1)
-    assert ADVISOR.judge(task, "be careful.") == Verdict("careful", False)
-    assert ADVISOR.judge(task, "go on.") == Verdict("other", False)
+    assert ADVISOR.judge(task, "be careful.") == LessonVerdict("careful", False)
+    assert ADVISOR.judge(task, "go on.") == LessonVerdict("other", False)
     assert {ADVISOR.wrong(task, rng) for _ in range(200)} == {
         lesson("exit", d) for d in COMPASS
     } - {ADVISOR.right(task)}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from crl.intervals import Mean
-from crl.run.evaluate import Evaluation, Rate, Setting
-from crl.run.figures import GroupGap
+from crl.run.evaluate import EvalKey, Evaluation, SuccessRate
+from crl.run.metrics import GroupGap
 from crl.run.summary import (
     ExperienceReport,
     Summary,
@@ -23,12 +23,12 @@ from crl.run.summary import (
 from crl.run.totals import Totals
 from crl.types import Experience, Lift
 
-SETTINGS: list[Setting] = [
+SETTINGS: list[EvalKey] = [
     ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
 ]  # fmt: skip
 KNOWN, NEW, GUIDED, ONLINE = SETTINGS
-BEFORE = Evaluation({KNOWN: Rate(64, 256), NEW: Rate(0, 256)}, {}, 0)
-AFTER = Evaluation({KNOWN: Rate(192, 256), NEW: Rate(141, 256)}, {}, 0)
+BEFORE = Evaluation({KNOWN: SuccessRate(64, 256), NEW: SuccessRate(0, 256)}, {}, 0)
+AFTER = Evaluation({KNOWN: SuccessRate(192, 256), NEW: SuccessRate(141, 256)}, {}, 0)
 
 SUMMARY = Summary(
     run=Path("runs/one"),
@@ -156,16 +156,16 @@ REPORT = ExperienceReport(
     ],
     gains={"room": ((0.01, 0.05), (0.4, 0.06))},
     lift={"room": Mean(0.125, 0.05, 64, 64)},
-    lessons={"room": Rate(192, 256)},
-    untrained_lessons={"room": Rate(32, 128)},
+    lessons={"room": SuccessRate(192, 256)},
+    untrained_lessons={"room": SuccessRate(32, 128)},
     trained=12,
 )
 
 
 def test_several_tasks_have_a_row_together() -> None:
-    maze: Setting = ("maze", "new", "free")
-    before = Evaluation({NEW: Rate(64, 256), maze: Rate(64, 256)}, {}, 0)
-    after = Evaluation({NEW: Rate(192, 256), maze: Rate(64, 256)}, {}, 0)
+    maze: EvalKey = ("maze", "new", "free")
+    before = Evaluation({NEW: SuccessRate(64, 256), maze: SuccessRate(64, 256)}, {}, 0)
+    after = Evaluation({NEW: SuccessRate(192, 256), maze: SuccessRate(64, 256)}, {}, 0)
     # mean 1/4 [1/4 − 0.0493/√2, 1/4 + 0.0565/√2] and 1/2 ± √(0.0493² + 0.0565²)/2
     row = "  overall new    without experience         512 episodes   0.250 [0.215, 0.290] → 0.500 [0.463, 0.537]   +0.250 [+0.195, +0.301]"
     assert success_lines(1.0, before, after)[-1] == row
@@ -173,16 +173,22 @@ def test_several_tasks_have_a_row_together() -> None:
 
 
 def test_what_was_not_evaluated_at_the_start_has_its_later_rate_alone() -> None:
-    after = Evaluation({NEW: Rate(192, 256), ("room", "new", "online"): Rate(64, 256)}, {}, 0)
-    assert success_lines(1.0, Evaluation({NEW: Rate(64, 256)}, {}, 0), after)[1:] == [
+    after = Evaluation(
+        {NEW: SuccessRate(192, 256), ("room", "new", "online"): SuccessRate(64, 256)}, {}, 0
+    )
+    assert success_lines(1.0, Evaluation({NEW: SuccessRate(64, 256)}, {}, 0), after)[1:] == [
         "  room new    without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500",
         "  room new    with a bank built online   256 episodes   –                    → 0.250 [0.201, 0.306]",
     ]
 
 
 def test_rows_stand_together_by_task_and_in_line() -> None:
-    maze: Setting = ("maze", "new", "free")
-    rates = {NEW: Rate(1, 2), maze: Rate(1, 2), ("room", "new", "online"): Rate(1, 2)}
+    maze: EvalKey = ("maze", "new", "free")
+    rates = {
+        NEW: SuccessRate(1, 2),
+        maze: SuccessRate(1, 2),
+        ("room", "new", "online"): SuccessRate(1, 2),
+    }
     rows = success_lines(1.0, Evaluation(rates, {}, 0))[1:]
     assert [row[:14] for row in rows] == [
         "  room    new ",
@@ -281,7 +287,9 @@ def test_what_is_not_known_is_not_said() -> None:
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes could not be distilled",
         "  the bank, 0 experiences: bank.sqlite",
     ]
-    one = replace(bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": Rate(1, 2)}).lines()
+    one = replace(
+        bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": SuccessRate(1, 2)}
+    ).lines()
     assert (
         one[2]
         == "  guided − free in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
@@ -370,7 +378,9 @@ async def test_a_run_that_was_stopped_before_its_first_step_gained_nothing() -> 
 
 
 def test_every_setting_has_a_name() -> None:
-    with_bank = replace(AFTER, rates={**AFTER.rates, GUIDED: Rate(1, 2), ONLINE: Rate(0, 1)})
+    with_bank = replace(
+        AFTER, rates={**AFTER.rates, GUIDED: SuccessRate(1, 2), ONLINE: SuccessRate(0, 1)}
+    )
     assert [line[:40].rstrip() for line in success_lines(1.0, with_bank)[1:]] == [
         "  room known  without experience", "  room new    without experience",
         "  room known  with the run's bank", "  room new    with a bank built online",

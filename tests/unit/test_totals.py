@@ -26,7 +26,7 @@ def test_overtime_and_failed_episodes_count():
     totals = Totals()
     totals.add([played(4, 4, 20), played(2, 0, 7)])
     totals.add([played(3, 1, 9, error="env: it died")])
-    assert totals.figures() == {
+    assert totals.metrics() == {
         "total/env_turns": 14,
         "total/env_turns/overtime": 5,
         "total/sampled_tokens/actor": 36,

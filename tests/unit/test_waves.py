@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
-from crl.rollout.waves import Direct, Sampler, Waves
+from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.types import Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(2,))
@@ -91,7 +91,7 @@ async def episode(sampler: Sampler, session: str, delays: Sequence[int]) -> None
 
 
 async def play(delays: Sequence[Sequence[int]], engine: Recorder) -> None:
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     sessions = [f"e{i}" for i in range(len(delays))]
     for session in reversed(sessions):
         waves.join(session)
@@ -122,7 +122,7 @@ def test_waves_are_the_same_whatever_the_arrival_order(
 
 async def test_a_wave_waits_for_every_live_episode() -> None:
     engine = Recorder()
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     for session in ("c", "a", "b"):
         waves.join(session)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -136,7 +136,7 @@ async def test_a_wave_waits_for_every_live_episode() -> None:
 
 async def test_the_last_one_to_leave_sets_the_others_free() -> None:
     engine = Recorder()
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     for session in ("a", "b", "c"):
         waves.join(session)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -151,7 +151,7 @@ async def test_the_last_one_to_leave_sets_the_others_free() -> None:
 
 async def test_an_error_reaches_the_one_that_asked() -> None:
     engine = Recorder(errors={"a": RolloutError("engine", "too long"), "b": EngineError("gone")})
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     for session in "abc":
         waves.join(session)
     async with asyncio.timeout(60):
@@ -163,7 +163,7 @@ async def test_an_error_reaches_the_one_that_asked() -> None:
 
 async def test_a_cancelled_episode_does_not_hold_up_the_rest() -> None:
     engine = Recorder()
-    waves = Waves(engine)
+    waves = LockstepSampler(engine)
     for session in "ab":
         waves.join(session)
     first = asyncio.create_task(episode(waves, "a", [0, 0]))
@@ -178,7 +178,7 @@ async def test_a_cancelled_episode_does_not_hold_up_the_rest() -> None:
 
 
 async def test_cancelling_an_episode_cancels_its_request() -> None:
-    for sampler_of in (Direct, Waves):
+    for sampler_of in (DirectSampler, LockstepSampler):
         engine = Recorder(hold=True)
         sampler = sampler_of(engine)
         sampler.join("a")
@@ -194,7 +194,7 @@ async def test_cancelling_an_episode_cancels_its_request() -> None:
 
 async def test_direct_passes_requests_on_as_they_come() -> None:
     engine = Recorder()
-    direct = Direct(engine)
+    direct = DirectSampler(engine)
     direct.join("b")
     direct.join("a")
     assert await ask(direct, "b", 5) == ANSWER
@@ -205,7 +205,7 @@ async def test_direct_passes_requests_on_as_they_come() -> None:
 
 
 async def searching(
-    waves: Waves, session: str, delay: int, order: list[str], *, searches: bool
+    waves: LockstepSampler, session: str, delay: int, order: list[str], *, searches: bool
 ) -> None:
     """Play an episode that searches if `searches` is true and then sends two requests."""
     try:
@@ -230,7 +230,7 @@ def test_searches_happen_in_the_order_of_the_names(
     async def run() -> tuple[list[str], Recorder]:
         order: list[str] = []
         engine = Recorder()
-        waves = Waves(engine)
+        waves = LockstepSampler(engine)
         sessions = [f"e{i}" for i in range(len(delays))]
         for session in sessions:
             waves.join(session)
@@ -250,7 +250,7 @@ def test_searches_happen_in_the_order_of_the_names(
 
 
 async def test_a_cancelled_search_does_not_hold_up_the_rest() -> None:
-    waves, order = Waves(Recorder()), []
+    waves, order = LockstepSampler(Recorder()), []
     for session in "abc":
         waves.join(session)
     first = asyncio.create_task(searching(waves, "a", 0, order, searches=True))

@@ -28,7 +28,7 @@ from crl.envs.webshop.catalogue import (
     read_files,
 )
 from crl.envs.webshop.generate import generate
-from crl.envs.webshop.goals import NO_LIMIT, Need, needs
+from crl.envs.webshop.goals import NO_LIMIT, InstructionGoals, needs
 from crl.envs.webshop.reward import get_reward, matched_options
 from crl.envs.webshop.search import SearchEngine
 from crl.envs.webshop.shop import GENERATED_SHARES, Shop, open_shop
@@ -41,7 +41,7 @@ NEEDS = needs(list(ORIGINAL.values()))
 SHOP = Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)
 
 
-def need_of(asin: str) -> Need:
+def need_of(asin: str) -> InstructionGoals:
     return next(need for need in NEEDS if need.goals[0]["asin"] == asin)
 
 

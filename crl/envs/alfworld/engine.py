@@ -38,7 +38,7 @@ _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
 _parsed: Any = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
 
 
-class Engine:
+class PddlEngine:
     """Engine that runs one game at a time.
 
     `start` a game, then `do` commands of `admissible` until the game is won.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crl.envs.alfworld import text
-from crl.envs.alfworld.engine import Engine
+from crl.envs.alfworld.engine import PddlEngine
 from crl.envs.alfworld.games import game_of, official_path
 from crl.envs.base import Rendering
 from crl.envs.host import describe
@@ -24,7 +24,7 @@ class AlfworldGame:
     def __init__(self, rendering: Rendering) -> None:
         self.moves = 0
         self._rendering: Rendering = rendering
-        self._engine = Engine()
+        self._engine = PddlEngine()
         self._owed = 0.0
         self._over = True
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from crl.envs.alfworld import small
 from crl.envs.alfworld.house import Chore, numbered, read_chore
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.types import Segment, Task
 
 LESSONS = {
@@ -162,12 +162,12 @@ class HouseAdvisor:
             rng.choice([place for place in places(task) if place not in right]),
         )
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         kind, place = read(text, read_chore(task.goal))
         if kind != "where":
-            return Verdict(kind, correct=False)
+            return LessonVerdict(kind, correct=False)
         correct = place in true_places(task)
-        return Verdict("where" if correct else "wrong where", correct)
+        return LessonVerdict("where" if correct else "wrong where", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return chore_of(segments).thing in sights(segments)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, moves
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack.player import At
 from crl.types import Segment, Task
@@ -72,12 +72,12 @@ class KeyRoomAdvisor:
         key, door = rng.sample(cells, 2)
         return lesson(key, door)
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         told = read(text)
         if told is None:
-            return Verdict("other", correct=False)
+            return LessonVerdict("other", correct=False)
         correct = told == _truth(task)
-        return Verdict("places" if correct else "wrong places", correct)
+        return LessonVerdict("places" if correct else "wrong places", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return None not in found(segments)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, moves, parse_choice
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.envs.maze.player import SIZE, MazePlayer
 from crl.envs.minihack.player import beside, read_at
 from crl.types import Segment, Task
@@ -85,18 +85,18 @@ class MazeAdvisor:
         first = rng.choice([name for name in COMPASS if beside(start, name) not in corridors])
         return lesson([first, *true_way(int(task.params["lgen"]), self._size)[1:]])
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         from crl.envs.maze.game import true_maze
 
         way = read(text)
         if way is None:
-            return Verdict("other", correct=False)
+            return LessonVerdict("other", correct=False)
         at, corridors, stairs = true_maze(int(task.params["lgen"]), self._size)
         for name in way:
             at = to if (to := beside(at, name)) in corridors else at
             if at == stairs:
-                return Verdict("way", correct=True)
-        return Verdict("wrong way", correct=False)
+                return LessonVerdict("way", correct=True)
+        return LessonVerdict("wrong way", correct=False)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return found_way(segments) is not None

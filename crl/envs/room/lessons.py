@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.envs.room.player import possible_stairs
 from crl.types import Segment, Task
 
@@ -143,12 +143,12 @@ class RoomAdvisor:
         right = true_bearing(int(task.params["lgen"]))
         return lesson("exit", rng.choice([name for name in COMPASS if name != right]))
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         kind, direction = read(text)
         if kind != "exit":
-            return Verdict(kind, correct=False)
+            return LessonVerdict(kind, correct=False)
         correct = direction == true_bearing(int(task.params["lgen"]))
-        return Verdict("exit" if correct else "wrong exit", correct)
+        return LessonVerdict("exit" if correct else "wrong exit", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return stairs_direction(segments) is not None

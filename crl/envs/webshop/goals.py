@@ -32,7 +32,7 @@ class Goal(TypedDict):
 
 
 @dataclass(frozen=True)
-class Need:
+class InstructionGoals:
     """Instruction and its goals.
 
     A generated instruction has one goal for every combination of the product's options.
@@ -45,7 +45,7 @@ class Need:
     """Sum of the weights of the goals."""
 
 
-def needs(products: Sequence[Product]) -> list[Need]:
+def needs(products: Sequence[Product]) -> list[InstructionGoals]:
     """Return all needs.
 
     The weight of a generated goal is the mean over its attributes of 1 / (number of goals with the
@@ -68,7 +68,9 @@ def needs(products: Sequence[Product]) -> list[Need]:
             for options in combinations
         )
         found.append(
-            Need(text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes))
+            InstructionGoals(
+                text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes)
+            )
         )
     return found + [need for product in products for need in _human(product)]
 
@@ -93,7 +95,7 @@ def _worded(text: str, options: dict[str, str]) -> str:
     )
 
 
-def _human(product: Product) -> Iterator[Need]:
+def _human(product: Product) -> Iterator[InstructionGoals]:
     for number, told in enumerate(product["instructions"]):
         if told.instruction_attributes:
             text = told.instruction.strip(".")
@@ -104,7 +106,7 @@ def _human(product: Product) -> Iterator[Need]:
                 told.instruction_options,
                 _limit(product, number),
             )
-            yield Need(text, (goal,), 1.0)
+            yield InstructionGoals(text, (goal,), 1.0)
 
 
 def _limit(product: Product, *key: int) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from crl.envs.actions import parse_call
-from crl.envs.base import Verdict
+from crl.envs.base import LessonVerdict
 from crl.envs.webshop.player import Errand, links
 from crl.types import Segment, Task
 
@@ -159,10 +159,10 @@ class WebShopAdvisor:
             "buy", rng.choice([brand for brand in others if brand != right] or [f"un{right}"])
         )
 
-    def judge(self, task: Task, text: str) -> Verdict:
+    def judge(self, task: Task, text: str) -> LessonVerdict:
         kind, brand = read(text)
         correct = kind == "buy" and brand == _brands(task)[0]
-        return Verdict("wrong buy" if kind == "buy" and not correct else kind, correct)
+        return LessonVerdict("wrong buy" if kind == "buy" and not correct else kind, correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
         return right_brand(segments) is not None

@@ -26,7 +26,7 @@ _COMPACT_LINK = re.compile(r"(?:^found|,) ([^\s,]+) (?:([^,]*) )?([\d.]+)(?:-[\d
 
 
 @dataclass(frozen=True)
-class Link:
+class ResultLink:
     """Link to a product on a page of results."""
 
     name: str
@@ -68,7 +68,7 @@ class Errand:
             float(limit or math.inf),
         )
 
-    def promise(self, link: Link) -> int:
+    def promise(self, link: ResultLink) -> int:
         """Return how well a link's title fits the query. Higher is better.
 
         For a full title this is the number of the query's words in the title. A compact title
@@ -77,7 +77,7 @@ class Errand:
         words = re.findall(r"\w+", link.title.lower())
         return sum(word in words for word in self.query.split()) or -len(words)
 
-    def met_by(self, link: Link, item: str) -> bool:
+    def met_by(self, link: ResultLink, item: str) -> bool:
         """Return whether a compact item page, opened by `link`, meets all requirements."""
         told = bool(self.attributes) and all(attribute in item for attribute in self.attributes)
         return told and link.price <= self.limit and set(self.values) <= _words(item)
@@ -150,10 +150,10 @@ def _buy(errand: Errand) -> Generator[str, str, str]:
     return (yield "click[buy now]")
 
 
-def links(page: str) -> list[Link]:
+def links(page: str) -> list[ResultLink]:
     """Return the links of a page of results."""
     found = _FULL_LINK.findall(page) or _COMPACT_LINK.findall(page)
-    return [Link(name, title, float(price)) for name, title, price in found]
+    return [ResultLink(name, title, float(price)) for name, title, price in found]
 
 
 def _words(page: str) -> set[str]:

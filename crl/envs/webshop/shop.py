@@ -19,7 +19,7 @@ from pathlib import Path
 from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS
 from crl.envs.webshop.catalogue import DOWNLOAD, VARIABLE, Product, products, read_files
 from crl.envs.webshop.generate import generate
-from crl.envs.webshop.goals import Goal, Need, needs
+from crl.envs.webshop.goals import Goal, InstructionGoals, needs
 from crl.envs.webshop.search import SearchEngine
 from crl.errors import ConfigError
 from crl.seeds import derive_seed, generator
@@ -52,7 +52,7 @@ class Shop:
     def engine(self) -> SearchEngine:
         return SearchEngine(self.products)
 
-    def need(self, lgen: int) -> Need:
+    def need(self, lgen: int) -> InstructionGoals:
         """Return the need of a layout.
 
         In a range of reserved layouts, every need occurs once before any need occurs again. Other
@@ -71,15 +71,15 @@ class Shop:
 
 
 def _split(
-    needs: Sequence[Need], source: str, shares: Mapping[range, float]
-) -> tuple[dict[range, list[Need]], list[Need]]:
+    needs: Sequence[InstructionGoals], source: str, shares: Mapping[range, float]
+) -> tuple[dict[range, list[InstructionGoals]], list[InstructionGoals]]:
     """Return the needs of every reserved use, and those of train streams.
 
     The order of reserved needs is a random draw by weight.
     """
     rng, left = generator(0, "webshop/split"), list(needs)
     rng.shuffle(left)
-    uses: dict[range, list[Need]] = {}
+    uses: dict[range, list[InstructionGoals]] = {}
     for layouts, share in shares.items():
         count = round(share * len(needs))
         kept, left = left[:count], left[count:]

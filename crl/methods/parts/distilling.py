@@ -42,7 +42,7 @@ def whole_text(segments: Sequence[Segment]) -> str:
 
 @dataclass(frozen=True)
 class EveryEpisode:
-    """`Distiller` that selects all episodes: guided and free, won and lost (CRL §3.2.1).
+    """`DistillationFilter` that selects all episodes: guided and free, won and lost (CRL §3.2.1).
 
     Only episodes with an error are excluded.
     """
@@ -53,7 +53,7 @@ class EveryEpisode:
 
 @dataclass(frozen=True)
 class NoEpisode:
-    """`Distiller` that selects no episode, so that distillation does not change the bank."""
+    """`DistillationFilter` that selects no episode, so that distillation does not change the bank."""
 
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         return ()

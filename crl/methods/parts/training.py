@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
-from crl.protocols import AdvantageTerm, Role
+from crl.protocols import AdvantageTerm, TrainSpec
 from crl.types import ExperienceUse, TokenTrace, Trajectory
 
 if TYPE_CHECKING:
@@ -150,13 +150,13 @@ class SurrogateLoss:
 
 def actor_role(
     actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None
-) -> Role:
+) -> TrainSpec:
     """Return the actor's role: the clipped surrogate on every token that the actor sampled.
 
     `terms`: terms of the actor's advantage, which are summed.
     """
     loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio)
-    return Role("actor", terms, FullView(actor.mask_truncated), loss, distillation)
+    return TrainSpec("actor", terms, FullView(actor.mask_truncated), loss, distillation)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from crl.envs.alfworld.small import HOLDS
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.alfworld_personas import Dawdler, Forgetful, Hasty, Opener, Passer, Searcher
+from crl.models.drills.alfworld_personas import (
+    Dawdler,
+    ForgetfulSearcher,
+    Hasty,
+    Opener,
+    Passer,
+    SearchingPlayer,
+)
 from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
@@ -27,7 +34,7 @@ THINGS = sorted({thing.lower() for things in HOLDS.values() for thing in things.
 REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
 """Shares of the replies to a question."""
 
-Persona = Callable[[random.Random, str], Searcher]
+Persona = Callable[[random.Random, str], SearchingPlayer]
 """Maker of a demonstrator, from a random generator and the receptacle in the advice."""
 
 
@@ -91,7 +98,7 @@ class Chores:
             "where", wanted, rng.choice(true_places(task) if said == "right" else places(task))
         )
 
-    def _persona(self, task: Task, told: str | None, rng: random.Random) -> Searcher:
+    def _persona(self, task: Task, told: str | None, rng: random.Random) -> SearchingPlayer:
         own = draw(self.personas, rng)
         if told is None:
             return own(rng, "")
@@ -137,9 +144,9 @@ def replied(task: Task, rng: random.Random) -> tuple[str, str]:
 
 
 PERSONAS: tuple[tuple[Persona, float], ...] = (
-    (Searcher, 0.10),
+    (SearchingPlayer, 0.10),
     (Opener, 0.05),
-    (Forgetful, 0.15),
+    (ForgetfulSearcher, 0.15),
     (Passer, 0.35),
     (Hasty, 0.10),
     (Dawdler, 0.25),

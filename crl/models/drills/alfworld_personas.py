@@ -11,7 +11,7 @@ import random
 from crl.envs.alfworld.player import AlfworldPlayer
 
 
-class Searcher(AlfworldPlayer):
+class SearchingPlayer(AlfworldPlayer):
     """Persona that looks into every receptacle once, open ones first.
 
     `told` is the receptacle that the advice names, "" if there is none.
@@ -43,7 +43,7 @@ class Searcher(AlfworldPlayer):
         return self._rng.choice([place for place in self._places if place != self._here])
 
 
-class Opener(Searcher):
+class Opener(SearchingPlayer):
     """Persona that looks into every receptacle once, closed ones first."""
 
     def _search(self) -> str:
@@ -51,7 +51,7 @@ class Opener(Searcher):
         return self._at(unseen[0]) if unseen else "look"
 
 
-class Forgetful(Searcher):
+class ForgetfulSearcher(SearchingPlayer):
     """Persona that looks into random receptacles, including those that it has visited."""
 
     _bound_for = ""
@@ -63,14 +63,14 @@ class Forgetful(Searcher):
         return command or self._at(self._bound_for)
 
 
-class Passer(Searcher):
+class Passer(SearchingPlayer):
     """Persona that goes to random receptacles, visited ones included, and opens none to look."""
 
     def _search(self) -> str:
         return self._go(self._elsewhere())
 
 
-class Hasty(Searcher):
+class Hasty(SearchingPlayer):
     """Persona that places things without cleaning, heating or cooling them."""
 
     def begin(self, goal: str, observation: str) -> None:
@@ -78,7 +78,7 @@ class Hasty(Searcher):
         self._treated = True
 
 
-class Dawdler(Searcher):
+class Dawdler(SearchingPlayer):
     """Persona that looks around before every action."""
 
     _looked = True

@@ -60,7 +60,7 @@ class Changing:
             self._player.observe(observation)
 
 
-class Forgetful:
+class ForgetfulPlayer:
     """Player that plays as another one, and forgets its observations every `memory` turns."""
 
     def __init__(self, player: ScriptedPlayer, memory: int) -> None:
@@ -143,7 +143,7 @@ def players(
         return Changing(Drifter(rng, actions), skilled(rng), rng.choice(LATE))
 
     def forgetful(rng: random.Random) -> ScriptedPlayer:
-        return Forgetful(skilled(rng), rng.choice(MEMORY))
+        return ForgetfulPlayer(skilled(rng), rng.choice(MEMORY))
 
     def drifter(rng: random.Random) -> ScriptedPlayer:
         return Drifter(rng, actions)

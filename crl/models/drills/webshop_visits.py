@@ -16,7 +16,7 @@ from crl.envs.webshop.catalogue import products
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.generate import generate
 from crl.envs.webshop.lessons import LESSONS, alike, lesson
-from crl.envs.webshop.player import Errand, Link, links
+from crl.envs.webshop.player import Errand, ResultLink, links
 from crl.envs.webshop.shop import Shop
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
 from crl.methods.parts.rollouts import ChatContext
@@ -136,7 +136,7 @@ def adherent(kind: str, name: str, own: Persona) -> Persona:
     return own
 
 
-def candidates(errand: Errand, page: str) -> list[Link]:
+def candidates(errand: Errand, page: str) -> list[ResultLink]:
     """Return the affordable products of the searched kind.
 
     If there are none, return all affordable products; if there are none either, all products.

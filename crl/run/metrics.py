@@ -62,14 +62,14 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     `version` is the policy version that is trained next. The staleness of a sampled token is
     `version` minus the version that sampled it.
     """
-    figures = _episodes(batch, "rollout")
+    metrics = _episodes(batch, "rollout")
     names = {t.task.name for t in batch}
     if len(names) > 1:
         for name in sorted(names):
-            figures |= _episodes([t for t in batch if t.task.name == name], f"rollout/{name}")
-    figures |= _asks(batch)
+            metrics |= _episodes([t for t in batch if t.task.name == name], f"rollout/{name}")
+    metrics |= _asks(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
-    return figures | {
+    return metrics | {
         "rollout/env_turns": sum(t.turns + t.overtime_turns for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
@@ -87,14 +87,14 @@ def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     asks = sum(s.origin == "tool_call" for t in able for s in t.segments)
     answers = Counter(use.how for t in able for use in t.used)
-    figures = {"rollout/asks": asks / len(able)}
+    metrics = {"rollout/asks": asks / len(able)}
     if asks:
         found = answers["ask"] + answers["ask_unrefined"]
-        figures |= {
+        metrics |= {
             "rollout/asks/found": found / asks,
             "rollout/asks/refined": answers["ask"] / asks,
         }
-    return figures
+    return metrics
 
 
 def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
@@ -107,21 +107,21 @@ def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
 
 def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Return the share of guided episodes with experience, their success, and their mean gap."""
-    figures = {}
+    metrics = {}
     if guided := [t for t in batch if t.condition == "guided"]:
-        figures[f"{prefix}/used"] = fmean(bool(t.used) for t in guided)
+        metrics[f"{prefix}/used"] = fmean(bool(t.used) for t in guided)
     if used := [t.success for t in batch if t.used]:
-        figures[f"{prefix}/success/used"] = fmean(used)
+        metrics[f"{prefix}/success/used"] = fmean(used)
     if gaps := group_gaps(batch):
         gap = mean_gap(gaps)
-        figures |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half}
-        figures |= {f"{prefix}/gap/groups": gap.n, f"{prefix}/gap/places": gap.clusters}
-    return figures
+        metrics |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half}
+        metrics |= {f"{prefix}/gap/groups": gap.n, f"{prefix}/gap/places": gap.clusters}
+    return metrics
 
 
 def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     turns = sum(t.turns for t in batch)
-    figures = {
+    metrics = {
         f"{prefix}/success": fmean(t.success for t in batch),
         f"{prefix}/reward": fmean(t.reward for t in batch),
         f"{prefix}/turns": turns / len(batch),
@@ -129,9 +129,9 @@ def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
         f"{prefix}/invalid_actions": sum(t.invalid_actions for t in batch) / max(turns, 1),
     }
     if (score := mean_score(batch)) is not None:
-        figures[f"{prefix}/score"] = score
+        metrics[f"{prefix}/score"] = score
     for condition in sorted({t.condition for t in batch}):
-        figures[f"{prefix}/success/{condition}"] = fmean(
+        metrics[f"{prefix}/success/{condition}"] = fmean(
             t.success for t in batch if t.condition == condition
         )
-    return figures
+    return metrics

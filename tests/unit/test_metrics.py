@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crl.run.figures import rollout_figures
+from crl.run.metrics import rollout_figures
 from crl.types import Condition, ExperienceUse, Task, TokenTrace, Trajectory
 
 
@@ -64,11 +64,11 @@ def test_by_hand() -> None:
 
 
 def test_several_tasks_have_figures_of_their_own() -> None:
-    figures = rollout_figures([played(0, 0, 1.0), played(1, 0, 0.0, name="maze")], 0)
+    metrics = rollout_figures([played(0, 0, 1.0), played(1, 0, 0.0, name="maze")], 0)
     assert (
-        figures["rollout/room/success"],
-        figures["rollout/maze/success"],
-        figures["rollout/success"],
+        metrics["rollout/room/success"],
+        metrics["rollout/maze/success"],
+        metrics["rollout/success"],
     ) == (1.0, 0.0, 0.5)
     assert "rollout/room/success" not in rollout_figures([played(0, 0, 1.0)], 0)
 
@@ -80,17 +80,17 @@ def test_what_the_bank_was_used_for_of_each_task() -> None:
         played(1, 0, 0.0, condition="guided", name="maze"),
         played(1, 1, 0.0, name="maze", turns=7, error="env: broken"),
     ]  # fmt: skip
-    figures = rollout_figures(batch, 0)
-    assert [figures[f"rollout{name}/used"] for name in ("", "/room", "/maze")] == [0.5, 1.0, 0.0]
+    metrics = rollout_figures(batch, 0)
+    assert [metrics[f"rollout{name}/used"] for name in ("", "/room", "/maze")] == [0.5, 1.0, 0.0]
     assert (
-        figures["rollout/room/success/used"],
-        figures["rollout/room/gap"],
-        figures["rollout/gap/groups"],
+        metrics["rollout/room/success/used"],
+        metrics["rollout/room/gap"],
+        metrics["rollout/gap/groups"],
     ) == (1.0, 1.0, 1)
-    assert not {"rollout/maze/success/used", "rollout/maze/gap"} & figures.keys(), (
+    assert not {"rollout/maze/success/used", "rollout/maze/gap"} & metrics.keys(), (
         "nobody was guided there"
     )
-    assert [figures[f"rollout/maze/{name}"] for name in ("turns", "episodes", "errors")] == [
+    assert [metrics[f"rollout/maze/{name}"] for name in ("turns", "episodes", "errors")] == [
         3.5,
         2,
         1,
@@ -105,16 +105,16 @@ def test_scores_are_told_of_graded_episodes_alone() -> None:
     ]
     assert rollout_figures(batch, 0)["rollout/score"] == 62.5
     shop = [played(0, 0, 0.0, name="shop", score=0.4), played(1, 0, 1.0)]
-    figures = rollout_figures(shop, 0)
-    assert (figures["rollout/shop/score"], figures["rollout/score"]) == (40.0, 40.0)
-    assert "rollout/room/score" not in figures
+    metrics = rollout_figures(shop, 0)
+    assert (metrics["rollout/shop/score"], metrics["rollout/score"]) == (40.0, 40.0)
+    assert "rollout/room/score" not in metrics
 
 
 def test_a_batch_in_which_nothing_was_played() -> None:
-    figures = rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 7)
+    metrics = rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 7)
     assert (
-        figures["staleness/mean"],
-        figures["staleness/max"],
-        figures["rollout/invalid_actions"],
+        metrics["staleness/mean"],
+        metrics["staleness/max"],
+        metrics["rollout/invalid_actions"],
     ) == (0.0, 0, 0.0)
-    assert figures["rollout/errors"] == 2
+    assert metrics["rollout/errors"] == 2
